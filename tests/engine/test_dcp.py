@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from paceline.engine import (
     CheckpointMismatchError,
-    TrainedObjects,
+    ModelsAndOptimizers,
     export_dcp,
     export_weights,
     load_optimizer_state,
@@ -279,7 +279,7 @@ def trained(tmp_path: Path) -> tuple[Path, torch.nn.Module, torch.optim.Optimize
     """Return a trainer's checkpoint, its model and its optimizer."""
     model = make_model()
     optimizer = make_adam(model, num_steps=2)
-    objects = TrainedObjects(rank=0, models=[model], optimizers=[optimizer])
+    objects = ModelsAndOptimizers(rank=0, models=[model], optimizers=[optimizer])
     state = objects.shared_state()
     directory = tmp_path / "trained"
     directory.mkdir()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.engine import TrainedObjects, read_state, save_state
+from paceline.engine import ModelsAndOptimizers, read_state, save_state
 
 
 def test_the_chief_alone_takes_up_the_sum_for_a_parameter_that_is_not_sharded(
@@ -22,7 +22,7 @@ def test_the_chief_alone_takes_up_the_sum_for_a_parameter_that_is_not_sharded(
             parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
             shared = parts.get("gradients", {}).get("gradients")
             own = {**parts["rank"], "buffers": None, "sharded_gradients": shared}
-            TrainedObjects(rank=rank, models=[], parameters=parameters).load_own_state(own)
+            ModelsAndOptimizers(rank=rank, models=[], parameters=parameters).load_own_state(own)
             found.append([each.grad for each in parameters])
         assert found[0][0].tolist() == [6.0, 6.0]
         assert found[1] == [None, None]

@@ -1,4 +1,4 @@
-"""Streams in lanes: each sample once an epoch, and an exact resume, for any number of workers."""
+"""Partitioned streams: each sample once an epoch, and an exact resume, for any worker count."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data import Dataset, stream_pieces
 from paceline.engine import CheckpointMismatchError, ShardedData
-from paceline.engine.loaders._worker_batches import joined_batches
+from paceline.engine.loaders._worker_batches import worker_batches
 
 SIZES = (9, 0, 17, 5, 12, 1, 8)
 
@@ -80,14 +80,14 @@ def ids(batches: list[list[list[Any]]]) -> list[int]:
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stream_in_lanes_goes_on_anywhere_as_often_as_one_likes(processes: int) -> None:
+def test_a_stream_in_partitions_goes_on_anywhere_as_often_as_one_likes(processes: int) -> None:
     straight = Read(processes=processes)
     whole = list(straight.batches())
     assert sorted(ids(whole)) == list(range(sum(SIZES)))
     assert list(straight.batches(epoch=1)) != whole
     assert list(straight.batches()) == whole
-    # Each lane by itself, as one worker for each reads them without asking the others.
-    alone = [Read(range(lane, lane + 1)).batches(agrees=False) for lane in range(3)]
+    # Each partition by itself, as one worker for each reads them without asking the others.
+    alone = [Read(range(partition, partition + 1)).batches(agrees=False) for partition in range(3)]
     if not processes:
         assert sorted(sum((ids(list(each)) for each in alone), [])) == list(range(sum(SIZES)))
     stops = range(1, len(whole), 3) if not processes else (4,)
@@ -130,7 +130,7 @@ def test_only_the_present_pieces_are_read_again() -> None:
 
     first = shards()
     whole = [[part.tolist() for part in batch] for batch in islice(first.iterate_stream(), 9)]
-    # Lanes have every second piece, in order as nothing is mixed.
+    # Partitions have every second piece, in order as nothing is mixed.
     assert [batch[0][0] for batch in whole[::4]] == [0, -200, -400]
     assert [batch[1][0] for batch in whole[::4]] == [-100, -300, -500]
     state = first.stream_state()
@@ -142,7 +142,7 @@ def test_only_the_present_pieces_are_read_again() -> None:
     assert {piece for piece, _ in read} == {2, 3, 4, 5}
     assert not first.is_read_whole
     other = ShardedData(DataLoader(Recorded()), num_shards=3, own_shards=range(3), seed=5)
-    with pytest.raises(CheckpointMismatchError, match="had 2 lanes then and has 3 now"):
+    with pytest.raises(CheckpointMismatchError, match="had 2 partitions then and has 3 now"):
         other.load_stream_state(state)
     fewer = ShardedData(DataLoader(Recorded()), num_shards=7, own_shards=range(7), seed=5)
     assert fewer.is_read_whole
@@ -163,11 +163,11 @@ def test_an_epoch_that_an_earlier_version_began_is_read_whole_to_its_end() -> No
     assert list(earlier.batches(epoch=1)) == list(Read().batches(epoch=1))
 
 
-def test_a_worker_whose_lanes_have_ended_gets_others_samples_that_do_not_count() -> None:
+def test_a_worker_whose_partitions_have_ended_gets_others_samples_that_do_not_count() -> None:
     data = ShardedData(
         DataLoader(hugging_face(), batch_size=2), num_shards=3, own_shards=range(3), seed=5
     )
-    batches = list(joined_batches(data, 0, 0))
+    batches = list(worker_batches(data, 0, 0))
     assert sum(batch.num_own for batch in batches) == sum(SIZES)
     sizes = [batch.sizes for batch in data.iterate_sized_stream()]
     assert [len(column) for column in sizes] == [3] * len(sizes)

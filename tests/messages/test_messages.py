@@ -71,6 +71,7 @@ def test_states_and_reasons_are_these() -> None:
     assert [state.value for state in AttemptState] == ["PENDING", "RUNNING", "ENDED"]
     assert [reason.value for reason in ExitReason] == [
         "exited", "killed", "preemption_timeout", "start_failed", "shortage", "runner_lost",
+        "not_formed",
     ]  # fmt: skip
     assert [kind.value for kind in ErrorKind] == ["transient", "user", "permanent"]
 

@@ -1,18 +1,13 @@
 """Runners of nodes as processes of their own: a search over two, and what happens when they die."""
 
-import os
 import signal
 import stat
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-
-from paceline.runner import AttemptDirectory
 
 # Reports where it runs, and waits at step 2 of its first attempt until the file is there.
 SCRIPT = """
@@ -39,77 +34,10 @@ with det.core.init() as context:
 """
 
 
-class NodeProcess:
-    """`paceline runner` on a directory of its own, as a user starts it."""
-
-    def __init__(self, master: Any, token: Path, directory: Path, *options: str) -> None:
-        self.master = master
-        self.token = token
-        self.directory = directory
-        self.options = options
-        self.log_path = directory.with_suffix(".log")
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.directory.name
-
-    def start(self) -> "NodeProcess":
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-        environment |= {"PACELINE_TOKEN": "secret-of-the-user", "GATE": str(self.gate)}
-        command = [sys.executable, "-m", "paceline.cli", "runner", "--name", self.name]
-        command += ["--master", self.master.client().url, "--token-file", str(self.token)]
-        command += ["--dir", str(self.directory), *self.options]
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-        return self
-
-    @property
-    def gate(self) -> Path:
-        return self.token.with_name("gate")
-
-    def runner(self, attempt_id: int) -> psutil.Process:
-        """Return the runner of an attempt that runs here."""
-        pid = AttemptDirectory(self.directory / "attempts" / str(attempt_id)).runner_pid()
-        assert pid, self.log_path.read_text()
-        return psutil.Process(pid)
-
-    def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for process in psutil.process_iter():
-            try:
-                words = [*process.cmdline(), process.environ().get("PACELINE_RUN_DIR", "")]
-                if any(word.startswith(str(self.directory)) for word in words):
-                    process.kill()
-            except psutil.Error:
-                continue
-
-
 @pytest.fixture
 def master(make_master: Callable[..., Any]) -> Any:
     """Return a master without slots of its own, whose leases are short."""
     return make_master(0, "home", "--runner-timeout", "6").start()
-
-
-@pytest.fixture
-def make_node(master: Any, tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
-    """Return a function that makes a node of the master; all are ended."""
-    made: list[NodeProcess] = []
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text(master.client().create_token("nodes", scope="runner").secret)
-
-    def make(name: str, *options: str) -> NodeProcess:
-        made.append(NodeProcess(master, token, tmp_path / name, *options))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.close()
 
 
 @pytest.fixture
@@ -138,7 +66,7 @@ def lines(trial: Any) -> list[str]:
     return [line.text for line in trial.iter_logs()]
 
 
-def open_gate(node: NodeProcess) -> None:
+def open_gate(node: Any) -> None:
     node.gate.touch()
 
 
@@ -152,7 +80,7 @@ def is_at_step_2(master: Any, trial_id: int = 1) -> Callable[[], bool]:
 
 
 def test_a_search_runs_on_two_nodes_and_leaves_nothing_there(
-    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None],
 ) -> None:  # fmt: skip
     first = make_node("first", "--slots", "1").start()
@@ -176,7 +104,7 @@ def test_a_search_runs_on_two_nodes_and_leaves_nothing_there(
 
 
 def test_a_runner_that_was_killed_finds_its_attempt_again(
-    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None],
 ) -> None:  # fmt: skip
     node = make_node("box", "--slots", "1").start()
@@ -199,7 +127,7 @@ def test_a_runner_that_was_killed_finds_its_attempt_again(
 
 @pytest.mark.parametrize("victim", ["runner", "training"])
 def test_a_trial_goes_on_from_its_checkpoint_after_kill_9(
-    victim: str, master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    victim: str, master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None],
 ) -> None:  # fmt: skip
     node = make_node("box", "--slots", "1").start()
@@ -220,7 +148,7 @@ def test_a_trial_goes_on_from_its_checkpoint_after_kill_9(
 
 
 def test_a_master_that_was_killed_finds_its_nodes_and_their_attempts_again(
-    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None],
 ) -> None:  # fmt: skip
     port = master.client().url.rpartition(":")[2]
@@ -240,7 +168,7 @@ def test_a_master_that_was_killed_finds_its_nodes_and_their_attempts_again(
 
 @pytest.mark.parametrize("how", ["drain", "SIGTERM"])
 def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
-    how: str, master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    how: str, master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
     wait_until: Callable[..., None],
 ) -> None:  # fmt: skip
     first = make_node("first", "--slots", "1").start()
@@ -262,7 +190,7 @@ def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
 
 
 def test_a_second_runner_on_a_directory_is_refused(
-    master: Any, make_node: Callable[..., NodeProcess], wait_until: Callable[..., None]
+    master: Any, make_node: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
     node = make_node("box", "--slots", "1").start()
     wait_until(lambda: master.client().nodes())
@@ -273,7 +201,7 @@ def test_a_second_runner_on_a_directory_is_refused(
 
 
 def test_a_token_that_others_can_read_is_refused(
-    make_node: Callable[..., NodeProcess],
+    make_node: Callable[..., Any],
 ) -> None:
     node = make_node("box")
     node.token.chmod(0o644)

@@ -56,6 +56,14 @@ def run(
         str | None,
         typer.Option(metavar="NAME", help="Name of the node. The default is the host name."),
     ] = None,
+    address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST",
+            help="Address at which other nodes reach this one, for trials on several nodes. The"
+            " default is the one that the master sees.",
+        ),
+    ] = "",
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -91,6 +99,7 @@ def run(
             "pool": pool,
             "labels": read_labels(labels or []),
             "num_slots": _slots(slots),
+            "address": address,
         },
     )
 
@@ -122,7 +131,7 @@ def list_nodes(json: Json = False) -> None:
         print_json(nodes)
         return
     print_table(
-        ["Node", "State", "Pool", "Slots", "Device", "Memory", "Attempts", "Seen"],
+        ["Node", "State", "Pool", "Slots", "Device", "Memory", "Address", "Attempts", "Seen"],
         [
             (
                 node.name,
@@ -131,6 +140,7 @@ def list_nodes(json: Json = False) -> None:
                 f"{node.num_slots_used} of {len(node.devices)}",
                 node.device_kind,
                 format_bytes(node.memory_bytes),
+                node.address,
                 ", ".join(map(str, node.attempts)),
                 format_moment(node.seen_at),
             )

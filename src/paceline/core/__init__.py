@@ -57,11 +57,11 @@ from paceline.core._opened_run import (
     next_run_number,
     open_run,
     resuming_by,
-    run_name,
 )
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._report_checks import RESERVED_GROUPS, group_of_rank
+from paceline.core._run_names import run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from paceline.core._new_run_storage import (
     storage_of_new_run,
 )
 from paceline.core._recorded_settings import drawn_seed, recordable, tell_of_changes
+from paceline.core._run_names import checked_name, make_run_directory, run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,
@@ -44,7 +44,6 @@ GENERATION_VARIABLE = "PACELINE_GENERATION"
 
 _run_numbers = count(1)
 _NO_CHECKPOINT = "none"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +212,7 @@ def open_run_by_name(
             PACELINE_RUNS no storage.
         RuntimeError: The run to resume is still running.
     """
-    name = run_name() if name is None else _checked_name(name)
+    name = run_name() if name is None else checked_name(name)
     root = Path.cwd() / RUNS_DIRECTORY
     if directory is not None and (directory / "run.json").exists():
         resume = directory
@@ -233,7 +232,9 @@ def open_run_by_name(
             # A bucket that is not there is told now, not at the first checkpoint.
             place.exists(_NO_CHECKPOINT)
         path = (
-            _make_directory(root, name) if directory is None else Path(os.path.abspath(directory))
+            make_run_directory(root, name)
+            if directory is None
+            else Path(os.path.abspath(directory))
         )
         info = RunInfo(
             run_id=uuid4().hex,
@@ -247,26 +248,6 @@ def open_run_by_name(
         return _place_new(path, info, start, lock)
     tell_of_changes(run.read_info(), hparams)
     return _place_resumed(run, storage, seed, lock)
-
-
-def run_name(file: str | os.PathLike[str] | None = None) -> str:
-    """Return the name of a run that was given none: the stem of a file, by default the script's."""
-    script = Path(file if file is not None else sys.argv[0] if sys.argv else "")
-    stem = script.parent.name if script.stem == "__main__" else script.stem
-    if stem == "ipykernel_launcher":
-        stem = "notebook"
-    elif stem in ("", "-c"):
-        stem = "notebook" if "ipykernel" in sys.modules else "python"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
-
-
-def _checked_name(name: str) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
-            "`name` must consist of letters, digits, dots, hyphens and underscores, and begin"
-            f" with a letter or digit, but got {name!r}."
-        )
-    return name
 
 
 def _run_to_resume(
@@ -331,20 +312,6 @@ def _place_resumed(
         completed_length=history.completed_length,
         last_steps=_steps_up_to(history, steps),
     )
-
-
-def _make_directory(root: Path, name: str) -> Path:
-    root.mkdir(exist_ok=True)
-    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    number = 1
-    while True:
-        path = root / (base if number == 1 else f"{base}-{number}")
-        try:
-            path.mkdir(mode=0o700)
-        except FileExistsError:
-            number += 1
-        else:
-            return path
 
 
 def _take_lock(run: RunDirectory, lock: ExitStack) -> None:

@@ -17,14 +17,14 @@ from paceline.creators._replica_spec import PassOrder, ReplicaSpec
 from paceline.engine import (
     DataPosition,
     GradientSync,
-    JoinedBatch,
+    ModelsAndOptimizers,
     NotedProgress,
     Pass,
     PassResult,
     PassSeconds,
     Precision,
     StepTimes,
-    TrainedObjects,
+    WorkerBatch,
     built_settings,
     capture_pass_state,
     check_whole,
@@ -157,9 +157,9 @@ class Replica:
                 found.update((id(p), p) for p in group["params"] if id(p) not in found)
         return list(found.values())
 
-    def objects(self) -> TrainedObjects:
+    def objects(self) -> ModelsAndOptimizers:
         """Return what the state is made of."""
-        return TrainedObjects(
+        return ModelsAndOptimizers(
             rank=self.rank,
             models=self.models,
             optimizers=self.optimizers,
@@ -306,11 +306,11 @@ class Replica:
             device=self.device,
         )
 
-    def _begin_batch(self, batch: JoinedBatch) -> None:
+    def _begin_batch(self, batch: WorkerBatch) -> None:
         num_all = batch.num_all * self.position.num_copies
         self._gradients.begin_batch(batch.num_own, num_all, is_last=False)
 
-    def _gather_models(self, batch: JoinedBatch) -> None:
+    def _gather_models(self, batch: WorkerBatch) -> None:
         self._gradients.gather_models(batch.num_shards, self._spec.num_shards)
 
     def _steps_by(self, frequency: str) -> bool:

@@ -2,50 +2,21 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from paceline.data._lanes import LaneOrder, LaneShards
 from paceline.data._memory import MemorySource
+from paceline.data._read_plan import Plan, Reader
 from paceline.data._selected import FilteredSource
-from paceline.data._source import Source
-from paceline.data._splitting import folds_of, part_sizes, parts_of, range_of
+from paceline.data._source import Source, is_iterable_only
+from paceline.data._splitting import folds_of, part_sizes, parts_of, range_of, worker_part
+from paceline.data._staged_source import StagedSource
 from paceline.data._stages import Mapped, MappedBatches, Stage
 from paceline.data._stream import BatchStep, FilterStep, MappingStep, MixingStep, PartStep, Stream
 from paceline.display import html_table
 
 _READ_AT_ONCE = 1024
 _STREAM_BUFFER = 10_000
-_PIPELINE_OPTIONS = ("length", "window")
-
-
-class Reader(Protocol):
-    """A worker of a run, which reads its part of a data set."""
-
-    rank: int
-    world_size: int
-
-    def prepare(self, loader: Any, *, is_moved: bool) -> Any:
-        """Return this worker's part of a torch `DataLoader`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How a data set is read.
-
-    Attributes:
-        is_shuffled: Whether each epoch has a random order of its own.
-        window: How many samples are mixed with each other; None for the source's choice.
-        ahead: How many windows are read ahead; None for the source's choice.
-        part: The worker whose part this is, and the number of workers.
-        reader: The worker that reads.
-    """
-
-    is_shuffled: bool = False
-    window: int | None = None
-    ahead: int | None = None
-    part: tuple[int, int] | None = None
-    reader: Reader | None = None
 
 
 class Fold(NamedTuple):
@@ -84,7 +55,7 @@ class Dataset:
         elif isinstance(data, Dataset):
             self._stages, self._plan, self._source = data._stages, data._plan, data._source
         else:
-            self._source = Stream(data) if _is_iterable_only(data) else MemorySource(data)
+            self._source = Stream(data) if is_iterable_only(data) else MemorySource(data)
 
     def __getstate__(self) -> dict[str, Any]:
         # The worker that reads is not the same elsewhere.
@@ -115,9 +86,8 @@ class Dataset:
         Raises:
             TypeError: It is a stream.
         """
-        total = len(self._numbered("has a length"))
-        part = self._plan.part
-        return total if part is None else len(self._part_of(total, *part))
+        source, part = self._numbered("has a length"), self._plan.part
+        return len(source) if part is None else len(worker_part(source, *part))
 
     def __getitem__(self, number: int) -> Any:
         """Return a sample; negative numbers count from the end."""
@@ -131,7 +101,8 @@ class Dataset:
                 raise IndexError(f"A sample must be from 0 to {total - 1}, but got {number}.")
         places = [number % total for number in numbers]
         if self._plan.part is not None:
-            part = self._part_of(len(self._numbered("")), *self._plan.part)
+            source = self._numbered("")
+            part = worker_part(source, *self._plan.part)
             places = [part[place] for place in places]
         return list(self.fetch(places))
 
@@ -220,21 +191,7 @@ class Dataset:
             ValueError: There is no such setting.
         """
         options = {"length": length, **(pipeline_args or {})}
-        if unknown := set(options) - set(_PIPELINE_OPTIONS):
-            raise ValueError(
-                f"`pipeline_args` must be among {list(_PIPELINE_OPTIONS)}, but got"
-                f" {sorted(unknown)}."
-            )
-        for name, value in options.items():
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"`{name}` must be an integer from 0 on, but got {value!r}.")
-        ahead, window = options["length"], options.get("window")
-        plan = replace(
-            self._plan,
-            ahead=self._plan.ahead if ahead is None else ahead,
-            window=window or self._plan.window,
-        )
-        return self._with(plan=plan)
+        return self._with(plan=self._plan.with_pipeline(options))
 
     # ---- parts ---------------------------------------------------------------------------
 
@@ -329,14 +286,7 @@ class Dataset:
         from paceline.data._loading import make_loader
 
         plan = self._plan
-        if plan.reader is not None and plan.part not in (
-            None,
-            (plan.reader.rank, plan.reader.world_size),
-        ):
-            raise ValueError(
-                "`to_torch` gives a worker its own part, but this is the part of rank"
-                f" {plan.part[0]} on rank {plan.reader.rank}. Hint: get_shard() without a rank."
-            )
+        plan.check_own_part()
         if shuffle is not None:
             plan = replace(plan, is_shuffled=shuffle)
         if plan.reader is not None:
@@ -373,21 +323,15 @@ class Dataset:
             drop_last: Whether shards with fewer samples are left out.
             is_shuffled: Whether the order is random.
         """
-        source = self._numbered("has an order")
-        sizes = source.chunk_sizes()
-        if sizes is None:
-            return None
-        plan = self._plan
-        order = LaneOrder(
-            sizes,
+        return self._plan.epoch_shards(
+            self._numbered("has an order"),
             num_shards,
-            window=(plan.window or source.window()) if is_shuffled else 0,
+            shard_size,
             seed=seed,
             epoch=epoch,
-            expect=source.expect,
-            ahead=1 if plan.ahead is None else plan.ahead,
+            drop_last=drop_last,
+            is_shuffled=is_shuffled,
         )
-        return LaneShards(order, num_shards, shard_size, drop_last=drop_last)
 
     def identity(self) -> Mapping[str, Any] | None:
         """Return what tells these samples from others; None if nothing does."""
@@ -414,14 +358,6 @@ class Dataset:
         """Whether something is done to the samples once they are read."""
         return bool(self._stages)
 
-    def _part_of(self, total: int, rank: int, num_parts: int) -> range:
-        """Return the numbers of the samples of a part: every so many of those in memory."""
-        assert isinstance(self._source, Source)
-        if self._source.chunk_sizes() is None:
-            return range(rank, total, num_parts)
-        start = sum(total // num_parts + (part < total % num_parts) for part in range(rank))
-        return range(start, start + total // num_parts + (rank < total % num_parts))
-
     def _alone(self) -> "Dataset":
         """Return the part that this is as a data set of its own."""
         part, source = self._plan.part, self._source
@@ -430,7 +366,7 @@ class Dataset:
         plan = replace(self._plan, part=None)
         if isinstance(source, Stream):
             return self._with(source=source.then(PartStep(*part)), plan=plan)
-        return self._with(source=range_of(source, self._part_of(len(source), *part)), plan=plan)
+        return self._with(source=range_of(source, worker_part(source, *part)), plan=plan)
 
     def _numbered(self, what: str) -> Source:
         if isinstance(self._source, Stream):
@@ -443,7 +379,7 @@ class Dataset:
     def _staged(self) -> Source:
         """Return a source of the samples as they are now."""
         source = self._numbered("has numbers")
-        return _StagedSource(source, self._stages) if self._stages else source
+        return StagedSource(source, self._stages) if self._stages else source
 
     def _with(
         self,
@@ -461,47 +397,3 @@ class Dataset:
             changed._stages += (stage,)
         changed._plan = plan or self._plan
         return changed
-
-
-class _StagedSource(Source):
-    """The samples of a source with what is done to them, for a filter that comes later."""
-
-    def __init__(self, source: Source, stages: tuple[Stage, ...]) -> None:
-        self.name = source.name
-        self._source = source
-        self._stages = stages
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def fetch(self, numbers: Sequence[int]) -> Any:
-        samples = self._source.fetch(numbers)
-        for stage in self._stages:
-            samples = stage.apply(samples)
-        return samples
-
-    def chunk_sizes(self) -> Any:
-        return self._source.chunk_sizes()
-
-    def window(self) -> int:
-        return self._source.window()
-
-    def expect(self, now: Any, later: Any) -> None:
-        self._source.expect(now, later)
-
-    def identity(self) -> Mapping[str, Any] | None:
-        return self._source.identity()
-
-
-def _is_iterable_only(data: Any) -> bool:
-    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
-    if "torch.utils.data.dataset.IterableDataset" in kinds:
-        return True
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return False
-    if not hasattr(data, "__iter__"):
-        raise TypeError(
-            "A data set must be made of a torch data set, a sequence, an array or an iterable, but"
-            f" got {type(data).__name__}."
-        )
-    return True

@@ -34,7 +34,7 @@ class JoinedPieces:
         sizes: The number of samples of every piece.
         get: Returns a piece.
         forget: Called with the pieces that need not be kept any more.
-        limit_bytes: The most that two windows may take. With many lanes or large pieces, they
+        limit_bytes: The most that two windows may take. With many partitions or large pieces, they
             would take more, most of which is not used.
     """
 

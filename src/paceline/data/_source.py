@@ -52,3 +52,22 @@ class Source(ABC):
     def identity(self) -> Mapping[str, Any] | None:
         """Return what tells these samples from others, for checkpoints; None if nothing does."""
         return None
+
+
+def is_iterable_only(data: Any) -> bool:
+    """Tell whether data can only be iterated over.
+
+    Raises:
+        TypeError: They cannot be read at all.
+    """
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
+    if "torch.utils.data.dataset.IterableDataset" in kinds:
+        return True
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return False
+    if not hasattr(data, "__iter__"):
+        raise TypeError(
+            "A data set must be made of a torch data set, a sequence, an array or an iterable, but"
+            f" got {type(data).__name__}."
+        )
+    return True

@@ -110,3 +110,12 @@ def cut_line(starts: Numbers, sizes: Numbers, begin: int, end: int) -> tuple[Any
     low, high = np.maximum(begins, begin), np.minimum(ends, end)
     is_in = high > low
     return (starts + low - begins)[is_in], (high - low)[is_in]
+
+
+def worker_part(source: Source, rank: int, num_parts: int) -> range:
+    """Return the numbers of the samples of a worker: every so many of those in memory."""
+    total = len(source)
+    if source.chunk_sizes() is None:
+        return range(rank, total, num_parts)
+    start = sum(total // num_parts + (part < total % num_parts) for part in range(rank))
+    return range(start, start + total // num_parts + (rank < total % num_parts))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from paceline._argument_checks import Check, wrong
 from paceline._atomic_files import replacing
-from paceline.engine import ObjectFinder, Reader, Writer
+from paceline.engine import JsonReader, JsonWriter, ObjectFinder
 
 _CHECK = "check"
 _PACKAGE = "paceline.declarative"
@@ -132,7 +132,7 @@ class OptionContainer:
 
     def get_serializable_dict(self) -> dict[str, Any]:
         """Return the fields as plain data for JSON, as `dump_to_json` writes them."""
-        return Writer().fields_of(self)
+        return JsonWriter().fields_of(self)
 
     def dump_to_json(self, filename: str | os.PathLike[str]) -> None:
         """Write the fields to a file; what cannot be written is named under "left_out".
@@ -187,7 +187,7 @@ class OptionContainer:
             TypeError: A value has the wrong type.
         """
         finder = ObjectFinder(namespace or {}, tuple(allowed_modules), _PACKAGE)
-        found = Reader(finder, _CLASS_FIELDS, _OTHER_NAMES).fields(self, data)
+        found = JsonReader(finder, _CLASS_FIELDS, _OTHER_NAMES).fields(self, data)
         for name in found:
             if name not in type(self).__dataclass_fields__:
                 raise ValueError(_unknown(type(self), name))

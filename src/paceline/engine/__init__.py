@@ -1,5 +1,7 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
+from typing import Any
+
 from paceline._seeds import mix_seed
 from paceline.core import CHECKPOINT
 from paceline.engine.batch_inference._inference_loop import BatchInference
@@ -38,7 +40,7 @@ from paceline.engine.devices._random_generators import (
     seed_everything,
 )
 from paceline.engine.formats._json_and_safetensors import StateFormatError, load_state, save_state
-from paceline.engine.formats._objects_as_json import ObjectFinder, Reader, Writer
+from paceline.engine.formats._objects_as_json import JsonReader, JsonWriter, ObjectFinder
 from paceline.engine.formats._versioned_checkpoint import (
     CheckpointMismatchError,
     read_training,
@@ -50,7 +52,7 @@ from paceline.engine.gradients._loss_weights import Accumulation
 from paceline.engine.loaders._epoch_order import EpochOrder, shards_of_worker, shuffled_indices
 from paceline.engine.loaders._sample_collation import Collate, form_of, loader_of, split
 from paceline.engine.loaders._sharded_data import ShardedData
-from paceline.engine.loaders._worker_batches import JoinedBatch, joined_batches
+from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
 from paceline.engine.loop._loop_hooks import TrainsShard
 from paceline.engine.loop._validation import (
     MetricSums,
@@ -107,7 +109,7 @@ from paceline.engine.schedule._train_units import (
     checked_unit,
 )
 from paceline.engine.state._changed_settings import SettingChanges, built_settings
-from paceline.engine.state._models_and_optimizers import TrainedObjects, load_models
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, load_models
 from paceline.engine.steps._loss_plan import LossPlan, Prediction, accuracy
 from paceline.engine.steps._stepper import ClipGrads, Stepper
 from paceline.engine.tensors._stored_tensors import whole
@@ -137,7 +139,7 @@ from paceline.engine.training._experiment_config import (
     searcher_of,
     unit_of,
 )
-from paceline.engine.training._registered_models import TrainedParts
+from paceline.engine.training._registered_models import RegisteredModels
 from paceline.engine.training._resumable_training import ResumableTraining
 from paceline.engine.training._training_callbacks import TrainingCallbacks
 from paceline.engine.training._training_state import (
@@ -178,7 +180,8 @@ __all__ = [
     "FitDefaults",
     "FlatReduction",
     "GradientSync",
-    "JoinedBatch",
+    "JsonReader",
+    "JsonWriter",
     "KeptCheckpoints",
     "KeySetError",
     "LRScheduler",
@@ -189,6 +192,7 @@ __all__ = [
     "MetricReducer",
     "MetricSums",
     "ModelOptions",
+    "ModelsAndOptimizers",
     "NonFiniteError",
     "NotedProgress",
     "ObjectFinder",
@@ -203,10 +207,10 @@ __all__ = [
     "ProfilingWindow",
     "RankSession",
     "RayDataset",
-    "Reader",
     "Record",
     "Reducer",
     "ReducerSet",
+    "RegisteredModels",
     "ResumableTraining",
     "Schedule",
     "SettingChanges",
@@ -221,14 +225,12 @@ __all__ = [
     "TorchData",
     "TraceProfiler",
     "TrainUnit",
-    "TrainedObjects",
-    "TrainedParts",
     "TrainingCallbacks",
     "TrainingState",
     "TrainsShard",
     "UserStateReader",
     "WeightedMeans",
-    "Writer",
+    "WorkerBatch",
     "accelerate",
     "accuracy",
     "asked_state",
@@ -265,7 +267,6 @@ __all__ = [
     "join_horovod",
     "join_pass_state",
     "join_ranks",
-    "joined_batches",
     "load_models",
     "load_optimizer_state",
     "load_pass_state",
@@ -312,5 +313,21 @@ __all__ = [
     "use_own_device",
     "whole",
     "whole_model",
+    "worker_batches",
     "write_pass_state",
 ]
+
+_EARLIER_NAMES = {
+    "JoinedBatch": WorkerBatch,
+    "Reader": JsonReader,
+    "TrainedObjects": ModelsAndOptimizers,
+    "TrainedParts": RegisteredModels,
+    "Writer": JsonWriter,
+    "joined_batches": worker_batches,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EARLIER_NAMES:
+        return _EARLIER_NAMES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,6 +32,7 @@ from paceline.journal._records import (
 )
 from paceline.journal._run_directory import (
     HEARTBEAT_LIMIT_S,
+    MEETING_PORT_VARIABLE,
     RUN_DIRECTORY_VARIABLE,
     RUN_FORMAT_VERSION,
     Control,
@@ -53,6 +54,7 @@ __all__ = [
     "EARLY_EXIT_REASONS",
     "FORMAT_VERSION",
     "HEARTBEAT_LIMIT_S",
+    "MEETING_PORT_VARIABLE",
     "OUTCOMES",
     "RUN_DIRECTORY_VARIABLE",
     "RUN_FORMAT_VERSION",

@@ -18,6 +18,9 @@ from paceline.journal._reader import JournalReader
 
 RUN_FORMAT_VERSION = 1
 RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
+# Where the launchers of an attempt on several nodes meet.
+MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
+_LAUNCH_ERROR_FILE = "launch_error.txt"
 # A run on another machine that gives no sign of life for longer is lost.
 HEARTBEAT_LIMIT_S = 60.0
 
@@ -265,6 +268,17 @@ class RunDirectory:
     def journal_path(self, key: JournalKey) -> Path:
         """Return the directory of one journal."""
         return self.path / "journal" / key.directory_name
+
+    def write_launch_error(self, text: str) -> None:
+        """Write why the workers of all nodes have ended, for the runner of this one."""
+        write_atomically(self.path / _LAUNCH_ERROR_FILE, text.encode(errors="replace"))
+
+    def read_launch_error(self) -> str | None:
+        """Return why the workers of all nodes have ended; None if no launcher has told it."""
+        try:
+            return (self.path / _LAUNCH_ERROR_FILE).read_text(errors="replace").strip() or None
+        except OSError:
+            return None
 
     def journal_keys(self) -> list[JournalKey]:
         """Return the keys of all journals, ordered by attempt, generation and rank."""

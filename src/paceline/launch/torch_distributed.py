@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from paceline.launch._arguments import USAGE, LaunchArgumentError, LaunchOptions, parse_arguments
+from paceline.launch._attempt_nodes import AttemptNodes, attempt_nodes, info_of_attempt
 from paceline.launch._backend import Backend
 from paceline.launch._command import worker_command
 from paceline.launch._line_writer import RankLineWriter
@@ -44,7 +45,6 @@ logger = logging.getLogger("paceline.launch")
 _INTERRUPTED = 130
 _FOR_EVER_S = 1e9
 _DEFAULT_PORT_OF_SEVERAL_NODES = 29400
-_RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
 _LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 
 
@@ -70,8 +70,11 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
             print(USAGE.format(launcher=backend.launcher), end="")
             return 0
         command = worker_command(program)
+        nodes = attempt_nodes()
+        if nodes is not None:
+            options = nodes.place(options)
         with PortReservation() as reservation, backend.open(options) as variables:
-            return _run(command, options, reservation.port, variables)
+            return _run(command, options, reservation.port, variables, nodes)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (
@@ -89,6 +92,7 @@ def _run(
     options: LaunchOptions,
     free_port: int,
     worker_variables: WorkerVariables,
+    attempt: AttemptNodes | None,
 ) -> int:
     """Run the workers to their end and return the exit code.
 
@@ -99,7 +103,9 @@ def _run(
     limits, capacity = _limits(options.num_workers, options.tensor_parallel_size)
     restarts = offered_restarts(options.max_restarts)
     policy = RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
-    nodes = _nodes(options, limits.least, restarts, policy) if options.num_nodes > 1 else None
+    sizes = () if attempt is None else attempt.sizes_for(options)
+    num_workers = sum(sizes) or limits.least
+    nodes = _nodes(options, num_workers, restarts, policy) if options.num_nodes > 1 else None
     variables = {}
     if limits.least < limits.most:
         # The global batch is the same for any number of workers within the bounds.
@@ -109,7 +115,7 @@ def _run(
         return ProgramPool(
             command,
             lambda num_workers: _node_layout(
-                options, num_workers, nodes.port if nodes is not None else free_port
+                options, num_workers, nodes.port if nodes is not None else free_port, sizes
             ),
             capacity,
             environment=variables,
@@ -126,6 +132,8 @@ def _run(
         runner.run(lambda: cast(ProgramPool, group.pool).program)
     except (CollectiveMismatchError, WorkerFailedError) as error:
         logger.error("%s", error)
+        if attempt is not None:
+            attempt.tell_error(str(error))
         return _exit_code(error, signal.SIGINT in runner.received)
     return 0
 
@@ -166,7 +174,9 @@ def _nodes(
         ) from None
 
 
-def _node_layout(options: LaunchOptions, num_workers: int, free_port: int) -> NodeLayout:
+def _node_layout(
+    options: LaunchOptions, num_workers: int, free_port: int, sizes: tuple[int, ...]
+) -> NodeLayout:
     port = free_port
     if options.master_port and options.num_nodes == 1:
         port = options.master_port
@@ -181,6 +191,7 @@ def _node_layout(options: LaunchOptions, num_workers: int, free_port: int) -> No
         node_rank=options.node_rank,
         master_address=options.master_address or LOOPBACK,
         master_port=port,
+        sizes=sizes,
     )
 
 
@@ -218,17 +229,9 @@ def _num_workers(wanted: int | str | None) -> int:
 
 
 def _slots_held() -> int:
-    path = os.environ.get(_RUN_DIRECTORY_VARIABLE)
-    if path:
-        # The journal's reader costs a good part of the launcher's start.
-        from paceline.journal import NotARunDirectoryError, RunDirectory, RunVersionError
-
-        try:
-            slots = RunDirectory(Path(path)).read_info().slot_ids
-        except (NotARunDirectoryError, RunVersionError) as error:
-            raise LaunchArgumentError(str(error)) from error
-        if slots:
-            return len(slots)
+    info = info_of_attempt()
+    if info is not None and info.slot_ids:
+        return len(info.slot_ids)
     logger.info("Starting 1 worker. `--nproc-per-node N` before the program starts more.")
     return 1
 

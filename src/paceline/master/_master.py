@@ -174,6 +174,7 @@ class Master:
             devices=tuple(facts.devices),
             num_cores=facts.num_cores,
             python=facts.python,
+            address=facts.address,
         )
 
     def _known_slots(self) -> list[NodeSlots]:
@@ -184,6 +185,7 @@ class Master:
                 slots=tuple(range(len(node.facts.devices))),
                 pool=node.facts.pool,
                 labels=node.facts.labels,
+                can_join=bool(node.facts.address),
             )
             for node in self.nodes.all()
         ]

@@ -5,6 +5,8 @@ import msgspec
 from paceline.journal import AnyRecord
 from paceline.messages.states import ErrorKind, ExitReason
 
+_ATTEMPT_IDS = 2**40
+
 
 class RecordBatch(msgspec.Struct, frozen=True):
     """Consecutive records of one rank's journal, each with its sequence number.
@@ -109,6 +111,17 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     member: int = 0
     num_members: int = 1
     num_shards: int | None = None
+
+
+def runner_id(attempt_id: int, member: int) -> int:
+    """Return the number of a runner of an attempt: that of the attempt on the first node."""
+    return attempt_id + member * _ATTEMPT_IDS
+
+
+def split_runner_id(number: int) -> tuple[int, int]:
+    """Return the attempt and the member of a runner."""
+    member, attempt_id = divmod(number, _ATTEMPT_IDS)
+    return attempt_id, member
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -134,7 +134,7 @@ class ExitReason(str, Enum):
     """Why an attempt ended, as its runner saw it.
 
     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
-    processes or memory.
+    processes or memory. NOT_FORMED tells that the nodes of an attempt did not all begin in time.
     """
 
     EXITED = "exited"
@@ -143,6 +143,7 @@ class ExitReason(str, Enum):
     START_FAILED = "start_failed"
     SHORTAGE = "shortage"
     RUNNER_LOST = "runner_lost"
+    NOT_FORMED = "not_formed"
 
 
 class ErrorKind(str, Enum):
@@ -165,6 +166,7 @@ _KINDS = {
     ExitReason.START_FAILED: ErrorKind.PERMANENT,
     ExitReason.SHORTAGE: ErrorKind.TRANSIENT,
     ExitReason.RUNNER_LOST: ErrorKind.TRANSIENT,
+    ExitReason.NOT_FORMED: ErrorKind.TRANSIENT,
 }
 
 

@@ -79,3 +79,11 @@ class Result:
         frame = pandas.DataFrame.from_dict(rows, orient="index")
         frame.index.name = "steps_completed"
         return frame
+
+
+def last_validation(run_dir: Path) -> dict[str, Any]:
+    """Return the metrics of a run's last validation, which an earlier process may have made."""
+    metrics: dict[str, Any] = {}
+    for row in read_metrics(RunDirectory(run_dir), "validation"):
+        metrics = metrics if row.is_superseded else row.metrics
+    return metrics

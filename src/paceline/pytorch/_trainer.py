@@ -1,11 +1,9 @@
 """The trainer: what to train for how long, and what to do meanwhile."""
 
-import logging
 import os
 from dataclasses import replace
 from typing import Any
 
-from paceline import core
 from paceline._argument_checks import check_count
 from paceline.engine import (
     CONTINUOUS,
@@ -23,20 +21,15 @@ from paceline.engine import (
     checked_rules,
     checked_unit,
     is_test_mode,
-    searched_length,
     searcher_of,
 )
-from paceline.journal import RunDirectory
-from paceline.pytorch._result import Result
+from paceline.pytorch._fit_arguments import checked_policy, first, training_length
+from paceline.pytorch._result import Result, last_validation
 from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._trial_context import PyTorchTrialContext
 from paceline.pytorch._trial_training import Training
 from paceline.pytorch._validation import Validator
 from paceline.storage import checkpoint_at
-
-logger = logging.getLogger(__name__)
-
-_POLICIES = ("best", "all", "none")
 
 
 class Preempted(BaseException):
@@ -188,34 +181,30 @@ class Trainer:
             NonFiniteError: A metric was not finite and `stop_on_nan` is set.
         """
         defaults = self._defaults()
-        policy = _first(checkpoint_policy, defaults.checkpoint_policy, "best")
-        if policy not in _POLICIES:
-            raise ValueError(
-                f"`checkpoint_policy` must be one of {', '.join(_POLICIES)}, but got {policy!r}."
-            )
-        frequency = _first(aggregation_frequency, defaults.aggregation_frequency, 1)
+        policy = checked_policy(first(checkpoint_policy, defaults.checkpoint_policy, "best"))
+        frequency = first(aggregation_frequency, defaults.aggregation_frequency, 1)
         check_count("aggregation_frequency", frequency)
-        period = _first(checked_period(checkpoint_period), defaults.checkpoint_period)
+        period = first(checked_period(checkpoint_period), defaults.checkpoint_period)
         is_continuous = period == CONTINUOUS
         budget = checked_budget(
             checkpoint_bytes_per_hour, defaults.checkpoint_bytes_per_hour, period
         )
         is_test = test_mode or is_test_mode()
+        searcher = searcher_of(self._context.get_experiment_config())
         given_length = checked_unit("max_length", max_length)
         schedule = Schedule(
-            max_length=Batch(1) if is_test else self._length(given_length),
-            reporting=_first(
+            max_length=Batch(1) if is_test else training_length(searcher, given_length),
+            reporting=first(
                 checked_unit("reporting_period", reporting_period),
                 defaults.reporting_period,
                 Batch(100),
             ),
-            validation=_first(
+            validation=first(
                 checked_unit("validation_period", validation_period), defaults.validation_period
             ),
             checkpoint=None if is_continuous else period,
             saves_continuously=is_continuous,
         )
-        searcher = searcher_of(self._context.get_experiment_config())
         best_validation = BestValidation(
             policy,
             searcher.get("metric", metric),
@@ -231,7 +220,7 @@ class Trainer:
         )
         accumulation = self._context.accumulation
         accumulation.frequency = 1 if is_test else frequency
-        accumulation.average = _first(
+        accumulation.average = first(
             average_aggregated_gradients, defaults.average_aggregated_gradients, True
         )
         self._open(
@@ -245,7 +234,7 @@ class Trainer:
         training.checkpoints.keep(best_validation, rules)
         training.checkpoints.pace(budget)
         training.loop.means.stop_on_nan = stop_on_nan
-        training.loop.timeline.window = _first(
+        training.loop.timeline.window = first(
             self._profiling,
             defaults.profiling,
             ProfilingWindow(),
@@ -256,7 +245,7 @@ class Trainer:
         if is_test:
             position = training.loop.position
             schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
-        is_validated_first = _first(step_zero_validation, defaults.step_zero_validation, False)
+        is_validated_first = first(step_zero_validation, defaults.step_zero_validation, False)
         reason = training.fit(
             schedule, is_test=is_test, is_validated_first=is_validated_first and not is_test
         )
@@ -361,7 +350,9 @@ class Trainer:
     def _result(self, stop_reason: str) -> Result:
         training = self._training
         return Result(
-            metrics=training.validation_metrics or self._reported_metrics() or training.metrics,
+            metrics=training.validation_metrics
+            or last_validation(self._context.core.run_dir)
+            or training.metrics,
             best_metrics=training.best_validation.best_metrics,
             checkpoints=training.checkpoints.kept_uuids(),
             stop_reason=stop_reason,
@@ -370,31 +361,5 @@ class Trainer:
             checkpoint_storage=self._context.core.checkpoint.storage.url,
         )
 
-    def _reported_metrics(self) -> dict[str, Any]:
-        """Return the metrics of the last validation, which an earlier process may have made."""
-        metrics: dict[str, Any] = {}
-        for row in core.read_metrics(RunDirectory(self._context.core.run_dir), "validation"):
-            metrics = metrics if row.is_superseded else row.metrics
-        return metrics
-
     def _defaults(self) -> FitDefaults:
         return FitDefaults.from_config(self._context.get_experiment_config())
-
-    def _length(self, given: TrainUnit | None) -> TrainUnit:
-        searcher = searcher_of(self._context.get_experiment_config())
-        searched = searched_length(searcher)
-        if searched is not None:
-            if given is not None and given != searched:
-                logger.info("The searcher's length %r is used instead of %r.", searched, given)
-            return searched
-        if given is None:
-            raise ValueError(
-                "`max_length` must be given without a searcher's length. Hint:"
-                " fit(max_length=pytorch.Epoch(1))."
-            )
-        given.length  # noqa: B018  # raises for a schedule
-        return given
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import core
-from paceline.engine import Position, Stepper, TrainedParts
+from paceline.engine import Position, RegisteredModels, Stepper
 
 logger = logging.getLogger(__name__)
 
 
-class TrialFacts(TrainedParts):
+class TrialFacts(RegisteredModels):
     """What a trial can ask its context.
 
     Args:
@@ -18,7 +18,7 @@ class TrialFacts(TrainedParts):
         stepper: The models and optimizers.
         hparams: The hyperparameters.
         seed: The seed of the trial.
-        num_shards: Into how many shards a global batch is cut, see `TrainedParts`.
+        num_shards: Into how many shards a global batch is cut, see `RegisteredModels`.
     """
 
     def __init__(

@@ -89,7 +89,8 @@ def ship_leftovers(directory: AttemptDirectory) -> None:
         logger.exception("The attempt's specification cannot be read.")
         _ship_by_path(directory, end)
         return
-    ship_end(Shipper(directory, spec.attempt_id, MasterLink.of_attempt(spec)), end)
+    link = MasterLink.of_attempt(spec)
+    ship_end(Shipper(directory, spec.attempt_id, link, member=spec.member), end)
 
 
 def end_leftovers(directory: AttemptDirectory) -> None:

@@ -25,6 +25,7 @@ KILL_GRACE_S = 5.0
 _CONTROL_WAIT_S = 30.0
 # A master that is about to leave answers at once, again and again.
 _PAUSE_S = 0.1
+_MEETING_TICK_S = 0.2
 # A runner asked to leave by the system gives its attempt so long to checkpoint.
 _TERMINATION_S = 30.0
 _NOT_FOUND = 404
@@ -37,6 +38,8 @@ class MasterFollower:
         run: The run directory of the attempt's processes.
         attempt_id: The attempt's number with the master.
         link: A connection of its own.
+        member: Which of the attempt's nodes this is.
+        port: A port that is free here, for an attempt on several nodes.
         first: What the master wanted when it started the runner; None has to be asked for.
         give_sign: Gives a sign of life that needs no network; called again and again.
         on_return: Called when a master answers after one was away: its database may be another.
@@ -48,6 +51,8 @@ class MasterFollower:
         attempt_id: int,
         link: MasterLink,
         *,
+        member: int = 0,
+        port: int | None = None,
         first: AttemptControl | None = None,
         give_sign: Callable[[], object] = lambda: None,
         on_return: Callable[[], object] = lambda: None,
@@ -56,6 +61,10 @@ class MasterFollower:
         self._path = f"/attempts/{attempt_id}/control"
         self._link = link
         self._first = first
+        self._member = member
+        self._port = port
+        self._meeting_port: int | None = None
+        self._has_met = threading.Event()
         self._begins = True
         self._give_sign = give_sign
         self._on_return = on_return
@@ -87,6 +96,17 @@ class MasterFollower:
     def has_lost(self) -> bool:
         """Whether the master has ended the attempt: nothing may be started or reported for it."""
         return self._has_lost.is_set()
+
+    @property
+    def meeting_port(self) -> int | None:
+        """Where the nodes of the attempt meet, on the first of them; None until all are there."""
+        return self._meeting_port
+
+    def await_others(self) -> None:
+        """Wait until all nodes of the attempt are there, or until it is over here."""
+        while not self._has_met.wait(_MEETING_TICK_S):
+            if self.has_lost or self._kill_reason is not None or self._wanted.should_preempt:
+                return
 
     def lead(self, group: LocalGroup) -> None:
         """Take the attempt's processes, which are about to start; what was wanted before counts."""
@@ -188,7 +208,9 @@ class MasterFollower:
     def _ask(self, version: int) -> AttemptControl:
         query = f"?after={version}&timeout_s={_CONTROL_WAIT_S}"
         if self._begins:
-            query += "&begins=true"
+            query += "&begins=true" + (f"&port={self._port}" if self._port else "")
+        if self._member:
+            query += f"&member={self._member}"
         reply = self._link.get(self._path + query, timeout_s=_CONTROL_WAIT_S + 10)
         self._begins = False
         return msgspec.json.decode(reply, type=AttemptControl)
@@ -199,6 +221,9 @@ class MasterFollower:
             self._kill(ExitReason.KILLED, control.kill_grace_s)
         elif control.should_preempt:
             self._kill_later(control.preempt_timeout_s)
+        if control.meeting_port is not None:
+            self._meeting_port = control.meeting_port
+            self._has_met.set()
         with self._lock:
             self._take(control)
             self._write()

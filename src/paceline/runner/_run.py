@@ -25,11 +25,13 @@ from paceline.runner._end import (
 )
 from paceline.runner._follow import MasterFollower
 from paceline.runner._link import Backoff, MasterLink, UnreachableError
+from paceline.runner._node_group import NodeGroup
 from paceline.runner._output import OutputSpool
 from paceline.runner._secret_file import FILE_NAME, read_secret_file
 from paceline.runner._ship import Shipper
 from paceline.runner._start_errors import UnusableConfigError, judge_start
 from paceline.workers import (
+    SHARDS_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,
     LocalGroup,
@@ -93,9 +95,11 @@ class AttemptRun:
             directory,
             spec.attempt_id,
             self._link.another(),
+            member=spec.member,
             on_judged=self._pass_on,
             is_first=True,
         )
+        self._group = NodeGroup(directory.run, spec)
         self._spool: OutputSpool | None = None
         self._secrets: dict[str, str] = {}
         self._begun_at = time.monotonic()
@@ -104,6 +108,8 @@ class AttemptRun:
             directory.run,
             spec.attempt_id,
             self._link.another(),
+            member=spec.member,
+            port=self._group.port,
             first=spec.control,
             give_sign=directory.give_sign,
             on_return=self._shipper.doubt_positions,
@@ -114,6 +120,7 @@ class AttemptRun:
         self._shipper.start()
         end = self._run_entrypoint()
         self._follower.stop()
+        self._group.close()
         core.discard_unfinished(self._directory.run)
         leave_word(self._directory, end)
         faults.reach("runner.ended")
@@ -159,10 +166,17 @@ class AttemptRun:
         """Start the entrypoint; None if it is not wanted any more."""
         self._secrets = self._read_secrets()
         self._spool = OutputSpool(self._directory.output_path, self._secrets.values())
+        environment = self._environment()
+        working_directory = self._prepare_directory()
+        if self._group.has_others:
+            self._follower.await_others()
+            if self._follower.meeting_port is None:
+                return None
+            environment |= self._group.variables(self._follower.meeting_port, environment)
         worker = WorkerSpec(
             command=self._command(),
-            environment=self._environment(),
-            working_directory=self._prepare_directory(),
+            environment=environment,
+            working_directory=working_directory,
         )
         group = LocalGroup(
             [worker],
@@ -187,6 +201,8 @@ class AttemptRun:
                 return make_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
         detail = exit_.error or exit_.silence
+        if self._group.has_others:
+            detail = self._directory.run.read_launch_error() or detail
         return make_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
 
     def _read_secrets(self) -> dict[str, str]:
@@ -265,6 +281,9 @@ class AttemptRun:
                 # The numbers are then those of nvidia-smi, which CUDA counts in another order.
                 environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpu_ids)
+        if spec.num_shards is not None:
+            # An attempt on another number of slots goes on with the same global batches.
+            environment[SHARDS_VARIABLE] = str(spec.num_shards)
         environment |= spec.variables | self._secrets
         if THREADS_VARIABLE in spec.variables:
             # The mark lets a launcher divide the number among its workers; the user's stays.

@@ -18,6 +18,7 @@ class Shipper:
         directory: The attempt's directory.
         attempt_id: The attempt's number with the master.
         link: The connection to the master.
+        member: Which of the attempt's nodes this is.
         on_judged: Gets what the master wants once a search has judged records; see `RecordShipper`.
         is_first: Whether nothing was ever sent for the attempt.
     """
@@ -28,16 +29,20 @@ class Shipper:
         attempt_id: int,
         link: MasterLink,
         *,
+        member: int = 0,
         on_judged: OnJudged = lambda _control, _judged: None,
         is_first: bool = False,
     ) -> None:
         self._directory = directory
-        self._path = f"/attempts/{attempt_id}"
+        path, query = f"/attempts/{attempt_id}", f"?member={member}" if member else ""
+        self._end_path = f"{path}/end{query}"
         self._link = link
         self.records = RecordShipper(
-            directory, self._path, link, on_judged=on_judged, is_first=is_first
+            directory, f"{path}/records{query}", link, on_judged=on_judged, is_first=is_first
         )
-        self.output = OutputShipper(directory, self._path, link.another(), is_first=is_first)
+        self.output = OutputShipper(
+            directory, f"{path}/logs{query}", link.another(), is_first=is_first
+        )
 
     def start(self) -> None:
         """Begin to send, in threads; trouble only delays."""
@@ -83,7 +88,7 @@ class Shipper:
 
     def ship_end(self, end: AttemptEnd) -> None:
         """Tell the master how the attempt ended; raises like `ship_records`."""
-        self._link.post(f"{self._path}/end", encode(end))
+        self._link.post(self._end_path, encode(end))
 
     def keep_output(self) -> None:
         """Let the output outlive the attempt's directory."""

@@ -27,7 +27,7 @@ class OutputShipper(ShippingLoop):
 
     Args:
         directory: The attempt's directory.
-        path: The attempt's place in the API.
+        path: Where to send them in the API.
         link: A connection of its own.
         is_first: Whether nothing was ever sent, so that the master need not be asked what it has.
     """
@@ -37,7 +37,7 @@ class OutputShipper(ShippingLoop):
     ) -> None:
         super().__init__("output")
         self._directory = directory
-        self._path = f"{path}/logs"
+        self._path = path
         self._link = link
         self._spool = SpoolReader(directory.output_path) if is_first else None
 

@@ -43,7 +43,7 @@ class RecordShipper(ShippingLoop):
 
     Args:
         directory: The attempt's directory.
-        path: The attempt's place in the API.
+        path: Where to send them in the API.
         link: A connection of its own.
         on_judged: Gets what the master wants, None if that has not changed, and which record of
             the chief's the search has judged by then: its generation and sequence number.
@@ -61,7 +61,7 @@ class RecordShipper(ShippingLoop):
     ) -> None:
         super().__init__("records")
         self._directory = directory
-        self._path = f"{path}/records"
+        self._path = path
         self._link = link
         self._marks: dict[tuple[int, int], int] | None = {} if is_first else None
         self._readers: dict[tuple[int, int], JournalReader] = {}

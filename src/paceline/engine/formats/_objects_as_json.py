@@ -25,7 +25,7 @@ class _NotWritableError(ValueError):
     """Raised for a value that has no form as plain data."""
 
 
-class Writer:
+class JsonWriter:
     """Turn config objects into plain data."""
 
     def fields_of(self, container: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _split(path: str) -> tuple[str, str, str]:
     return module, dot, name
 
 
-class Reader:
+class JsonReader:
     """Make values of plain data.
 
     Args:
@@ -190,7 +190,7 @@ class Reader:
 
         Args:
             container: The config object that they are for.
-            data: What `Writer` wrote, or what stands in a file.
+            data: What `JsonWriter` wrote, or what stands in a file.
 
         Raises:
             ValueError: Something cannot be found, or may not be.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paceline.engine.gradients._accumulated_window import AccumulatedWindow, shared_out
 from paceline.engine.gradients._changed_gradients import ChangedGradients
+from paceline.engine.gradients._closure_loss import with_mean_loss
 from paceline.engine.gradients._gradient_group import GradientGroup, call_after_gradient
 from paceline.engine.loaders._epoch_order import shards_of_worker
 from paceline.engine.parallel._flat_all_reduce import AllReduce
@@ -196,9 +197,7 @@ class GradientSync:
         for group in optimizer.param_groups:
             self.watch(group["params"])
         if self._world_size > 1:
-            optimizer.register_step_pre_hook(
-                lambda _, args, kwargs: self.with_shared_loss(args, kwargs)
-            )
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: self.share_loss(args, kwargs))
 
     def release(self) -> None:
         """Watch no parameter any more."""
@@ -360,30 +359,16 @@ class GradientSync:
         if self._world_size > 1:
             group.reduction().reduce()
 
-    # ---- closures ------------------------------------------------------------------------
-
-    def with_shared_loss(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of an optimizer's step, with a closure that returns all ranks' loss.
-
-        What steps by a closure, such as LBFGS, decides by the loss how often to call it, which must
-        be equally often on all ranks.
+    def share_loss(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of an optimizer's step, with a closure that returns the mean loss.
 
         Args:
             args: The positional arguments, the optimizer first.
             kwargs: The others.
         """
-        by_name = "closure" in kwargs
-        closure = kwargs["closure"] if by_name else args[1] if len(args) > 1 else None
-        if not callable(closure):
-            return args, kwargs
-
-        def shared() -> Any:
-            loss = closure()
-            return self._mean_loss(torch.as_tensor(loss)) if loss is not None else None
-
-        if by_name:
-            return args, {**kwargs, "closure": shared}
-        return (args[0], shared, *args[2:]), kwargs
+        return with_mean_loss(args, kwargs, self._mean_loss)
 
     def _mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         mean = (loss.detach() * self._weight).double()

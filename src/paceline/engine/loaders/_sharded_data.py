@@ -27,9 +27,9 @@ from paceline.engine.loaders._epoch_order import (
     without_rest,
 )
 from paceline.engine.loaders._loader_signals import SignalsPass
+from paceline.engine.loaders._partitioned_stream import PartitionedStream
 from paceline.engine.loaders._seeded_shards import SeededDataset
 from paceline.engine.loaders._shard_batch_sampler import PlannedShards
-from paceline.engine.loaders._sharded_stream import StreamLanes
 from paceline.engine.loaders._whole_stream import StreamBatch, WholeStream
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class ShardedData:
             method = None if context is None else context.get_start_method()
             self._clone.worker_init_fn = SignalsPass(self._clone.worker_init_fn, method)
         self._whole = WholeStream(loader, num_shards=num_shards, own=own_shards, seed=seed)
-        self._lanes = self._make_lanes()
+        self._partitions = self._make_partitions()
         # Whether a checkpoint of an earlier version was loaded, and the epoch that it lies in.
         self._is_earlier = False
         self._whole_epoch: int | None = None
@@ -158,29 +158,29 @@ class ShardedData:
             agrees: Whether all workers iterate together. If not, a checkpoint cannot hold the
                 place.
         """
-        lanes = self._lanes_of(epoch, start_batch)
-        if lanes is not None:
-            return (batch.own for batch in lanes.iterate(epoch, start_batch, agrees=agrees))
+        partitions = self._partitions_of(epoch, start_batch)
+        if partitions is not None:
+            return (batch.own for batch in partitions.iterate(epoch, start_batch, agrees=agrees))
         return self._whole.own_shards(self._iterate_whole(epoch, start_batch))
 
     def iterate_sized_stream(self, epoch: int = 0, start_batch: int = 0) -> Iterator[StreamBatch]:
         """Return the same with the sizes of all shards; all workers iterate together."""
-        lanes = self._lanes_of(epoch, start_batch)
-        if lanes is not None:
-            return lanes.iterate(epoch, start_batch)
+        partitions = self._partitions_of(epoch, start_batch)
+        if partitions is not None:
+            return partitions.iterate(epoch, start_batch)
         return self._whole.with_sizes(self._iterate_whole(epoch, start_batch))
 
     @property
     def is_read_whole(self) -> bool:
         """Whether each worker reads all samples and keeps its own."""
-        return self.is_iterable and self._lanes is None
+        return self.is_iterable and self._partitions is None
 
     def stream_state(self) -> Any:
         """Return where an iterable data set stands, or None if it cannot tell."""
         if not self.is_iterable:
             return None
-        if self._lanes is not None and self._whole_epoch is None:
-            return self._lanes.state()
+        if self._partitions is not None and self._whole_epoch is None:
+            return self._partitions.state()
         return self._whole.state()
 
     def load_stream_state(self, state: Any) -> None:
@@ -192,32 +192,32 @@ class ShardedData:
         if not self.is_iterable:
             return
         if state is not None and "marks" in state:
-            if self._lanes is None:
+            if self._partitions is None:
                 raise CheckpointMismatchError(
                     f"The stream must have a piece for each of {self.num_shards} shards, as when"
                     " the checkpoint was saved, but can only be read whole now. Hint: go on with"
                     " the same files, or with a checkpoint of the end of an epoch."
                 )
-            self._lanes.load_state(state)
+            self._partitions.load_state(state)
             return
         # Of an earlier version, which read all streams whole.
-        self._is_earlier = self._lanes is not None
+        self._is_earlier = self._partitions is not None
         self._whole.load_state(state)
 
     def _iterate_whole(self, epoch: int, start_batch: int) -> Iterator[list[Any]]:
         return self._whole.iterate(epoch, start_batch, seeds_epochs=self.seeds_epochs)
 
-    def _lanes_of(self, epoch: int, start_batch: int) -> StreamLanes | None:
-        """Return the stream in lanes; None if the epoch is read whole."""
+    def _partitions_of(self, epoch: int, start_batch: int) -> PartitionedStream | None:
+        """Return the stream in partitions; None if the epoch is read whole."""
         if self._is_earlier:
             self._whole_epoch = epoch if start_batch else None
             self._is_earlier = False
         if epoch != self._whole_epoch:
             self._whole_epoch = None
-            return self._lanes
+            return self._partitions
         return None
 
-    def _make_lanes(self) -> StreamLanes | None:
+    def _make_partitions(self) -> PartitionedStream | None:
         loader: Any = self._loader
         # A loader that keeps its own place decides itself what it reads.
         if not self.is_iterable or hasattr(loader, "state_dict"):
@@ -225,8 +225,8 @@ class ShardedData:
         pieces = stream_pieces(loader.dataset)
         if pieces is None or pieces.num_pieces < self.num_shards:
             return None
-        return StreamLanes(
-            pieces, loader, num_lanes=self.num_shards, own=self.own_shards, seed=self._seed
+        return PartitionedStream(
+            pieces, loader, num_partitions=self.num_shards, own=self.own_shards, seed=self._seed
         )
 
     def _cut_epoch(self, epoch: int) -> Sequence[Sequence[int]]:

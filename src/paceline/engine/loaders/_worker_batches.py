@@ -11,7 +11,7 @@ from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._whole_stream import StreamBatch
 
 
-class JoinedBatch(NamedTuple):
+class WorkerBatch(NamedTuple):
     """A worker's part of one global batch.
 
     Attributes:
@@ -28,7 +28,7 @@ class JoinedBatch(NamedTuple):
     num_shards: int
 
 
-def joined_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[JoinedBatch]:
+def worker_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[WorkerBatch]:
     """Return a worker's part of each global batch of an epoch, from one on.
 
     Like `ShardedData.iterate`, making it may draw from the process's generators.
@@ -40,36 +40,36 @@ def joined_batches(data: ShardedData, epoch: int, start_batch: int) -> Iterator[
     """
     order = data.order(epoch)
     if order is None:
-        return joined_stream(data.iterate_sized_stream(epoch, start_batch), data.own_shards)
-    return _joined_map(data.iterate(epoch, start_batch), order, data.own_shards, start_batch)
+        return worker_stream_batches(data.iterate_sized_stream(epoch, start_batch), data.own_shards)
+    return _map_batches(data.iterate(epoch, start_batch), order, data.own_shards, start_batch)
 
 
-def _joined_map(
+def _map_batches(
     batches: Iterator[Any], order: EpochOrder, own: range, start_batch: int
-) -> Iterator[JoinedBatch]:
+) -> Iterator[WorkerBatch]:
     size = order.shard_size
     if size is not None:
         # All shards but the last are alike, so that nothing has to be counted for most batches.
         num_own, num_all = size * len(own), size * order.num_shards
         num_alike = max((len(order.shards) - 1) // order.num_shards - start_batch, 0)
         for data in islice(batches, num_alike):
-            yield JoinedBatch(data, num_own, num_all, order.num_shards)
+            yield WorkerBatch(data, num_own, num_all, order.num_shards)
         start_batch += num_alike
     for number, data in enumerate(batches, start_batch):
         num_left = len(order.shards) - number * order.num_shards
         num_shards = min(num_left, order.num_shards)
         num_own, num_all = sum(order.sizes(number, own)), order.num_records(number)
-        yield JoinedBatch(data, num_own, num_all, num_shards)
+        yield WorkerBatch(data, num_own, num_all, num_shards)
 
 
-def joined_stream(batches: Iterator[StreamBatch], own: range) -> Iterator[JoinedBatch]:
+def worker_stream_batches(batches: Iterator[StreamBatch], own: range) -> Iterator[WorkerBatch]:
     """Return a worker's part of each global batch of a stream."""
     for batch in batches:
         sizes = batch.sizes
         data = _concatenate(batch.own or [batch.stand_in()])
         # Those who look whether a worker has nothing ask how many shards come before.
         num_present = sizes.index(0) if 0 in sizes else len(sizes)
-        yield JoinedBatch(data, sum(sizes[own.start : own.stop]), sum(sizes), num_present)
+        yield WorkerBatch(data, sum(sizes[own.start : own.stop]), sum(sizes), num_present)
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

@@ -4,24 +4,22 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 
 from paceline import faults
-from paceline.core import CHECKPOINT, TRAINING, VALIDATION, Context, TimeAccount
+from paceline.core import CHECKPOINT, TRAINING, VALIDATION, Context
 from paceline.engine.devices._rank_sums import sum_over_ranks
 from paceline.engine.loaders._epoch_order import EpochOrder, shards_of_worker
 from paceline.engine.loaders._sharded_data import ShardedData
-from paceline.engine.loaders._worker_batches import joined_stream
+from paceline.engine.loaders._worker_batches import worker_stream_batches
 from paceline.engine.loop._loop_hooks import LoopHooks
+from paceline.engine.loop._loop_reports import LoopReports
 from paceline.engine.loop._rank_agreement import RankAgreement, Wish
 from paceline.engine.metrics._weighted_means import WeightedMeans
-from paceline.engine.models._model_options import compile_counts
-from paceline.engine.parallel._data_parallel import DataParallel
-from paceline.engine.profiling._step_timeline import MOVE, REDUCE, WAIT, WHOLE, StepTimeline
-from paceline.engine.profiling._step_timer import StepTimer, Throughput
+from paceline.engine.profiling._step_timeline import MOVE, REDUCE, WAIT, WHOLE
+from paceline.engine.profiling._step_timer import StepTimer
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._due_events import Schedule, StopReason
 from paceline.engine.schedule._train_units import Position
@@ -62,20 +60,13 @@ class TrainingLoop:
         # their memory until Python looks for cycles, which device memory does not make it do.
         self._loop_hooks: LoopHooks = weakref.proxy(hooks)
         self._stepper = stepper
-        self.timeline = StepTimeline(
-            core.distributed,
-            stepper.device,
-            # The ranks that divide a model wait for each other in its passes.
-            DataParallel.FSDP if stepper.is_divided else stepper.data_parallel,
-            partial(_report_timings, self._loop_hooks),
-        )
-        is_chief = core.distributed.rank == 0
-        self._account = TimeAccount(core.train.note_time_spent if is_chief else None)
+        self._reports = LoopReports(core, self._loop_hooks, stepper)
+        self.timeline, self._account = self._reports.timeline, self._reports.account
         self._accumulation = stepper.accumulation
         self._iterator: Iterator[Any] | None = None
         self._order: EpochOrder | None = None
         self._agreement = RankAgreement(core, stepper, self._loop_hooks)
-        self._throughput = Throughput()
+        self._throughput = self._reports.throughput
         # The wait for data before the present batch.
         self._wait_before_s = 0.0
         size = core.distributed.size
@@ -96,7 +87,7 @@ class TrainingLoop:
         if self._order is None:
             if self._stepper.is_divided:
                 sized = self.data.iterate_sized_stream(epoch, batch)
-                self._iterator = joined_stream(sized, self.data.own_shards)
+                self._iterator = worker_stream_batches(sized, self.data.own_shards)
             else:
                 self._iterator = self.data.iterate_stream(epoch, batch)
         else:
@@ -255,9 +246,7 @@ class TrainingLoop:
             accumulation.is_boundary = is_window_end and index == last
             if not self._is_alone:
                 self._stepper.begin_shard()
-            began = time.perf_counter()
-            data = next(shards)
-            self._throughput.data_wait_s += time.perf_counter() - began
+            data = self._throughput.wait_for(shards)
             if timer is None:
                 metrics = self._loop_hooks.train_shard(self._loop_hooks.to_device(data), position)
             else:
@@ -293,7 +282,8 @@ class TrainingLoop:
 
     def _next_shards(self) -> tuple[list[Any], list[int], int]:
         """Return this rank's shards of a stream, their sizes, and that of the global batch."""
-        shards: list[Any] = self._await_data([])
+        assert self._iterator is not None
+        shards: list[Any] = self._throughput.wait_for(self._iterator, [])
         sizes = [self._loop_hooks.num_samples(shard) for shard in shards]
         num_records, num_ranks = sum(sizes), int(bool(sizes))
         world_size = self._core.distributed.size
@@ -305,16 +295,9 @@ class TrainingLoop:
 
     def _next_joined(self) -> tuple[list[Any], list[int], int]:
         """Return the same with this rank's shards as one; every rank has one."""
-        batch = self._await_data(None)
-        return ([], [], 0) if batch is None else ([batch.data], [batch.num_own], batch.num_all)
-
-    def _await_data(self, default: Any) -> Any:
-        """Return what the iterator has next, and count the time that it takes."""
         assert self._iterator is not None
-        began = time.perf_counter()
-        data = next(self._iterator, default)
-        self._throughput.data_wait_s += time.perf_counter() - began
-        return data
+        batch = self._throughput.wait_for(self._iterator)
+        return ([], [], 0) if batch is None else ([batch.data], [batch.num_own], batch.num_all)
 
     def _end_stream(self) -> bool:
         epoch = self.position.epochs
@@ -364,17 +347,8 @@ class TrainingLoop:
         """Report the training metrics since the last report, if a batch was trained since then."""
         self.means.check_finite()
         metrics = self.means.reduce()
-        if metrics is None:
-            return
-        self._loop_hooks.report(self.position, metrics)
-        self._account.report(self.position.batches, self._throughput.all_data_wait_s)
-        rates = self._throughput.take(self.position)
-        is_chief = self._core.distributed.rank == 0
-        if self.timeline.window.enabled:
-            compared = self.timeline.compare()
-            rates |= compared if is_chief else {}
-        if rates and (is_chief or self.timeline.window.enabled):
-            self._loop_hooks.report_timings(self.position.batches, rates | compile_counts())
+        if metrics is not None:
+            self._reports.report(self.position, metrics)
 
     def validate(self) -> bool:
         """Validate unless that was done at this step; tell whether to store a checkpoint."""
@@ -420,8 +394,3 @@ class TrainingLoop:
         if wish is Wish.SAVE and not is_at_end:
             self.save()
         return wish.stop_reason
-
-
-def _report_timings(hooks: LoopHooks, batches: int, timings: dict[str, float]) -> None:
-    """Report by what may be a weak reference, which a bound method would not be."""
-    hooks.report_timings(batches, timings)

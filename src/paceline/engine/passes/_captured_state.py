@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from paceline.engine.passes._passes import DataPosition
 from paceline.engine.state._buffers_and_gradients import restore_generators
 from paceline.engine.state._changed_settings import SettingChanges
-from paceline.engine.state._models_and_optimizers import TrainedObjects
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.state._sharded_tensor_pieces import joined_pieces, take_pieces
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class TrainsInPasses(Protocol):
     def is_sharded(self) -> bool:
         """Whether models are divided among the ranks."""
 
-    def objects(self) -> TrainedObjects:
+    def objects(self) -> ModelsAndOptimizers:
         """Return what is trained."""
 
 
@@ -146,7 +146,7 @@ def _go_to_position(
             changes.note(f"the number of {name} of an epoch", stored[f"num_{name}"], size)
 
 
-def _load_own(replica: TrainsInPasses, objects: TrainedObjects, state: dict[str, Any]) -> None:
+def _load_own(replica: TrainsInPasses, objects: ModelsAndOptimizers, state: dict[str, Any]) -> None:
     """Put back what a rank alone knew; with another number of workers, all take up the chief's.
 
     Gradients are summed in each backward pass, so that they are the same on all ranks.

@@ -11,7 +11,7 @@ from paceline.engine.devices._data_to_device import mover_to
 from paceline.engine.devices._random_generators import capture_random_state, restore_random_state
 from paceline.engine.loaders._epoch_order import shards_of_worker
 from paceline.engine.loaders._sharded_data import ShardedData
-from paceline.engine.loaders._worker_batches import JoinedBatch, joined_batches
+from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
 
 
 class DataPosition:
@@ -31,7 +31,7 @@ class DataPosition:
         self.next_batch = 0
         self._data = data
         self._num_copies = num_copies
-        self._batches: Iterator[JoinedBatch] | None = None
+        self._batches: Iterator[WorkerBatch] | None = None
 
     @classmethod
     def in_loader(
@@ -80,12 +80,12 @@ class DataPosition:
         """How many workers train on the same batches at once."""
         return self._num_copies
 
-    def batches(self) -> Iterator[JoinedBatch]:
+    def batches(self) -> Iterator[WorkerBatch]:
         """Return the batches of the present epoch that are left; whoever takes one counts it."""
         if self._batches is None:
             # What it draws must not depend on how often an epoch is taken up.
             saved = capture_random_state()
-            self._batches = joined_batches(self._data, self.epoch, self.next_batch)
+            self._batches = worker_batches(self._data, self.epoch, self.next_batch)
             restore_random_state(saved)
         return self._batches
 
@@ -153,7 +153,7 @@ class Pass:
         num_steps: int | None,
         device: torch.device,
         *,
-        on_batch: Callable[[JoinedBatch], None] | None = None,
+        on_batch: Callable[[WorkerBatch], None] | None = None,
         on_epoch_end: Callable[[], object] | None = None,
         has_stand_ins: bool = True,
     ) -> None:
@@ -231,7 +231,7 @@ class Pass:
                 raise ValueError("`data_creator` must return data with batches, but has none.")
             num_taken_before = num_taken
 
-    def _awaited(self, batches: Iterator[JoinedBatch]) -> Iterator[JoinedBatch]:
+    def _awaited(self, batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
         """Count the wait for each batch; batches that nobody takes here are left for later."""
         while True:
             began = perf_counter()

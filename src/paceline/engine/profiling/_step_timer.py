@@ -147,6 +147,13 @@ class Throughput:
         self._earlier_wait_s += self.data_wait_s
         self.data_wait_s = 0.0
 
+    def wait_for(self, data: Iterator[Any], default: Any = None) -> Any:
+        """Return the next item of data, and count the wait for it."""
+        began = perf_counter()
+        item = next(data, default)
+        self.data_wait_s += perf_counter() - began
+        return item
+
     def take(self, position: Position) -> dict[str, float]:
         """Return the rates up to a position, and begin anew there; empty if nothing was trained."""
         if position.batches == self._position.batches:

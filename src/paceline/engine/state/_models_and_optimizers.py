@@ -31,7 +31,7 @@ class ModelMismatchError(CheckpointMismatchError, RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedObjects:
+class ModelsAndOptimizers:
     """Models, optimizers and schedulers that a rank trains.
 
     Attributes:

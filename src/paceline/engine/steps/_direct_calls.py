@@ -35,7 +35,7 @@ class _Source(Enum):
     PLAIN = 2
 
 
-class PlainCalls(GradientSync):
+class DirectCalls(GradientSync):
     """Handler of calls that bypass the context, such as `loss.backward()`.
 
     Hooks on the parameters notice backward passes. If the first optimizer step is the context's,
@@ -258,7 +258,7 @@ class PlainCalls(GradientSync):
             return None
         self._is_stepped = True
         self._stepper.idle_ranks.announce_step(optimizer)
-        return self.with_shared_loss(args, kwargs)
+        return self.share_loss(args, kwargs)
 
     def _mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         self._stepper.idle_ranks.announce_loss()
@@ -338,7 +338,7 @@ class PlainCalls(GradientSync):
 class _BeforeStep:
     """The hook of an optimizer, which does not keep what it tells alive."""
 
-    def __init__(self, calls: PlainCalls) -> None:
+    def __init__(self, calls: DirectCalls) -> None:
         self._calls = weakref.ref(calls)
 
     def __call__(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.engine.devices._data_to_device import to_device
 from paceline.engine.loaders._sharded_data import ShardedData
-from paceline.engine.loaders._worker_batches import joined_batches
+from paceline.engine.loaders._worker_batches import worker_batches
 from paceline.engine.state._data_identity import check_identity
 
 if TYPE_CHECKING:
-    from paceline.engine.train_functions._user_loop import OwnLoop
+    from paceline.engine.train_functions._user_loop import UserLoop
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class PreparedLoader:
     """
 
     def __init__(
-        self, loader: Any, data: ShardedData, own_loop: "OwnLoop", *, is_moved: bool
+        self, loader: Any, data: ShardedData, own_loop: "UserLoop", *, is_moved: bool
     ) -> None:
         self._loader = loader
         self._data = data
@@ -136,7 +136,7 @@ class PreparedLoader:
         # they can, and these must draw no random numbers.
         start = self._next_batch
         batches = self._own_loop.open_data(
-            lambda: joined_batches(self._data, self._epoch, start), was_open=self._was_open
+            lambda: worker_batches(self._data, self._epoch, start), was_open=self._was_open
         )
         self._was_open = False
         own_loop, order = self._own_loop, self._data.order(self._epoch)

@@ -21,8 +21,8 @@ from paceline.engine.train_functions._preemption_check import PreemptionCheck
 from paceline.engine.train_functions._prepared_loader import PreparedLoader
 from paceline.engine.train_functions._rank_checkpoints import RankCheckpoints
 from paceline.engine.train_functions._rank_reporter import RankReporter
-from paceline.engine.train_functions._rank_state import OwnLoopState
-from paceline.engine.train_functions._user_loop import OwnLoop
+from paceline.engine.train_functions._rank_state import RankState
+from paceline.engine.train_functions._user_loop import UserLoop
 from paceline.journal import JournalKey
 from paceline.storage import RetentionRules
 from paceline.workers import RankInfo
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _COMMIT_S = 30.0
 
 
-class LooseSession(OwnLoop):
+class LooseSession(UserLoop):
     """Session for calls of `train` outside a run: they behave as with one worker."""
 
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
@@ -113,7 +113,7 @@ class RankSession(LooseSession):
         self._writer = UserStateWriter(
             spec, rank_info.rank, self.reporter, self._checkpoints, self._own_state
         )
-        self._state = OwnLoopState(self)
+        self._state = RankState(self)
         self._stored: UserStateReader | None = None
         self._has_warned = False
         self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None

@@ -6,9 +6,9 @@ from typing import Any, Protocol, TypeVar
 from paceline.engine.devices._random_generators import capture_random_state, restore_random_state
 from paceline.engine.gradients._accumulated_window import has_stored_tensors
 from paceline.engine.state._buffers_and_gradients import restore_generators
-from paceline.engine.state._models_and_optimizers import TrainedObjects
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.train_functions._prepared_loader import PreparedLoader
-from paceline.engine.train_functions._user_loop import OwnLoop
+from paceline.engine.train_functions._user_loop import UserLoop
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class StoredRanks(Protocol):
         """Return what a rank alone knew, or None if there was no such rank."""
 
 
-class OwnLoopState:
+class RankState:
     """The generators, gradients, scale and place in the data of a rank.
 
     Models and optimizers are not in here: the loop stores them, and puts them back before it goes
@@ -34,7 +34,7 @@ class OwnLoopState:
         own_loop: The loop.
     """
 
-    def __init__(self, own_loop: OwnLoop) -> None:
+    def __init__(self, own_loop: UserLoop) -> None:
         self._loop = own_loop
         self._loaders: list[PreparedLoader] = []
         self._loader_states: list[dict[str, Any]] = []
@@ -102,10 +102,10 @@ class OwnLoopState:
         """Note that the loop has gone on."""
         self._is_random_due = False
 
-    def _objects(self) -> TrainedObjects:
+    def _objects(self) -> ModelsAndOptimizers:
         # Prepared gradients have weights besides.
         loop = self._loop
-        return TrainedObjects(rank=loop.rank_info.rank, models=loop.gradients.models)
+        return ModelsAndOptimizers(rank=loop.rank_info.rank, models=loop.gradients.models)
 
     def _open_gradients(self, own: Mapping[str, Any], stored: StoredRanks) -> Any:
         """Return this rank's gradients within an accumulated step, which others may have begun."""

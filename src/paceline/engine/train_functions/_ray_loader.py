@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.engine.train_functions._user_loop import OwnLoop
+from paceline.engine.train_functions._user_loop import UserLoop
 from paceline.workers import RayShards
 
 
@@ -16,7 +16,7 @@ class RayDataset:
         session: The run.
     """
 
-    def __init__(self, shards: RayShards, session: OwnLoop) -> None:
+    def __init__(self, shards: RayShards, session: UserLoop) -> None:
         self._session = session
         self._own = shards.of_rank(session.rank_info.rank)
 
@@ -70,7 +70,7 @@ class RayLoader:
         options: Options of `iter_torch_batches`.
     """
 
-    def __init__(self, own: Any, session: OwnLoop, options: dict[str, Any]) -> None:
+    def __init__(self, own: Any, session: UserLoop, options: dict[str, Any]) -> None:
         self._own = own
         self._session = session
         self._options = options

@@ -18,7 +18,7 @@ from paceline.workers import RankInfo
 T = TypeVar("T")
 
 
-class OwnLoop:
+class UserLoop:
     """What a rank does around a training loop of the user's own: data, gradients and steps.
 
     Args:

@@ -23,8 +23,8 @@ from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._flat_all_reduce import FlatReduction
 from paceline.engine.state._buffers_and_gradients import load_buffers
-from paceline.engine.state._models_and_optimizers import TrainedObjects, check_numbers
-from paceline.engine.steps._direct_calls import PlainCalls
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, check_numbers
+from paceline.engine.steps._direct_calls import DirectCalls
 from paceline.engine.steps._stepper import Stepper
 from paceline.engine.training._training_state import TrainingState
 
@@ -200,21 +200,21 @@ class DeepSpeedState(TrainingState):
             load_buffers(engine.module, buffers)
         super().restore_own(parts, loop, is_same_size=is_same_size)
 
-    def _objects(self) -> TrainedObjects:
+    def _objects(self) -> ModelsAndOptimizers:
         return replace(super()._objects(), models=(), optimizers=(), parameters=(), bases=())
 
     def _shared(
-        self, objects: TrainedObjects, loop: TrainingLoop, facts: Mapping[str, Any]
+        self, objects: ModelsAndOptimizers, loop: TrainingLoop, facts: Mapping[str, Any]
     ) -> dict[str, Any]:
         return super()._shared(objects, loop, {**facts, "deepspeed": self._stepper.facts()})
 
-    def _own(self, objects: TrainedObjects, loop: TrainingLoop) -> dict[str, Any]:
+    def _own(self, objects: ModelsAndOptimizers, loop: TrainingLoop) -> dict[str, Any]:
         # DeepSpeed keeps those of one rank only, unless parameters are divided.
         buffers = [dict(engine.module.named_buffers()) for engine in self._stepper.engines]
         return {**super()._own(objects, loop), "buffers": buffers}
 
 
-class _UnwatchedCalls(PlainCalls):
+class _UnwatchedCalls(DirectCalls):
     """Backward passes and optimizer steps are those of the engines, which need no watching."""
 
     def begin(self, num_shards: int) -> None:

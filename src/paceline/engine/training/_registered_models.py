@@ -15,7 +15,7 @@ from paceline.engine.state._changed_settings import built_settings
 from paceline.engine.steps._stepper import Stepper
 
 
-class TrainedParts:
+class RegisteredModels:
     """The registered parts of a training on this rank, which a checkpoint captures.
 
     Args:

@@ -24,7 +24,7 @@ from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._changed_settings import SettingChanges
 from paceline.engine.training._loop_with_checkpoints import LoopTraining
-from paceline.engine.training._registered_models import TrainedParts
+from paceline.engine.training._registered_models import RegisteredModels
 from paceline.engine.training._training_callbacks import TrainingCallbacks
 from paceline.engine.training._training_state import (
     TrainingState,
@@ -56,7 +56,7 @@ class ResumableTraining(LoopTraining, LoopHooks):
     needs_whole_batches = False
 
     def __init__(
-        self, parts: TrainedParts, callbacks: TrainingCallbacks, *, validates_batches: bool
+        self, parts: RegisteredModels, callbacks: TrainingCallbacks, *, validates_batches: bool
     ) -> None:
         super().__init__(parts.core, partial(callbacks.tell, "on_checkpoint_upload_end"))
         self.is_built = False

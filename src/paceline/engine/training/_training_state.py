@@ -28,7 +28,7 @@ from paceline.engine.state._buffers_and_gradients import restore_generators, sum
 from paceline.engine.state._changed_settings import SettingChanges
 from paceline.engine.state._data_identity import check_identity
 from paceline.engine.state._epoch_sizes import epoch_sizes, note_epoch_sizes
-from paceline.engine.state._models_and_optimizers import TrainedObjects
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.state._sharded_tensor_pieces import Divided
 from paceline.engine.steps._stepper import Stepper
 from paceline.engine.tensors._stored_tensors import whole
@@ -141,9 +141,9 @@ class TrainingState:
         rank = self._stepper.grid.data_rank
         restore_generators(random, seed=seed, num_steps=num_batches, rank=rank)
 
-    def _objects(self) -> TrainedObjects:
+    def _objects(self) -> ModelsAndOptimizers:
         stepper = self._stepper
-        return TrainedObjects(
+        return ModelsAndOptimizers(
             rank=self._rank,
             data_rank=stepper.grid.data_rank,
             has_sums=stepper.is_sharded,
@@ -156,7 +156,7 @@ class TrainingState:
         )
 
     def _shared(
-        self, objects: TrainedObjects, loop: TrainingLoop, facts: Mapping[str, Any]
+        self, objects: ModelsAndOptimizers, loop: TrainingLoop, facts: Mapping[str, Any]
     ) -> dict[str, Any]:
         stepper, state = self._stepper, objects.shared_state()
         models, optimizers = state.pop("models"), state.pop("optimizers")
@@ -185,7 +185,7 @@ class TrainingState:
         }
         return parts
 
-    def _own(self, objects: TrainedObjects, loop: TrainingLoop) -> dict[str, Any]:
+    def _own(self, objects: ModelsAndOptimizers, loop: TrainingLoop) -> dict[str, Any]:
         return {
             **objects.own_state(),
             "means": loop.means.state(),

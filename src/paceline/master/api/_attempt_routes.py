@@ -15,7 +15,8 @@ from paceline.master.api._reading import ReadingRoute
 from paceline.master.experiments import (
     RefusedError,
     check_not_over,
-    end_attempt,
+    end_runner,
+    note_begun,
     read_attempt,
     read_control_of,
 )
@@ -27,19 +28,23 @@ from paceline.messages.attempts import (
     LogRequest,
     RecordReply,
     RecordRequest,
+    runner_id,
 )
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
 router = APIRouter(tags=["attempts"], route_class=ReadingRoute)
 
 AttemptId = Annotated[int, Path(ge=1, le=2**62)]
+Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt's nodes, from 0.")]
 
 
 @router.post("/attempts/{attempt_id}/records", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
-async def store_records(attempt_id: AttemptId, request: Request, master: MasterOf) -> Response:
+async def store_records(
+    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+) -> Response:
     """Store journal records and carry out what follows; what is known already is dropped."""
-    master.leases.renew(attempt_id)
+    master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, RecordRequest)
     has_validations = any(
         getattr(record, "group", None) == "validation"
@@ -73,23 +78,25 @@ async def store_records(attempt_id: AttemptId, request: Request, master: MasterO
 
 @router.post("/attempts/{attempt_id}/logs", openapi_extra={"requestBody": {"content": {
     "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
-async def store_logs(attempt_id: AttemptId, request: Request, master: MasterOf) -> Response:
+async def store_logs(
+    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+) -> Response:
     """Store lines of output; what is known already is dropped."""
-    master.leases.renew(attempt_id)
+    master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, LogRequest)
     attempt = await asyncio.to_thread(_read_attempt, master, attempt_id)
     check_not_over(attempt)
     logs = master.logs
     trial_id, number = attempt.trial_id, attempt.number
     if body.entries:
-        last = await asyncio.to_thread(logs.append, trial_id, number, body.entries)
+        last = await asyncio.to_thread(logs.append, trial_id, number, body.entries, member)
 
         def tell(transaction: Transaction) -> None:
             transaction.emit("logs", attempt.experiment_id, trial_id, last=last)
 
         await write(master, tell)
     # The first look at a file reads all of it.
-    sequence = await asyncio.to_thread(logs.last_sequence, trial_id, number)
+    sequence = await asyncio.to_thread(logs.last_sequence, trial_id, number, member)
     return _json(LogReply(last_sequence=sequence))
 
 
@@ -100,15 +107,22 @@ async def read_control(
     after: Annotated[int, Query(ge=0)] = 0,
     timeout_s: Annotated[float, Query(ge=0, le=60)] = 0,
     begins: Annotated[bool, Query(description="The attempt's runner has begun.")] = False,
+    member: Member = 0,
+    port: Annotated[int, Query(ge=0, le=65535, description="A port that is free there.")] = 0,
 ) -> Response:
     """Read what is wanted of an attempt; waits up to `timeout_s` for another version.
 
     The answer comes sooner where the runner must ask again to keep its lease.
     """
-    master.leases.renew(attempt_id, after)
+    master.leases.renew(runner_id(attempt_id, member), after)
     timeout_s = min(timeout_s, master.leases.longest_wait_s)
     if begins:
-        await write(master, lambda transaction: master.ingest.store(transaction, attempt_id, []))
+
+        def begin(transaction: Transaction) -> None:
+            note_begun(master.changes, transaction, attempt_id, member, port)
+            master.ingest.store(transaction, attempt_id, [])
+
+        await write(master, begin)
     with master.controls.listen(attempt_id) as changed:
         control = await asyncio.to_thread(_read_control, master, attempt_id)
         is_news = control.version > after or not timeout_s or master.is_closing
@@ -120,13 +134,15 @@ async def read_control(
 
 @router.post("/attempts/{attempt_id}/end", status_code=204, openapi_extra={"requestBody": {
     "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
-async def store_end(attempt_id: AttemptId, request: Request, master: MasterOf) -> None:
-    """Record how an attempt ended; a second time changes nothing."""
-    master.leases.renew(attempt_id)
+async def store_end(
+    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+) -> None:
+    """Record how an attempt ended, on one of its nodes; a second time changes nothing."""
+    master.leases.renew(runner_id(attempt_id, member))
     end = await _decode(request, AttemptEnd)
     await write(
         master,
-        lambda transaction: end_attempt(master.changes, transaction, attempt_id, end),
+        lambda transaction: end_runner(master.changes, transaction, attempt_id, member, end),
     )
 
 

@@ -15,7 +15,7 @@ from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._web_ui_files import has_web_ui
 from paceline.master.experiments import drained_slots, read_pools
 from paceline.master.scheduling import pool_of
-from paceline.master.store import EXPERIMENTS, number_by_state, slots_by_node, tables
+from paceline.master.store import EXPERIMENTS, num_slots_of, number_by_state, slots_by_node, tables
 from paceline.messages import resources
 from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
@@ -37,7 +37,7 @@ def read_master(master: MasterOf) -> resources.MasterInfo:
     """Tell what the master is and how busy it is."""
     with master.database.read() as connection:
         states = number_by_state(connection, EXPERIMENTS)
-        used = sum(len(row.slots) for row in _live_attempts(connection))
+        used = sum(num_slots_of(row) for row in _live_attempts(connection))
     nodes = master.reconciler.slots()
     return resources.MasterInfo(
         version=master.version,

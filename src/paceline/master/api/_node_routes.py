@@ -9,13 +9,12 @@ from fastapi import APIRouter, Path, Request, Response
 from sqlalchemy import Connection, Row, select
 
 from paceline.master._master import Master
-from paceline.master._waiting_requests import wait_for
 from paceline.master.api._auth import IdentityOf
 from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
-from paceline.master.store import Transaction, tables
+from paceline.master.store import Transaction, slots_by_node, tables
 from paceline.messages import node_views
 from paceline.messages.nodes import NAME_PATTERN, NodeFacts, NodePoll, NodeWork
 from paceline.messages.states import LIVE_ATTEMPTS
@@ -36,6 +35,8 @@ async def register_node(request: Request, master: MasterOf, identity: IdentityOf
     assert identity is not None
     facts = _decode(await request.body(), NodeFacts)
     _check_facts(facts)
+    if not facts.address and request.client is not None:
+        facts = msgspec.structs.replace(facts, address=request.client.host)
     try:
         session = await asyncio.wrap_future(master.nodes.register(facts, identity.token_id))
     except NodeRefusedError as error:
@@ -55,7 +56,9 @@ async def poll_node(
         _hear(master, node_id, poll, identity.token_id)
         work = await asyncio.to_thread(_work, master, node_id, poll)
         if work.version == poll.after and wait_s > 0 and not master.is_closing:
-            await wait_for(changed, wait_s)
+            if await _wait(request, changed, wait_s):
+                master.nodes.note_cut_off(node_id, poll)
+                return Response(status_code=204)  # to nobody
             # Another session may have begun meanwhile, and another token may be needed.
             _hear(master, node_id, poll, identity.token_id)
             work = await asyncio.to_thread(_work, master, node_id, poll)
@@ -78,7 +81,7 @@ async def drain_node(name: Name, wanted: node_views.DrainNode, master: MasterOf)
     def job(transaction: Transaction) -> None:
         master.nodes.set_draining(transaction, node.id, is_draining=True)
         for attempt in _live_attempts(transaction.connection):
-            if attempt.node_id == node.id and not wanted.finish:
+            if node.id in slots_by_node(attempt) and not wanted.finish:
                 master.changes.preempt(transaction, attempt, f"the node {name} is drained")
 
     await write(master, job)
@@ -101,7 +104,7 @@ async def forget_node(name: Name, master: MasterOf) -> None:
 
     def job(transaction: Transaction) -> None:
         live = _live_attempts(transaction.connection)
-        if any(attempt.node_id == node.id for attempt in live):
+        if any(node.id in slots_by_node(attempt) for attempt in live):
             raise ApiError(409, "in_use", f"The node {name!r} must have no attempts, but has some.")
         if not (master.nodes.is_lost(node.id) or node.is_draining):
             raise ApiError(
@@ -113,6 +116,23 @@ async def forget_node(name: Name, master: MasterOf) -> None:
         master.nodes.forget(transaction, node.id)
 
     await write(master, job)
+
+
+async def _wait(request: Request, changed: asyncio.Event, wait_s: float) -> bool:
+    """Wait for news; tell whether the connection was closed meanwhile."""
+    news = asyncio.ensure_future(changed.wait())
+    closed = asyncio.ensure_future(_await_close(request))
+    try:
+        await asyncio.wait({news, closed}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        return closed.done() and not news.done()
+    finally:
+        for task in (news, closed):
+            task.cancel()
+
+
+async def _await_close(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _hear(master: Master, node_id: int, poll: NodePoll, token_id: int | None) -> None:
@@ -146,7 +166,7 @@ def _live_attempts(connection: Connection) -> list[Row[Any]]:
 
 
 def _view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_views.Node:
-    own = [attempt for attempt in live if attempt.node_id == node.id]
+    own = [attempt for attempt in live if node.id in slots_by_node(attempt)]
     facts = node.facts
     seen_at = master.nodes.seen_at(node.id)
     return node_views.Node(
@@ -157,7 +177,7 @@ def _view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_vi
         labels=facts.labels,
         devices=facts.devices,
         device_kind=facts.device_kind,
-        num_slots_used=sum(len(attempt.slots) for attempt in own),
+        num_slots_used=sum(len(slots_by_node(attempt)[node.id]) for attempt in own),
         num_cores=facts.num_cores,
         memory_bytes=facts.memory_bytes,
         version=facts.version,
@@ -165,6 +185,7 @@ def _view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_vi
         registered_at=node.registered_at,
         seen_at=seen_at,
         attempts=[attempt.id for attempt in own],
+        address=facts.address,
     )
 
 
@@ -187,6 +208,12 @@ def _check_facts(facts: NodeFacts) -> None:
                 f"`{name}` must be up to 63 letters, digits, dots, hyphens and underscores, but got"
                 f" {value!r}.",
             )
+    if not re.fullmatch(r"[A-Za-z0-9.:%_-]{0,255}", facts.address):
+        raise ApiError(
+            422,
+            "invalid_request",
+            f"`address` must be a host name or an IP address, but got {facts.address!r}.",
+        )
     if not facts.devices:
         raise ApiError(422, "invalid_request", "`devices` must have an entry, but is empty.")
 

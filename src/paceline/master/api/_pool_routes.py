@@ -1,5 +1,6 @@
 """Routes of pools and single slots: how they are shared, and what gets nothing."""
 
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Path
@@ -25,7 +26,7 @@ SlotNumber = Annotated[int, Path(ge=0, le=2**31 - 1)]
 def list_pools(master: MasterOf) -> list[queue_views.Pool]:
     """List the pools that have nodes or settings."""
     with master.database.read() as connection:
-        cluster = read_cluster(connection, master.reconciler.slots(), 0.0)
+        cluster = read_cluster(connection, master.reconciler.slots(), time.time())
     names = {node.pool for node in cluster.nodes} | set(cluster.pools)
     pools = []
     for name in sorted(names):
@@ -40,7 +41,12 @@ def list_pools(master: MasterOf) -> list[queue_views.Pool]:
                 labels=dict(settings.labels),
                 num_nodes=len(nodes),
                 num_slots=sum(len(node.slots) for node in nodes),
-                num_slots_used=sum(len(one.slots) for one in cluster.holding if one.node_id in ids),
+                num_slots_used=sum(
+                    len(slots)
+                    for one in cluster.holding
+                    for node_id, slots in one.parts
+                    if node_id in ids
+                ),
             )
         )
     return pools

@@ -150,15 +150,16 @@ def _detail(cluster: Cluster, settings: PoolSettings, result: SchedulingResult, 
             return f"It needs {_slots(waiting.num_slots)}, but there are only {total}."
         case _:
             return (
-                f"It needs {_slots(waiting.num_slots)} of one node, but in the pool"
-                f" {waiting.pool!r} no node has more than {largest}."
+                f"It needs {_slots(waiting.num_slots)}, but in the pool {waiting.pool!r} no node"
+                f" has more than {largest}, and no nodes that reach each other have so many"
+                f" together{', equally many on each' * (not waiting.allow_uneven)}."
             )
 
 
 def _pausing(cluster: Cluster, result: SchedulingResult, now: float) -> str:
     until = cluster.pausing_trials.get(result.waiting.trial_id)
     if until is not None:
-        why = "Its runner died several times in a row"
+        why = "Its runner died several times in a row, or its nodes did not all begin in time"
     else:
         until = min(cluster.pausing_nodes.values(), default=now)
         why = "An attempt could not start on the node that it needs"

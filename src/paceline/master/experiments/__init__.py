@@ -28,6 +28,7 @@ from paceline.master.experiments._experiment_edits import (
     move_experiment,
     set_archived,
 )
+from paceline.master.experiments._groups import end_runner, note_begun
 from paceline.master.experiments._launch import Node, Place
 from paceline.master.experiments._leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._reconcile import Reconciler
@@ -80,10 +81,12 @@ __all__ = [
     "drained_slots",
     "edit_experiment",
     "end_attempt",
+    "end_runner",
     "load_search",
     "loss_of",
     "missing_methods",
     "move_experiment",
+    "note_begun",
     "note_deleted_files",
     "plan_retention",
     "rank_of",

@@ -74,6 +74,10 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
         return _judge_stopping(facts)
     if facts.reason is ExitReason.RUNNER_LOST:
         return _judge_lost_runner(facts)
+    if facts.reason is ExitReason.NOT_FORMED:
+        return _tried_again(
+            facts, f"The attempt gave its slots back: {facts.text}; it is tried again in a while."
+        )
     if facts.reason in (ExitReason.START_FAILED, ExitReason.SHORTAGE):
         if facts.kind is ErrorKind.TRANSIENT:
             return _judge_shortage(facts)

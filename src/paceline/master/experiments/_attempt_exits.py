@@ -57,7 +57,9 @@ def end_attempt(
         return
     attempts = tables.attempts
     end = msgspec.structs.replace(end, kind=_kind(end, attempt))
-    stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": attempt.error}
+    # On several nodes, the error of rank 0 may only answer that of another one.
+    error = attempt.error if attempt.members is None else None
+    stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
     connection.execute(
         update(attempts)
         .where(attempts.c.id == attempt_id)
@@ -133,7 +135,7 @@ def _facts(
             transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
         ),
         is_repeated=_is_repeated(transaction, attempt, end),
-        text=describe_end(end, attempt.error),
+        text=describe_end(end, attempt.error if attempt.members is None else None),
     )
 
 

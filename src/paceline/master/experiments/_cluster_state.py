@@ -41,7 +41,7 @@ class Cluster:
     @property
     def is_full(self) -> bool:
         """Whether no slot is free."""
-        held = sum(len(one.slots) for one in self.holding)
+        held = sum(one.num_slots for one in self.holding)
         return held >= sum(len(node.slots) for node in self.nodes)
 
     @property
@@ -127,17 +127,19 @@ def _holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
         priority, weight = DEFAULT_PRIORITY, 1.0
         if is_ranked:
             priority, weight = ranks.of(attempt.experiment_id)
-        found.extend(
+        parts = [(node_id, tuple(held)) for node_id, held in slots_by_node(attempt).items()]
+        (node_id, slots), *others = parts
+        found.append(
             Holding(
                 experiment_id=attempt.experiment_id,
-                slots=tuple(slots),
+                slots=slots,
                 node_id=node_id,
+                others=tuple(others),
                 attempt_id=attempt.id,
                 priority=priority,
                 weight=weight,
                 is_leaving=attempt.preempt_reason is not None or attempt.should_kill,
             )
-            for node_id, slots in slots_by_node(attempt).items()
         )
     return found
 
@@ -188,6 +190,8 @@ def waiting_trials(connection: Connection, *, is_by_arrival: bool = False) -> It
                 priority=priority,
                 weight=weight,
                 last_served=served,
+                most_slots=wanted.most_slots,
+                allow_uneven=wanted.allow_uneven,
             )
 
 

@@ -21,7 +21,7 @@ from paceline.master.experiments._launch import checkpoint_root
 from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError
-from paceline.master.scheduling import NodeSlots, in_pools
+from paceline.master.scheduling import NodeSlots, fits_nodes, in_pools
 from paceline.master.store import Transaction, config_of, new_id, tables
 from paceline.messages.nodes import DEFAULT_POOL
 from paceline.messages.states import ExperimentState, TrialState
@@ -364,14 +364,26 @@ class Commands:
                 f"`resources.pool` must be a pool that has a node ({', '.join(pools)}), but got"
                 f" {pool!r}. Hint: start `paceline runner --pool {pool}` first.",
             )
-        most = max(len(node.slots) for node in nodes if node.pool == pool)
-        if wanted > most:
-            whose = "this master" if len(nodes) == 1 else "the largest node of its pool"
+        of_pool = [node for node in nodes if node.pool == pool]
+        if fits_nodes(of_pool, wanted, allow_uneven=config.resources.allow_uneven):
+            return
+        if fits_nodes(of_pool, wanted, allow_uneven=True):
             raise RefusedError(
-                "not_enough_slots",
-                f"`resources.slots_per_trial` must be at most {most}, the slots of {whose}, but got"
-                f" {wanted}. Hint: lower it, or start the master or a runner with more `--slots`.",
+                "uneven_slots",
+                f"`resources.slots_per_trial` must be a number that nodes of the pool {pool!r} have"
+                f" together, equally many on each, but got {wanted}. Hint: choose another number,"
+                " or allow different numbers by `resources: {allow_uneven: true}`.",
             )
+        most = max(len(node.slots) for node in of_pool)
+        total = sum(len(node.slots) for node in of_pool if node.can_join)
+        whose = "this master" if len(nodes) == 1 else "the largest node of its pool"
+        if total > most:
+            most, whose = total, "the nodes of its pool that reach each other"
+        raise RefusedError(
+            "not_enough_slots",
+            f"`resources.slots_per_trial` must be at most {most}, the slots of {whose}, but got"
+            f" {wanted}. Hint: lower it, or start the master or a runner with more `--slots`.",
+        )
 
     def _state(self, transaction: Transaction, experiment_id: int) -> ExperimentState:
         return ExperimentState(self._managed(transaction, experiment_id).state)

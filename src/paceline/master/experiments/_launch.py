@@ -13,7 +13,7 @@ from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
 from paceline.master.experiments._leases import DEFAULT_LEASE_S
 from paceline.master.experiments._wanted_attempts import read_control_of
-from paceline.master.store import config_of, tables
+from paceline.master.store import config_of, num_slots_of, slots_by_node, tables
 from paceline.messages.attempts import AttemptSpec
 from paceline.messages.nodes import LOCAL_NAME
 
@@ -29,12 +29,14 @@ class Place:
         devices: One entry per slot: "cpu" or a GPU's id.
         num_cores: Its CPU cores.
         python: The interpreter of attempts that name none.
+        address: Where other nodes reach it.
     """
 
     name: str
     devices: tuple[str, ...]
     num_cores: int
     python: str
+    address: str = _LOOPBACK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +76,11 @@ class Node:
         return place
 
 
-def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
-    """Return what starts an attempt; it depends on the database and the node alone."""
+def build_launch(connection: Connection, node: Node, attempt_id: int, member: int = 0) -> Launch:
+    """Return what starts an attempt on one of its nodes.
+
+    It depends on the database and the nodes alone.
+    """
     attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
     attempt = connection.execute(select(attempts).where(attempts.c.id == attempt_id)).one()
     trial = connection.execute(select(trials).where(trials.c.id == attempt.trial_id)).one()
@@ -85,10 +90,12 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
     config = config_of(experiment)
     environment = config.environment
     # A master with more slots may have placed the attempt and died before it started it.
-    place = node.place(attempt.node_id)
-    devices = [place.devices[slot] for slot in attempt.slots if slot < len(place.devices)]
+    parts = [(node.place(node_id or None), s) for node_id, s in slots_by_node(attempt).items()]
+    place, slots = parts[member]
+    devices = [place.devices[slot] for slot in slots if slot < len(place.devices)]
     num_threads = place.num_cores * len(devices) // max(1, len(place.devices))
     python = environment.python or place.python
+    fewest = config.resources.fewest_slots
     spec = AttemptSpec(
         attempt_id=attempt.id,
         trial_id=trial.id,
@@ -97,13 +104,13 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
             config.entrypoint,
             hparams=trial.hparams,
             python=python,
-            num_slots=len(attempt.slots),
+            num_slots=num_slots_of(attempt),
         ),
         python=python,
         variables=environment.variables,
         working_dir=environment.working_dir,
         context_digest=experiment.context_digest,
-        slot_ids=attempt.slots,
+        slot_ids=slots,
         num_threads=max(1, num_threads),
         gpu_ids=[device for device in devices if device != "cpu"],
         keep_directory=config.debug,
@@ -113,6 +120,9 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         token=node.token_of(attempt.id),
         experiment_id=experiment.id,
         secret_names=sorted(environment.secrets),
+        member=member,
+        num_members=len(parts),
+        num_shards=most if (most := config.resources.most_slots) > fewest else None,
     )
     info = RunInfo(
         run_id=f"trial-{trial.id}",
@@ -132,9 +142,10 @@ def build_launch(connection: Connection, node: Node, attempt_id: int) -> Launch:
         checkpoint_storage=checkpoint_root(config) or node.default_storage,
         cluster_id=node.cluster_id,
         agent_id=place.name,
-        slot_ids=attempt.slots,
-        container_addrs=[_LOOPBACK],
-        container_rank=0,
+        slot_ids=slots,
+        container_addrs=[_LOOPBACK] if len(parts) == 1 else [one.address for one, _ in parts],
+        container_rank=member,
+        container_slot_counts=[] if len(parts) == 1 else [len(held) for _, held in parts],
         judged_metrics=config.searcher.judged_metrics,
         metadata=trial.metadata,
     )

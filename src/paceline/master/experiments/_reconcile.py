@@ -15,7 +15,6 @@ from sqlalchemy import Row, delete, func, insert, select
 from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
-from paceline.master.experiments._attempt_exits import end_attempt
 from paceline.master.experiments._checkpoint_files import is_gone, note_deleted_files
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.experiments._cluster_state import (
@@ -23,6 +22,7 @@ from paceline.master.experiments._cluster_state import (
     read_cluster,
     waiting_trials,
 )
+from paceline.master.experiments._groups import Runner, end_runner, give_back, runners_of
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._leases import Leases
 from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatch
@@ -39,7 +39,15 @@ from paceline.master.scheduling import (
     needs_of,
     schedule,
 )
-from paceline.master.store import Database, Transaction, new_id, tables
+from paceline.master.store import (
+    Database,
+    Member,
+    Transaction,
+    config_of,
+    new_id,
+    stored_members,
+    tables,
+)
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import (
     AttemptState,
@@ -83,6 +91,8 @@ class Reconciler:
         # How many runners each attempt was given that did not start it, and when the next may be.
         self._num_runners: dict[int, int] = {}
         self._next_runner: dict[int, float] = {}
+        # Since when the nodes of attempts were waited for.
+        self._waiting_since: dict[int, float] = {}
         self._next_prune = 0.0
         # When an ended experiment has a checkpoint that is too old, in seconds since the epoch.
         self._next_sweeps: dict[int, float] = {}
@@ -115,7 +125,9 @@ class Reconciler:
         The trials stay active: they go on when a master starts on this home again.
         """
         with self._database.read() as connection:
-            left = [attempt.id for attempt in live_attempts(connection)]
+            left = [
+                runner.id for attempt in live_attempts(connection) for runner in runners_of(attempt)
+            ]
         self._is_draining = True
         self.wake()
         deadline = time.monotonic() + timeout_s
@@ -126,9 +138,9 @@ class Reconciler:
         while time.monotonic() < deadline and (self._has_attempts() or self._any_alive(left)):
             time.sleep(0.05)
 
-    def _any_alive(self, attempts: list[int]) -> bool:
+    def _any_alive(self, runners: list[int]) -> bool:
         """Tell whether a runner is there; it leaves a moment after its last word."""
-        return any(self._executor.status(id_) is AttemptStatus.ALIVE for id_ in attempts)
+        return any(self._executor.status(id_) is AttemptStatus.ALIVE for id_ in runners)
 
     def _run(self) -> None:
         while not self._is_closing:
@@ -221,6 +233,7 @@ class Reconciler:
                 state=AttemptState.PENDING.value,
                 slots=list(assignment.slots),
                 node_id=assignment.node_id or None,
+                members=self._members(assignment),
                 created_at=time.time(),
                 resumed_from=uuid,
                 resumed_steps=steps,
@@ -231,6 +244,17 @@ class Reconciler:
         # would get the same number and find it.
         transaction.force()
         faults.reach("master.attempt.created")
+
+    def _members(self, assignment: SlotAssignment) -> Any:
+        parts = [(assignment.node_id, assignment.slots), *assignment.others]
+        if len(parts) == 1:
+            return None
+        return stored_members(
+            [
+                Member(node_id=node_id, name=self._node.place(node_id).name, slots=list(slots))
+                for node_id, slots in parts
+            ]
+        )
 
     def _latest_checkpoint(
         self, transaction: Transaction, trial_id: int, number: int
@@ -268,52 +292,71 @@ class Reconciler:
     def _watch_attempts(self) -> None:
         with self._database.read() as connection:
             attempts = live_attempts(connection)
-        for attempt in attempts:
-            status = self._executor.status(attempt.id)
+        runners = [runner for attempt in attempts for runner in runners_of(attempt)]
+        for runner in runners:
+            status = self._executor.status(runner.id)
             if status is AttemptStatus.NOT_STARTED:
-                self._start(attempt)
+                self._start(runner)
             elif status is AttemptStatus.GONE:
                 # Its last records and its exit lie in its directory, or it died without a word.
-                self._runners.ship(attempt.id)
-            elif self._runners.look(attempt):
+                self._runners.ship(runner.id)
+            elif self._runners.look(runner):
                 # What it left is shipped in the next pass.
                 self.wake()
-        keep = {attempt.id for attempt in attempts}
+        keep = {runner.id for runner in runners}
         self._runners.keep(keep)
-        for attempt_id in self._num_runners.keys() - keep:
-            del self._num_runners[attempt_id], self._next_runner[attempt_id]
-        self._executor.clean(keep=keep)
+        for runner_id in self._num_runners.keys() - keep:
+            del self._num_runners[runner_id], self._next_runner[runner_id]
+        self._executor.clean(keep={attempt.id for attempt in attempts})
+        for attempt in attempts:
+            self._give_back_if_late(attempt)
 
-    def _start(self, attempt: Row[Any]) -> None:
-        """Start an attempt, or end it if it is not wanted any more or cannot be started."""
+    def _give_back_if_late(self, attempt: Row[Any]) -> None:
+        """Take the slots of an attempt whose nodes have not all begun in time."""
+        if attempt.members is None or attempt.meeting_port is not None:
+            return
+        # Of this process, so that no attempt is late because the master was away.
+        since = self._waiting_since.setdefault(attempt.id, time.monotonic())
+        with self._database.read() as connection:
+            experiment = StateChanges.experiment(connection, attempt.experiment_id)
+            timeout_s = config_of(experiment).resources.start_timeout
+        if time.monotonic() > since + timeout_s:
+            self._database.write(
+                lambda transaction: give_back(self._changes, transaction, attempt.id, timeout_s)
+            ).result()
+
+    def _start(self, runner: Runner) -> None:
+        """Start a runner, or end its attempt if it is not wanted any more or cannot be started."""
         end = None
-        num_before = self._num_runners.get(attempt.id, 0)
-        if attempt.should_kill:
+        num_before = self._num_runners.get(runner.id, 0)
+        if runner.should_kill:
             end = _unstarted(ExitReason.KILLED, "not started")
         elif num_before > MAX_SHORTAGES:
             end = _unstarted(ExitReason.START_FAILED, f"{num_before} runners ended before it began")
-        elif time.monotonic() < self._next_runner.get(attempt.id, 0.0):
+        elif time.monotonic() < self._next_runner.get(runner.id, 0.0):
             return
         else:
-            self._num_runners[attempt.id] = num_before + 1
-            self._next_runner[attempt.id] = time.monotonic() + pause_after(num_before + 1)
+            self._num_runners[runner.id] = num_before + 1
+            self._next_runner[runner.id] = time.monotonic() + pause_after(num_before + 1)
             try:
                 with self._database.read() as connection:
-                    launch = build_launch(connection, self._node, attempt.id)
+                    launch = build_launch(connection, self._node, runner.attempt_id, runner.member)
                 self._executor.start(launch)
             except Exception as error:
-                logger.exception("Attempt %d cannot be started.", attempt.id)
+                logger.exception("Attempt %d cannot be started.", runner.attempt_id)
                 reason, kind = judge_start(error)
                 end = _unstarted(reason, f"{type(error).__name__}: {error}", kind)
         faults.reach("master.attempt.spawned")
         if end is not None:
             ended = end
-            self._database.write(
-                lambda transaction: self._end(transaction, attempt.id, ended)
-            ).result()
+            self._database.write(lambda transaction: self._end(transaction, runner, ended)).result()
 
-    def _end(self, transaction: Transaction, attempt_id: int, end: AttemptEnd) -> None:
-        end_attempt(self._changes, transaction, attempt_id, end)
+    def _end(
+        self, transaction: Transaction, runner: Runner, end: AttemptEnd, is_lost: bool = False
+    ) -> None:
+        end_runner(
+            self._changes, transaction, runner.attempt_id, runner.member, end, is_lost=is_lost
+        )
 
     def _prune_events(self) -> None:
         """Keep the newest events; whoever is further behind reads the present state instead."""

@@ -100,7 +100,8 @@ class RecordIngest:
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
 
     def _mark_running(self, transaction: Transaction, attempt: Row[Any]) -> None:
-        if attempt.state != AttemptState.PENDING.value:
+        is_waiting = attempt.members is not None and attempt.meeting_port is None
+        if attempt.state != AttemptState.PENDING.value or is_waiting:
             return
         attempts = tables.attempts
         transaction.connection.execute(

@@ -3,11 +3,9 @@
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Any
-
-from sqlalchemy import Row
 
 from paceline.master.executors import Executor
+from paceline.master.experiments._groups import Runner
 from paceline.master.experiments._leases import Leases
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Database, Transaction
@@ -20,6 +18,8 @@ logger = logging.getLogger(__name__)
 RUNNER_GRACE_S = 30.0
 # One that has not even taken note by then is killed so long after it was told.
 _NOTE_GRACE_S = 3.0
+# One that has not taken note and that nobody reaches: others of its attempt wait for its end.
+_ABSENT_GRACE_S = 1.0
 # A runner that cannot be killed has lost its attempt after so long.
 _LAST_GRACE_S = 30.0
 
@@ -41,7 +41,7 @@ class RunnerWatch:
         changes: StateChanges,
         executor: Executor,
         leases: Leases,
-        end: Callable[[Transaction, int, AttemptEnd], None],
+        end: Callable[[Transaction, Runner, AttemptEnd, bool], None],
     ) -> None:
         self._executor = executor
         self._database = database
@@ -54,70 +54,72 @@ class RunnerWatch:
         self._signs: dict[int, object] = {}
         self._shipping: set[int] = set()
 
-    def look(self, attempt: Row[Any]) -> bool:
+    def look(self, runner: Runner) -> bool:
         """Look at an attempt whose runner is at work; True if the runner was killed just now."""
-        self._leases.begin(attempt.id)
-        sign = self._executor.sign_of_life(attempt.id)
-        if sign != self._signs.setdefault(attempt.id, sign):
-            self._signs[attempt.id] = sign
-            self._leases.renew(attempt.id)
-        if self._leases.is_over(attempt.id):
-            return self._end_silent(attempt)
-        return bool(attempt.should_kill) and self._kill_when_late(attempt)
+        self._leases.begin(runner.id)
+        sign = self._executor.sign_of_life(runner.id)
+        if sign != self._signs.setdefault(runner.id, sign):
+            self._signs[runner.id] = sign
+            self._leases.renew(runner.id)
+        if self._leases.is_over(runner.id):
+            return self._end_silent(runner)
+        return bool(runner.should_kill) and self._kill_when_late(runner)
 
-    def ship(self, attempt_id: int) -> None:
+    def ship(self, runner_id: int) -> None:
         """Have what a runner left behind sent; what sends it asks for no news."""
-        self._forget(attempt_id)
-        self._shipping.add(attempt_id)
-        self._executor.ship(attempt_id)
+        self._forget(runner_id)
+        self._shipping.add(runner_id)
+        self._executor.ship(runner_id)
 
-    def _forget(self, attempt_id: int) -> None:
-        self._shipping.discard(attempt_id)
-        self._leases.end(attempt_id)
-        self._told_at.pop(attempt_id, None)
-        self._killed_at.pop(attempt_id, None)
-        self._signs.pop(attempt_id, None)
+    def _forget(self, runner_id: int) -> None:
+        self._shipping.discard(runner_id)
+        self._leases.end(runner_id)
+        self._told_at.pop(runner_id, None)
+        self._killed_at.pop(runner_id, None)
+        self._signs.pop(runner_id, None)
 
-    def keep(self, attempt_ids: Collection[int]) -> None:
+    def keep(self, runner_ids: Collection[int]) -> None:
         """Forget all other attempts."""
-        for attempt_id in (self._signs.keys() | self._shipping) - set(attempt_ids):
-            self._forget(attempt_id)
+        for runner_id in (self._signs.keys() | self._shipping) - set(runner_ids):
+            self._forget(runner_id)
 
-    def _kill_when_late(self, attempt: Row[Any]) -> bool:
+    def _kill_when_late(self, runner: Runner) -> bool:
         now = time.monotonic()
-        has_noted = self._leases.has_seen(attempt.id, attempt.control_version)
-        is_hung = not has_noted and attempt.id not in self._shipping
+        has_noted = self._leases.has_seen(runner.id, runner.control_version)
+        is_hung = not has_noted and runner.id not in self._shipping
         grace_s = _NOTE_GRACE_S if is_hung else RUNNER_GRACE_S
-        if now < self._told_at.setdefault(attempt.id, now) + grace_s:
+        if is_hung and self._executor.is_out_of_reach(runner.id):
+            grace_s = _ABSENT_GRACE_S
+        if now < self._told_at.setdefault(runner.id, now) + grace_s:
             return False
-        logger.warning("The runner of attempt %d does not follow and is killed.", attempt.id)
-        return self._kill(attempt)
+        logger.warning("The runner of attempt %d does not follow and is killed.", runner.attempt_id)
+        return self._kill(runner)
 
-    def _end_silent(self, attempt: Row[Any]) -> bool:
-        if attempt.id in self._killed_at:
-            return self._kill(attempt)
+    def _end_silent(self, runner: Runner) -> bool:
+        if runner.id in self._killed_at:
+            return self._kill(runner)
         text = (
             f"The runner gave no sign of life for {self._leases.length_s:g} s"
             " (`paceline up --runner-timeout`) and is ended with the attempt's processes."
         )
-        logger.warning("Attempt %d: %s", attempt.id, text)
+        logger.warning("Attempt %d: %s", runner.attempt_id, text)
         self._database.write(
             lambda transaction: self._changes.note(
-                transaction, attempt.trial_id, attempt.number, "WARNING", text
+                transaction, runner.trial_id, runner.number, "WARNING", text
             )
         ).result()
-        return self._kill(attempt)
+        return self._kill(runner)
 
-    def _kill(self, attempt: Row[Any]) -> bool:
+    def _kill(self, runner: Runner) -> bool:
         """Kill a runner; one that cannot be killed loses its attempt all the same, in time."""
         now = time.monotonic()
-        is_out_of_reach = self._executor.is_out_of_reach(attempt.id)
-        if attempt.id not in self._killed_at:
-            self._killed_at[attempt.id] = now
-            self._executor.kill_runner(attempt.id)
+        is_out_of_reach = self._executor.is_out_of_reach(runner.id)
+        if runner.id not in self._killed_at:
+            self._killed_at[runner.id] = now
+            self._executor.kill_runner(runner.id)
             if not is_out_of_reach:
                 return True
-        if is_out_of_reach or now > self._killed_at[attempt.id] + _LAST_GRACE_S:
+        if is_out_of_reach or now > self._killed_at[runner.id] + _LAST_GRACE_S:
             end = AttemptEnd(
                 reason=ExitReason.RUNNER_LOST,
                 code=None,
@@ -126,6 +128,6 @@ class RunnerWatch:
                 detail="the runner gave no sign of life and could not be ended",
             )
             self._database.write(
-                lambda transaction: self._end(transaction, attempt.id, end)
+                lambda transaction: self._end(transaction, runner, end, is_out_of_reach)
             ).result()
         return False

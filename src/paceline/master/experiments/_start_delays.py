@@ -20,6 +20,11 @@ def is_lost_runner(exit_: dict[str, Any]) -> bool:
     return bool(exit_["reason"] == ExitReason.RUNNER_LOST.value)
 
 
+def is_not_formed(exit_: dict[str, Any]) -> bool:
+    """Tell whether an attempt ended because its nodes did not all begin in time."""
+    return bool(exit_["reason"] == ExitReason.NOT_FORMED.value)
+
+
 def is_transient_start(exit_: dict[str, Any]) -> bool:
     """Tell whether an attempt could not start for a reason that may pass."""
     if exit_["reason"] == ExitReason.SHORTAGE.value:
@@ -74,15 +79,17 @@ def pausing_nodes(connection: Connection, now: float) -> dict[int, float]:
 def pausing_trials(connection: Connection, now: float) -> dict[int, float]:
     """Return of the trials that lost their runner several times in a row until when they rest.
 
-    A trial is tried again at once after the first time.
+    A trial is tried again at once after the first time. One whose nodes did not all begin in time
+    rests after that, too.
     """
     resting: dict[int, float] = {}
-    for row in _failed_lately(connection, now, is_lost_runner):
-        number = num_in_a_row(connection, row.trial_id, is_lost_runner, _NUM_LOOKED_AT)
-        until = row.ended_at + pause_after(number - 1)
-        # A clock that was set back would make the pause longer.
-        if number > 1 and row.ended_at <= now < until:
-            resting[row.trial_id] = max(until, resting.get(row.trial_id, until))
+    for has_ended_so, num_at_once in ((is_lost_runner, 1), (is_not_formed, 0)):
+        for row in _failed_lately(connection, now, has_ended_so):
+            number = num_in_a_row(connection, row.trial_id, has_ended_so, _NUM_LOOKED_AT)
+            until = row.ended_at + pause_after(number - num_at_once)
+            # A clock that was set back would make the pause longer.
+            if number > num_at_once and row.ended_at <= now < until:
+                resting[row.trial_id] = max(until, resting.get(row.trial_id, until))
     return resting
 
 

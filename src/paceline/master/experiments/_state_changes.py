@@ -313,6 +313,13 @@ class StateChanges:
 
     # ---- attempts ------------------------------------------------------------------------
 
+    def update_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
+        """Set columns of an attempt that its runner need not hear of."""
+        attempts = tables.attempts
+        transaction.connection.execute(
+            update(attempts).where(attempts.c.id == attempt_id).values(**values)
+        )
+
     def change_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
         """Set columns of an attempt that its runner must hear of."""
         attempts = tables.attempts

@@ -39,4 +39,5 @@ def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
         operation_length=trial.target_length,
         operations_closed=trial.operations_closed,
         best_validation=None if best is None else encode_float(best),
+        meeting_port=attempt.meeting_port,
     )

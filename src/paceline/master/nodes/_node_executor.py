@@ -1,10 +1,13 @@
 """Attempts on all nodes behind one executor: the master's own, and those whose runners poll."""
 
-from sqlalchemy import select
+from typing import Any
+
+from sqlalchemy import Row, select
 
 from paceline.master.executors import AttemptStatus, Executor, Launch
 from paceline.master.nodes._nodes import Nodes
-from paceline.master.store import Database, tables
+from paceline.master.store import Database, read_members, slots_by_node, tables
+from paceline.messages.attempts import runner_id, split_runner_id
 from paceline.messages.nodes import LOCAL_NODE
 from paceline.messages.states import AttemptState
 
@@ -25,28 +28,31 @@ class NodeExecutor(Executor):
         self._nodes = nodes
         self._database = database
         self._node_of: dict[int, int] = {}
+        self._has_others: dict[int, bool] = {}
 
     def start(self, launch: Launch) -> None:
         """Start an attempt's runner, or have its node do so."""
-        node_id = self._place(launch.spec.attempt_id)
+        spec = launch.spec
+        node_id = self._place(runner_id(spec.attempt_id, spec.member))
         if node_id == LOCAL_NODE:
             self._local.start(launch)
         else:
             self._nodes.offer(node_id, launch)
 
     def status(self, attempt_id: int) -> AttemptStatus:
-        """Tell whether an attempt's runner is at work.
+        """Tell whether a runner is at work; `attempt_id` is its number, see `runner_id`.
 
         What a dead runner leaves on a node is shipped there, so none is gone for the master.
         """
         node_id = self._place(attempt_id)
         if node_id == LOCAL_NODE:
             return self._local.status(attempt_id)
-        state = self._state(attempt_id)
+        attempt, member = split_runner_id(attempt_id)
+        state = self._state(attempt, member)
         if state in (None, AttemptState.ENDED.value):
             return AttemptStatus.GONE
-        has_it = self._nodes.has_attempt(node_id, attempt_id)
-        if has_it or self._nodes.has_offer(node_id, attempt_id):
+        has_it = self._nodes.has_attempt(node_id, attempt)
+        if has_it or self._nodes.has_offer(node_id, attempt):
             return AttemptStatus.ALIVE
         is_new = state == AttemptState.PENDING.value
         return AttemptStatus.NOT_STARTED if is_new else AttemptStatus.ALIVE
@@ -62,14 +68,18 @@ class NodeExecutor(Executor):
         if node_id == LOCAL_NODE:
             self._local.kill_runner(attempt_id)
         else:
-            self._nodes.kill(node_id, attempt_id)
+            self._nodes.kill(node_id, split_runner_id(attempt_id)[0])
 
     def is_out_of_reach(self, attempt_id: int) -> bool:
-        """Tell whether the attempt's node is lost."""
+        """Tell whether a runner's node is lost.
+
+        While others of its attempt wait for its end, a node whose poll was cut off counts as lost.
+        """
         node_id = self._place(attempt_id)
         if node_id == LOCAL_NODE:
             return self._local.is_out_of_reach(attempt_id)
-        return self._nodes.is_lost(node_id)
+        is_cut_off = self._has_others[attempt_id] and self._nodes.is_cut_off(node_id)
+        return is_cut_off or self._nodes.is_lost(node_id)
 
     def sign_of_life(self, attempt_id: int) -> object:
         """Return what changes while a runner lives; from nodes there are requests alone."""
@@ -85,19 +95,27 @@ class NodeExecutor(Executor):
         """Let go of what belongs to this process."""
         self._local.close()
 
-    def _place(self, attempt_id: int) -> int:
-        if attempt_id not in self._node_of:
-            attempts = tables.attempts.c
-            with self._database.read() as connection:
-                query = select(attempts.node_id).where(attempts.id == attempt_id)
-                found = connection.execute(query).scalar()
+    def _place(self, number: int) -> int:
+        """Return the node of a runner."""
+        if number not in self._node_of:
+            attempt_id, member = split_runner_id(number)
+            row = self._row(attempt_id)
             if len(self._node_of) >= _MAX_KNOWN:
                 self._node_of.clear()
-            self._node_of[attempt_id] = found or LOCAL_NODE
-        return self._node_of[attempt_id]
+                self._has_others.clear()
+            nodes = [] if row is None else [*slots_by_node(row)]
+            self._node_of[number] = nodes[member] if member < len(nodes) else LOCAL_NODE
+            self._has_others[number] = len(nodes) > 1
+        return self._node_of[number]
 
-    def _state(self, attempt_id: int) -> str | None:
-        attempts = tables.attempts.c
+    def _state(self, attempt_id: int, member: int) -> str | None:
+        row = self._row(attempt_id)
+        if row is None or row.members is None or row.state == AttemptState.ENDED.value:
+            return None if row is None else str(row.state)
+        return read_members(row)[member].state.value
+
+    def _row(self, attempt_id: int) -> Row[Any] | None:
+        attempts = tables.attempts
         with self._database.read() as connection:
-            query = select(attempts.state).where(attempts.id == attempt_id)
-            return connection.execute(query).scalar()
+            query = select(attempts).where(attempts.c.id == attempt_id)
+            return connection.execute(query).first()

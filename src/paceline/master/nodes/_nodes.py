@@ -58,6 +58,7 @@ class _Heard:
 
     number: int = 0
     is_ready: bool = False
+    is_cut_off: bool = False
     seen_at: float | None = None
     attempts: frozenset[int] = frozenset()
     alive: frozenset[int] = frozenset()
@@ -172,6 +173,7 @@ class Nodes:
             self.leases.begin(node_id)
             self.leases.renew(node_id)
             heard.number, heard.seen_at = poll.number, time.time()
+            heard.is_cut_off = False
             heard.attempts, heard.alive = frozenset(poll.attempts), frozenset(poll.alive)
             heard.ever |= heard.attempts
         if not was_ready:
@@ -184,6 +186,18 @@ class Nodes:
             if node is None or heard is None:
                 return False
             return (poll.session, poll.number) == (node.session, heard.number)
+
+    def note_cut_off(self, node_id: int, poll: NodePoll) -> None:
+        """Note that the connection of a poll was closed before the answer.
+
+        The node gets no attempts until it polls again.
+        """
+        with self._lock:
+            heard = self._heard.get(node_id)
+            if heard is None or not self.is_newest(node_id, poll):
+                return
+            heard.is_cut_off, heard.is_ready = True, False
+        self._wake()
 
     def note_ready(self, node_id: int, *, is_ready: bool) -> None:
         """Note whether a node that has polled may get attempts."""
@@ -277,6 +291,12 @@ class Nodes:
         with self._lock:
             return node_id not in self._nodes or self.leases.is_over(node_id)
 
+    def is_cut_off(self, node_id: int) -> bool:
+        """Tell whether the connection of a node's newest poll was closed before the answer."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is None or heard.is_cut_off
+
     def seen_at(self, node_id: int) -> float | None:
         """Return when this master last heard of a node, in seconds since the epoch."""
         with self._lock:
@@ -293,6 +313,7 @@ class Nodes:
                     pool=node.facts.pool,
                     labels=node.facts.labels,
                     is_open=self._heard[node.id].is_ready and not node.is_draining,
+                    can_join=bool(node.facts.address),
                 )
                 for node in self.all()
                 if not self.is_lost(node.id)

@@ -2,11 +2,13 @@
 
 from paceline.master.scheduling._needs import PoolNeed, needs_of
 from paceline.master.scheduling._order import moved
+from paceline.master.scheduling._placement import fits_nodes
 from paceline.master.scheduling._pools import in_pools, pool_of
 from paceline.master.scheduling._queue import (
     DEFAULT_PRIORITY,
     Holding,
     NodeSlots,
+    Part,
     PolicyName,
     PoolSettings,
     Reason,
@@ -20,6 +22,7 @@ __all__ = [
     "DEFAULT_PRIORITY",
     "Holding",
     "NodeSlots",
+    "Part",
     "PolicyName",
     "PoolNeed",
     "PoolSettings",
@@ -29,6 +32,7 @@ __all__ = [
     "SlotAssignment",
     "Waiting",
     "decide",
+    "fits_nodes",
     "in_pools",
     "moved",
     "needs_of",

@@ -34,7 +34,7 @@ def needs_of(
     """
     used: Counter[int] = Counter()
     for holder in holding:
-        used[holder.experiment_id] += len(holder.slots)
+        used[holder.experiment_id] += holder.num_slots
     sizes: dict[str, list[int]] = defaultdict(list)
     for result in results:
         trial = result.waiting

@@ -1,7 +1,12 @@
-"""Which node a trial gets: the fitting one with the fewest free slots."""
+"""Which nodes a trial gets: the fitting one with the fewest free slots, or else as few as suffice.
+
+A trial on several nodes has equally many slots on each, unless it allows otherwise.
+"""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+from paceline.master.scheduling._queue import NodeSlots, Part
 
 
 class FreeSlots:
@@ -14,10 +19,15 @@ class FreeSlots:
         self._nodes: list[int] = []
         # Of each number of free slots the ranks of nodes that have it or had it, as a heap.
         self._ranks: dict[int, list[int]] = {}
+        # How many of the nodes that can join others have each number of free slots.
+        self._joining: dict[int, int] = {}
+        self._can_join: set[int] = set()
 
-    def add(self, node_id: int, slots: Iterable[int]) -> None:
-        """Add free slots of a node."""
+    def add(self, node_id: int, slots: Iterable[int], *, can_join: bool = False) -> None:
+        """Add free slots of a node; whether it can join others is told the first time."""
         if node_id not in self._rank:
+            if can_join:
+                self._can_join.add(node_id)
             self._rank[node_id] = len(self._nodes)
             self._nodes.append(node_id)
         self._set(node_id, sorted({*self._free.get(node_id, ()), *slots}))
@@ -32,18 +42,56 @@ class FreeSlots:
         """Return the number of free slots of a node."""
         return len(self._free.get(node_id, ()))
 
-    def take(self, num_slots: int) -> tuple[int, tuple[int, ...]] | None:
-        """Take slots of one node and return its id and them; None if no node has so many."""
-        node_id = self._find(num_slots)
-        if node_id is None:
-            return None
-        free = self._free[node_id]
-        self._set(node_id, free[num_slots:])
-        return node_id, tuple(free[:num_slots])
+    def take(self, num_slots: int, *, allow_uneven: bool = False) -> list[Part] | None:
+        """Take slots of one node or, if none has so many, of several; None if they do not fit.
 
-    def fits(self, num_slots: int) -> bool:
+        Args:
+            num_slots: The number of slots in all.
+            allow_uneven: Whether one of several nodes may give more than another.
+        """
+        sizes = self._sizes(num_slots, allow_uneven)
+        if sizes is None:
+            return None
+        found: list[tuple[int, list[int]]] = []
+        passed_over: list[tuple[int, list[int]]] = []
+        while len(found) < len(sizes):
+            node_id = self._find(sizes[len(found)])
+            assert node_id is not None
+            free = self._free[node_id]
+            is_fitting = len(sizes) == 1 or node_id in self._can_join
+            (found if is_fitting else passed_over).append((node_id, free))
+            # So that it is not found again.
+            self._set(node_id, [])
+        parts = []
+        for (node_id, free), size in zip(found, sizes, strict=True):
+            self._set(node_id, free[size:])
+            parts.append((node_id, tuple(free[:size])))
+        for node_id, free in passed_over:
+            self._set(node_id, free)
+        return parts
+
+    def fits(self, num_slots: int, *, allow_uneven: bool = False) -> bool:
         """Tell whether `take` would find so many slots."""
+        return self._sizes(num_slots, allow_uneven) is not None
+
+    def fits_one(self, num_slots: int) -> bool:
+        """Tell whether one node has so many slots."""
         return self._find(num_slots) is not None
+
+    def _sizes(self, num_slots: int, allow_uneven: bool) -> list[int] | None:
+        """Return how many slots each of the nodes is to give, the largest number first."""
+        if self._find(num_slots) is not None:
+            return [num_slots]
+        counts = sorted(
+            ((size, n) for size, n in self._joining.items() if n and size), reverse=True
+        )
+        if sum(size * number for size, number in counts) < num_slots:
+            return None
+        for num_nodes in range(2, num_slots + 1):
+            size = num_slots // num_nodes
+            if num_slots % num_nodes == 0 and num_nodes <= sum(n for s, n in counts if s >= size):
+                return [size] * num_nodes
+        return list(_filled(counts, num_slots)) if allow_uneven else None
 
     def _find(self, num_slots: int) -> int | None:
         for number in sorted(n for n, ranks in self._ranks.items() if n >= num_slots and ranks):
@@ -57,5 +105,27 @@ class FreeSlots:
         return None
 
     def _set(self, node_id: int, free: list[int]) -> None:
+        if node_id in self._can_join:
+            if node_id in self._free:
+                self._joining[len(self._free[node_id])] -= 1
+            self._joining[len(free)] = self._joining.get(len(free), 0) + 1
         self._free[node_id] = free
         heapq.heappush(self._ranks.setdefault(len(free), []), self._rank[node_id])
+
+
+def _filled(counts: Iterable[tuple[int, int]], num_slots: int) -> Iterator[int]:
+    """Yield how many slots nodes give if the largest are used up first."""
+    for size, number in counts:
+        for _ in range(number):
+            if num_slots <= 0:
+                return
+            yield min(size, num_slots)
+            num_slots -= size
+
+
+def fits_nodes(nodes: Iterable[NodeSlots], num_slots: int, *, allow_uneven: bool = False) -> bool:
+    """Tell whether a trial could run on some nodes if they were free."""
+    free = FreeSlots()
+    for node in nodes:
+        free.add(node.node_id, set(node.slots) - node.drained, can_join=node.can_join)
+    return free.fits(num_slots, allow_uneven=allow_uneven)

@@ -92,7 +92,7 @@ class FairShare(Policy):
         self._used: dict[int, int] = defaultdict(int)
         self._of: dict[int, list[Holding]] = defaultdict(list)
         for one in sorted(self._staying, key=lambda one: one.attempt_id):
-            self._used[one.experiment_id] += len(one.slots)
+            self._used[one.experiment_id] += one.num_slots
             self._of[one.experiment_id].append(one)
 
     def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
@@ -124,8 +124,10 @@ class FairShare(Policy):
         """Count the slots that an experiment gets, and those that others lose."""
         self._used[trial.experiment_id] += trial.num_slots
         for one in preempted:
-            self._used[one.experiment_id] -= len(one.slots)
-            self._of[one.experiment_id].remove(one)
+            self._used[one.experiment_id] -= one.num_slots
+            own = self._of[one.experiment_id]
+            # Nearly always the youngest.
+            del own[next(i for i in reversed(range(len(own))) if own[i] is one)]
 
     def _share(self, trial: Waiting) -> float:
         return self._used[trial.experiment_id] / trial.weight
@@ -138,7 +140,7 @@ class FairShare(Policy):
         def offer(experiment_id: int, used: int, index: int) -> None:
             if index >= 0 and experiment_id != trial.experiment_id:
                 one = self._of[experiment_id][index]
-                left = used - len(one.slots)
+                left = used - one.num_slots
                 if left / one.weight >= least:
                     turn = (-left / one.weight, -one.attempt_id, experiment_id, index)
                     heapq.heappush(kept, turn)
@@ -149,7 +151,7 @@ class FairShare(Policy):
         while kept:
             _, _, experiment_id, index = heapq.heappop(kept)
             one = self._of[experiment_id][index]
-            used[experiment_id] -= len(one.slots)
+            used[experiment_id] -= one.num_slots
             yield one
             offer(experiment_id, used[experiment_id], index - 1)
 

@@ -48,6 +48,8 @@ class NodeSlots:
 
     The same holds for a single slot that is drained. One that is pausing will be open again in a
     moment: a trial that needs it waits, and holds up no other.
+    `can_join` tells that other nodes reach it, so
+    that trials on several nodes may use it.
     """
 
     node_id: int = LOCAL_NODE
@@ -57,13 +59,21 @@ class NodeSlots:
     is_pausing: bool = False
     drained: frozenset[int] = frozenset()
     labels: Mapping[str, str] = field(default_factory=dict)
+    can_join: bool = False
+
+
+Part = tuple[int, tuple[int, ...]]
+"""The id of a node, and slots of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A trial that wants to run on a node of a pool, in the order of arrival.
+    """A trial that wants to run on nodes of a pool, in the order of arrival.
 
-    `last_served` is when its experiment last got slots, in seconds since the epoch.
+    Attributes:
+        num_slots: How many slots it needs. An elastic one takes up to `most_slots`.
+        allow_uneven: It may have more slots on one node than on another.
+        last_served: When its experiment last got slots, in seconds since the epoch.
     """
 
     trial_id: int
@@ -74,11 +84,16 @@ class Waiting:
     priority: int = DEFAULT_PRIORITY
     weight: float = 1.0
     last_served: float = 0.0
+    most_slots: int = 0
+    allow_uneven: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """An attempt that holds slots of a node; one that is leaving was asked to free them."""
+    """An attempt that holds slots of a node; one that is leaving was asked to free them.
+
+    `others` are its parts on further nodes.
+    """
 
     experiment_id: int
     slots: tuple[int, ...]
@@ -87,15 +102,27 @@ class Holding:
     priority: int = DEFAULT_PRIORITY
     weight: float = 1.0
     is_leaving: bool = False
+    others: tuple[Part, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All nodes that it runs on, with its slots there."""
+        return ((self.node_id, self.slots), *self.others)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots that it holds."""
+        return sum(len(slots) for _, slots in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotAssignment:
-    """Slots of a node, given to a trial."""
+    """Slots of a node, given to a trial; `others` are those on further nodes."""
 
     trial_id: int
     slots: tuple[int, ...]
     node_id: int = LOCAL_NODE
+    others: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +133,7 @@ class SchedulingResult:
         place: How many trials of its pool come before it.
         behind: The trial that holds it up.
         preempts: Attempts that must leave so that it gets slots.
+        others: Its slots on further nodes.
     """
 
     waiting: Waiting
@@ -115,3 +143,4 @@ class SchedulingResult:
     place: int = 0
     behind: Waiting | None = None
     preempts: tuple[Holding, ...] = field(default=())
+    others: tuple[Part, ...] = ()

@@ -2,13 +2,14 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.master.scheduling._placement import FreeSlots
 from paceline.master.scheduling._policies import POLICIES
 from paceline.master.scheduling._queue import (
     Holding,
     NodeSlots,
+    Part,
     PolicyName,
     PoolSettings,
     Reason,
@@ -43,7 +44,12 @@ def schedule(
         trial = result.waiting
         if result.slots:
             found.assignments.append(
-                SlotAssignment(trial_id=trial.trial_id, slots=result.slots, node_id=result.node_id)
+                SlotAssignment(
+                    trial_id=trial.trial_id,
+                    slots=result.slots,
+                    node_id=result.node_id,
+                    others=result.others,
+                )
             )
         found.preemptions.extend((one, trial) for one in result.preempts)
         if result.reason in (Reason.SLOTS_IN_USE, Reason.POOL_LIMIT):
@@ -63,13 +69,13 @@ def decide(
 
     Those of one pool come in the order in which they get slots. A trial that does not fit holds up
     those of its pool behind it, so that a large one is never starved by small ones; one that only
-    its experiment's own `max_slots` holds back does not, and neither does one that needs more slots
-    than any node has (the nodes may be fewer than before).
+    its experiment's own `max_slots` holds back does not, and neither does one that fits no nodes of
+    its pool even if they are free (they may be fewer than before).
     """
     holding = list(holding)
     used_by: Counter[int] = Counter()
     for holder in holding:
-        used_by[holder.experiment_id] += len(holder.slots)
+        used_by[holder.experiment_id] += holder.num_slots
     queues = _pool_queues(holding, nodes, pools, used_by)
     collected: dict[str, list[Waiting]] = defaultdict(list)
     for trial in waiting:
@@ -121,24 +127,30 @@ class _PoolQueue:
         self._usable = {
             node.node_id: frozenset(node.slots) - node.drained for node in nodes if _takes(node)
         }
-        self._largest = _largest(nodes)
-        self._largest_now = _largest(node for node in nodes if not node.is_pausing)
+        self._all, self._all_now = FreeSlots(), FreeSlots()
+        for node in nodes:
+            slots = set(node.slots) - node.drained
+            self._all.add(node.node_id, slots, can_join=node.can_join)
+            if not node.is_pausing:
+                self._all_now.add(node.node_id, slots, can_join=node.can_join)
         self._place = 0
         self._behind: Waiting | None = None
         self._free, self._future = FreeSlots(), FreeSlots()
-        self._num_used = sum(len(one.slots) for one in holding)
-        self._num_staying = sum(len(one.slots) for one in holding if not one.is_leaving)
+        self._num_used = sum(one.num_slots for one in holding)
+        self._num_staying = sum(one.num_slots for one in holding if not one.is_leaving)
         self._add_slots(holding, nodes)
 
     def _add_slots(self, holding: Sequence[Holding], nodes: Sequence[NodeSlots]) -> None:
-        taken = {(one.node_id, slot) for one in holding for slot in one.slots}
+        taken = {
+            (node_id, slot) for one in holding for node_id, slots in one.parts for slot in slots
+        }
         for node in nodes:
             if _takes(node):
                 usable = self._usable[node.node_id]
                 free = [slot for slot in usable if (node.node_id, slot) not in taken]
-                self._free.add(node.node_id, free)
+                self._free.add(node.node_id, free, can_join=node.can_join)
                 if not self.is_fifo:
-                    self._future.add(node.node_id, free)
+                    self._future.add(node.node_id, free, can_join=node.can_join)
         if not self.is_fifo:
             for one in holding:
                 if one.is_leaving:
@@ -153,71 +165,86 @@ class _PoolQueue:
         """Return what the next trial gets."""
         place = self._place
         self._place += 1
-        num_slots, in_use = trial.num_slots, self._used_by[trial.experiment_id]
-        reason: Reason | None = None
-        if trial.max_slots is not None and in_use + num_slots > trial.max_slots:
-            reason = Reason.MAX_SLOTS
-        elif num_slots > self._largest:
-            reason = Reason.TOO_LARGE
-        elif num_slots > self._largest_now:
-            reason = Reason.PAUSING
-        elif self._behind is not None:
-            reason = Reason.BEHIND_OTHERS
+        reason = self._obstacle(trial)
         if reason is not None:
             behind = self._behind if reason is Reason.BEHIND_OTHERS else None
             return SchedulingResult(waiting=trial, reason=reason, place=place, behind=behind)
-        if self._has_room(self._num_used, num_slots) and (given := self._free.take(num_slots)):
-            self._future.remove(*given)
-            self._note(trial, ())
-            node_id, slots = given
-            return SchedulingResult(waiting=trial, slots=slots, node_id=node_id, place=place)
+        if (parts := self._take(trial)) is not None:
+            for part in parts:
+                self._future.remove(*part)
+            self._note(replace(trial, num_slots=sum(len(slots) for _, slots in parts)), ())
+            (node_id, slots), *others = parts
+            return SchedulingResult(
+                waiting=trial, slots=slots, node_id=node_id, others=tuple(others), place=place
+            )
         preempts = None if self.is_fifo else self._make_room(trial)
         if preempts is None:
             self._behind = trial
-            is_full = not self._has_room(self._num_used, num_slots)
+            is_full = not self._has_room(self._num_used, trial.num_slots)
             reason = Reason.POOL_LIMIT if is_full else Reason.SLOTS_IN_USE
             return SchedulingResult(waiting=trial, reason=reason, place=place)
         # What is free of the slots that it will get is kept for it.
-        reserved = self._future.take(num_slots)
-        assert reserved is not None
-        self._free.remove(*reserved)
+        for part in self._future.take(trial.num_slots, allow_uneven=trial.allow_uneven) or ():
+            self._free.remove(*part)
         self._note(trial, preempts)
         return SchedulingResult(
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
         )
 
+    def _obstacle(self, trial: Waiting) -> Reason | None:
+        """Return why a trial gets nothing, whatever is free."""
+        in_use = self._used_by[trial.experiment_id]
+        if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
+            return Reason.MAX_SLOTS
+        if not self._all.fits(trial.num_slots, allow_uneven=trial.allow_uneven):
+            return Reason.TOO_LARGE
+        if not self._all_now.fits(trial.num_slots, allow_uneven=trial.allow_uneven):
+            return Reason.PAUSING
+        return None if self._behind is None else Reason.BEHIND_OTHERS
+
+    def _take(self, trial: Waiting) -> list[Part] | None:
+        """Take as many free slots as a trial can use; None if there are too few."""
+        most = max(trial.num_slots, trial.most_slots)
+        if trial.max_slots is not None:
+            most = min(most, trial.max_slots - self._used_by[trial.experiment_id])
+        for num_slots in range(most, trial.num_slots - 1, -1):
+            if self._has_room(self._num_used, num_slots):
+                parts = self._free.take(num_slots, allow_uneven=trial.allow_uneven)
+                if parts is not None:
+                    return parts
+        return None
+
     def _make_room(self, trial: Waiting) -> tuple[Holding, ...] | None:
         """Return attempts to preempt, none if those that are leaving suffice; None if no use."""
         num_slots = trial.num_slots
-        if not self._has_room(self._num_staying, num_slots):
-            preempts = choose_until(
-                self._policy.candidates(trial), lambda chosen: self._suffices(num_slots, chosen)
-            )
-        elif self._future.fits(num_slots):
+        has_room = self._has_room(self._num_staying, num_slots)
+        if has_room and self._future.fits(num_slots, allow_uneven=trial.allow_uneven):
             return ()
-        else:
+        if has_room and self._all.fits_one(num_slots):
             preempts = choose_victims(
                 self._policy.candidates(trial), self._future, num_slots, self._usable_of
             )
+        else:
+            preempts = choose_until(
+                self._policy.candidates(trial), lambda chosen: self._suffices(trial, chosen)
+            )
         for one in preempts or ():
-            self._num_staying -= len(one.slots)
+            self._num_staying -= one.num_slots
             self._free_later(one)
         return preempts
 
-    def _suffices(self, num_slots: int, chosen: Sequence[Holding]) -> bool:
+    def _suffices(self, trial: Waiting, chosen: Sequence[Holding]) -> bool:
         """Tell whether a trial has room, within the pool's limit too, once these have left."""
-        freed = sum(len(one.slots) for one in chosen)
-        if not self._has_room(self._num_staying - freed, num_slots):
+        freed = sum(one.num_slots for one in chosen)
+        if not self._has_room(self._num_staying - freed, trial.num_slots):
             return False
-        if self._future.fits(num_slots):
-            return True
-        gained: Counter[int] = Counter()
         for one in chosen:
-            gained[one.node_id] += len(self._usable_of(one))
-        return any(
-            self._future.num_free(node_id) + number >= num_slots
-            for node_id, number in gained.items()
-        )
+            self._free_later(one)
+        is_enough = self._future.fits(trial.num_slots, allow_uneven=trial.allow_uneven)
+        for one in chosen:
+            for part in self._usable_of(one):
+                self._future.remove(*part)
+        return is_enough
 
     def _note(self, trial: Waiting, preempts: tuple[Holding, ...]) -> None:
         self._used_by[trial.experiment_id] += trial.num_slots
@@ -228,17 +255,17 @@ class _PoolQueue:
     def _has_room(self, num_used: int, num_slots: int) -> bool:
         return self._max_slots is None or num_used + num_slots <= self._max_slots
 
-    def _usable_of(self, one: Holding) -> tuple[int, ...]:
-        usable = self._usable.get(one.node_id, frozenset())
-        return tuple(slot for slot in one.slots if slot in usable)
+    def _usable_of(self, one: Holding) -> list[Part]:
+        found = []
+        for node_id, slots in one.parts:
+            usable = self._usable.get(node_id, frozenset())
+            found.append((node_id, tuple(slot for slot in slots if slot in usable)))
+        return found
 
     def _free_later(self, one: Holding) -> None:
-        self._future.add(one.node_id, self._usable_of(one))
+        for part in self._usable_of(one):
+            self._future.add(*part)
 
 
 def _takes(node: NodeSlots) -> bool:
     return node.is_open and not node.is_pausing
-
-
-def _largest(nodes: Iterable[NodeSlots]) -> int:
-    return max((len(set(node.slots) - node.drained) for node in nodes), default=0)

@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from paceline.master.scheduling._placement import FreeSlots
-from paceline.master.scheduling._queue import Holding
+from paceline.master.scheduling._queue import Holding, Part
 
-UsableSlots = Callable[[Holding], tuple[int, ...]]
-"""Returns the slots of an attempt that others may use once it has left."""
+UsableSlots = Callable[[Holding], Sequence[Part]]
+"""Returns the parts of an attempt that others may use once it has left."""
 
 
 def choose_victims(
@@ -23,15 +23,16 @@ def choose_victims(
     place = 0
     for level in levels:
         for one in level:
-            size = len(usable(one))
-            if size == 0:
-                continue
-            missing = num_slots - free.num_free(one.node_id)
-            if size >= missing:
-                return (one,)
-            on_node[one.node_id].append((place, size, one))
-            gained[one.node_id] += size
-            place += 1
+            for node_id, slots in usable(one):
+                size = len(slots)
+                if size == 0:
+                    continue
+                missing = num_slots - free.num_free(node_id)
+                if size >= missing:
+                    return (one,)
+                on_node[node_id].append((place, size, one))
+                gained[node_id] += size
+                place += 1
         found = [
             _fewest(attempts, num_slots - free.num_free(node_id))
             for node_id, attempts in on_node.items()

@@ -45,7 +45,13 @@ from paceline.master.store._log_file import num_damaged_lines
 from paceline.master.store._log_frames import find_log_damage
 from paceline.master.store._log_lines import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
-from paceline.master.store._members import Member, read_members, slots_by_node, stored_members
+from paceline.master.store._members import (
+    Member,
+    num_slots_of,
+    read_members,
+    slots_by_node,
+    stored_members,
+)
 from paceline.master.store._metric_names import all_metric_names, metric_names
 from paceline.master.store._metrics import (
     Conflict,
@@ -165,6 +171,7 @@ __all__ = [
     "note_context",
     "note_experiment",
     "num_damaged_lines",
+    "num_slots_of",
     "number_by_state",
     "numbers_of",
     "open_copy",

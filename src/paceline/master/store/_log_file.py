@@ -31,6 +31,8 @@ _NEWLINE = 10
 _Fields: TypeAlias = tuple[int, float, int | None, str, str | None, str]
 # The last one includes errors of UTF-8.
 _DAMAGE = (msgspec.DecodeError, ValueError)
+# Each node of an attempt numbers its lines from such a multiple on.
+_LINES_OF_MEMBER = 2**40
 _line_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 
 
@@ -45,7 +47,8 @@ class LogFile:
         self.lock = threading.Lock()
         self.num_users = 0
         self.num_lines = 0
-        self.last_sequence = -1
+        # The newest of each member that was asked for.
+        self._last_sequences: dict[int, int] = {}
         self._path = path
         self._index_path = path.with_suffix(".index")
         self._attempt = attempt
@@ -70,8 +73,17 @@ class LogFile:
                     self._count(file)
                     if self.num_lines:
                         self._check_index(file)
-                        self.last_sequence = self._newest_sequence(file)
             self._is_loaded = True
+
+    def last_sequence_of(self, member: int) -> int:
+        """Return the highest sequence number of a member, or -1."""
+        if member not in self._last_sequences:
+            found = -1
+            if self.num_lines:
+                with self._path.open("rb") as file:
+                    found = self._newest_sequence(file, member)
+            self._last_sequences[member] = found
+        return self._last_sequences[member]
 
     def append(self, entries: list[LogEntry]) -> None:
         """Append lines."""
@@ -79,7 +91,8 @@ class LogFile:
             return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         data, starts = bytearray(), []
-        num_lines, last_sequence = self.num_lines, self.last_sequence
+        num_lines = self.num_lines
+        newest: dict[int, int] = {}
         for entry in entries:
             if num_lines % BLOCK_LINES == 0:
                 starts.append(self._size + len(data))
@@ -88,14 +101,16 @@ class LogFile:
             )  # fmt: skip
             data += seal_line(json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))
             num_lines += 1
-            last_sequence = max(last_sequence, entry.sequence)
+            if entry.sequence >= 0:
+                newest[entry.sequence // _LINES_OF_MEMBER] = entry.sequence
         # The counters follow the file: an append that failed halfway is cut off and comes again.
         with open_private(self._path, "ab") as file:
             file.truncate(self._size)
             file.write(data)
         self._starts += starts
         self._size += len(data)
-        self.num_lines, self.last_sequence = num_lines, last_sequence
+        self.num_lines = num_lines
+        self._note_sequences(newest)
         if len(self._blocks) < num_lines // BLOCK_LINES:
             try:
                 self._extend_index()
@@ -106,7 +121,11 @@ class LogFile:
     def drop(self, entries: list[LogEntry]) -> None:
         """Take lines as known without storing them, as the log is full."""
         self.is_full = True
-        self.last_sequence = entries[-1].sequence
+        self._note_sequences({e.sequence // _LINES_OF_MEMBER: e.sequence for e in entries})
+
+    def _note_sequences(self, newest: dict[int, int]) -> None:
+        for member, sequence in newest.items():
+            self._last_sequences[member] = max(self._last_sequences.get(member, -1), sequence)
 
     def lines(self, start: int, end: int | None = None) -> Iterator[StoredLine]:
         """Yield lines by their numbers."""
@@ -243,8 +262,8 @@ class LogFile:
             index.write(b"".join(record for record, _ in made))
         self._blocks += [block for _, block in made]
 
-    def _newest_sequence(self, file: BinaryIO) -> int:
-        """Return the runner's newest sequence number, or -1.
+    def _newest_sequence(self, file: BinaryIO, member: int) -> int:
+        """Return the newest sequence number of a member's runner, or -1.
 
         Numbers grow line by line, so the last one counts. A larger one before it is damaged, and
         would have all that is shipped from now on look known.
@@ -257,9 +276,19 @@ class LogFile:
                     sequence = _parse(line)[0]
                 except _DAMAGE:
                     continue
-                if sequence >= 0:
+                if sequence >= 0 and sequence // _LINES_OF_MEMBER == member:
                     return sequence
         return -1
+
+
+def numbered_of_member(entry: LogEntry, member: int) -> LogEntry:
+    """Return a line with its number among those of all members."""
+    return msgspec.structs.replace(entry, sequence=entry.sequence + member * _LINES_OF_MEMBER)
+
+
+def own_sequence(sequence: int) -> int:
+    """Return a line's number among those of its member; -1 stays."""
+    return sequence if sequence < 0 else sequence % _LINES_OF_MEMBER
 
 
 def _numbered(content: bytes, first: int, newest_first: bool = False) -> list[tuple[int, bytes]]:

@@ -7,6 +7,7 @@ from sqlalchemy import Row
 
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.nodes import LOCAL_NODE
+from paceline.messages.states import AttemptState
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,14 +18,27 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         name: The name of the node.
         slots: The slots that the attempt holds there.
         begun_at: When its runner said that it is there, in seconds since the epoch.
+        port: A port that is free there; all meet at that of the first member.
         exit: How it ended.
+        ended_at: When the master heard so, in seconds since the epoch.
+        is_lost: Nobody can reach its node any more.
     """
 
     node_id: int
     name: str
     slots: list[int]
     begun_at: float | None = None
+    port: int = 0
     exit: AttemptEnd | None = None
+    ended_at: float | None = None
+    is_lost: bool = False
+
+    @property
+    def state(self) -> AttemptState:
+        """Where it stands."""
+        if self.exit is not None:
+            return AttemptState.ENDED
+        return AttemptState.PENDING if self.begun_at is None else AttemptState.RUNNING
 
 
 def read_members(attempt: Row[Any]) -> list[Member]:
@@ -35,6 +49,11 @@ def read_members(attempt: Row[Any]) -> list[Member]:
 def stored_members(members: list[Member]) -> Any:
     """Return what to store of members."""
     return msgspec.to_builtins(members) or None
+
+
+def num_slots_of(attempt: Row[Any]) -> int:
+    """Return the number of slots of an attempt on all its nodes."""
+    return sum(map(len, slots_by_node(attempt).values()))
 
 
 def slots_by_node(attempt: Row[Any]) -> dict[int, list[int]]:

@@ -11,7 +11,12 @@ from itertools import islice
 from pathlib import Path
 
 from paceline._limits import integer_setting
-from paceline.master.store._log_file import BLOCK_LINES, LogFile
+from paceline.master.store._log_file import (
+    BLOCK_LINES,
+    LogFile,
+    numbered_of_member,
+    own_sequence,
+)
 from paceline.master.store._log_lines import LogFilter, StoredLine, line_id
 from paceline.messages.attempts import LogEntry
 
@@ -38,13 +43,16 @@ class LogStore:
         # The ids of each trial's damaged lines, as far as its files were read.
         self._damaged: dict[int, set[int]] = {}
 
-    def append(self, trial_id: int, attempt: int, entries: list[LogEntry]) -> int:
+    def append(self, trial_id: int, attempt: int, entries: list[LogEntry], member: int = 0) -> int:
         """Store the entries that are new and return the id of the attempt's newest line.
 
-        A log that is as large as may be says so once, and takes no more lines.
+        A log that is as large as may be says so once, and takes no more lines. Each node of an
+        attempt counts its own lines.
         """
+        entries = [numbered_of_member(entry, member) for entry in entries] if member else entries
         with self._using(trial_id, attempt) as file, file.lock:
-            fresh = [entry for entry in entries if entry.sequence > file.last_sequence]
+            known = file.last_sequence_of(member)
+            fresh = [entry for entry in entries if entry.sequence > known]
             if file.size < self._max_bytes:
                 file.append(fresh)
             elif fresh:
@@ -59,10 +67,10 @@ class LogStore:
         with self._using(trial_id, attempt) as file, file.lock:
             file.append(entries)
 
-    def last_sequence(self, trial_id: int, attempt: int) -> int:
-        """Return the highest sequence number of the runner's that is stored, or -1."""
-        with self._using(trial_id, attempt) as file:
-            return file.last_sequence
+    def last_sequence(self, trial_id: int, attempt: int, member: int = 0) -> int:
+        """Return the highest sequence number of a runner's that is stored, or -1."""
+        with self._using(trial_id, attempt) as file, file.lock:
+            return own_sequence(file.last_sequence_of(member))
 
     def num_damaged(self, trial_id: int) -> int:
         """Return how many damaged lines of a trial were met so far."""

@@ -22,6 +22,7 @@ def find_facts(
     num_slots: int | None,
     pool: str = DEFAULT_POOL,
     labels: Mapping[str, str] | None = None,
+    address: str = "",
 ) -> NodeFacts:
     """Return the facts of this machine.
 
@@ -31,6 +32,7 @@ def find_facts(
         num_slots: The number of slots; one per GPU or else CPU core if None.
         pool: The pool that the node belongs to.
         labels: What else is to be known of it.
+        address: Where other nodes reach it; the master takes that of the connection by default.
 
     Raises:
         ValueError: There are not so many slots.
@@ -52,6 +54,7 @@ def find_facts(
         memory_bytes=_memory_bytes(),
         pool=pool,
         labels=dict(labels or {}),
+        address=address,
     )
 
 

@@ -266,7 +266,8 @@ class NodeRunner:
         end = make_end(reason, detail=f"{type(error).__name__}: {error}", kind=kind)
         address = MasterAddress(url=self._url, token=launch.spec.token or "")
         try:
-            MasterLink(lambda: address).post(f"/attempts/{attempt_id}/end", encode(end))
+            path = f"/attempts/{attempt_id}/end?member={launch.spec.member}"
+            MasterLink(lambda: address).post(path, encode(end))
         except (UnreachableError, RefusedByMasterError) as failure:
             logger.error("The end of attempt %d cannot be told: %s", attempt_id, failure)
 

@@ -26,11 +26,12 @@ class NodeLayout:
     """Which workers run on this node, and where all of them meet.
 
     Attributes:
-        num_local_workers: The workers of this node; every node has equally many.
+        num_local_workers: The workers of this node.
         num_nodes: The nodes of the attempt.
         node_rank: The number of this node.
         master_address: The address of the node of rank 0.
         master_port: The port on which rank 0 listens.
+        sizes: The workers of each node; empty if every node has equally many.
     """
 
     num_local_workers: int
@@ -38,15 +39,20 @@ class NodeLayout:
     num_nodes: int = 1
     node_rank: int = 0
     master_address: str = LOOPBACK
+    sizes: tuple[int, ...] = ()
 
     @property
     def first_rank(self) -> int:
         """The lowest rank of this node."""
+        if self.sizes:
+            return sum(self.sizes[: self.node_rank])
         return self.node_rank * self.num_local_workers
 
     @property
     def world_size(self) -> int:
         """The workers of all nodes."""
+        if self.sizes:
+            return sum(self.sizes)
         return self.num_local_workers * self.num_nodes
 
 

@@ -1,9 +1,10 @@
 """The order of samples that lie in pieces, such as the row groups of files.
 
-The pieces are permuted by (seed, epoch), laid end to end, and that line is cut into one lane for
-each shard of a global batch. Shard s of global batch b has the next samples of lane s. Within a
-lane, windows of some samples are mixed, each by itself. So workers read different files, few pieces
-are needed at a time, and any place is found without what lies before it.
+The pieces are permuted by (seed, epoch) and laid end to end. This sequence is cut into one
+partition for each shard of a global batch. Shard s of global batch b has the next samples of
+partition s.
+Within a partition, windows of some samples are mixed, each by itself. So workers read different
+files, few pieces are needed at a time, and a position is found without reading what lies before it.
 """
 
 from collections import OrderedDict
@@ -17,12 +18,12 @@ _PIECES, _WINDOW = 0, 1
 _WINDOWS_KEPT = 4
 
 
-class LaneOrder:
-    """The samples of one epoch in lanes.
+class PartitionedOrder:
+    """The samples of one epoch in partitions.
 
     Args:
         sizes: The number of samples of each piece, as an array.
-        num_lanes: The shards of a global batch.
+        num_partitions: The shards of a global batch.
         window: The number of samples that are mixed with each other; 0 keeps their order, and that
             of the pieces.
         seed: The seed of the run.
@@ -35,7 +36,7 @@ class LaneOrder:
     def __init__(
         self,
         sizes: Numbers,
-        num_lanes: int,
+        num_partitions: int,
         *,
         window: int,
         seed: int,
@@ -52,67 +53,67 @@ class LaneOrder:
         self._starts, self._sizes = starts, sizes
         self._ends = np.cumsum(sizes)
         self.num_samples = int(self._ends[-1]) if len(sizes) else 0
-        self._num_lanes = num_lanes
+        self._num_partitions = num_partitions
         self._window = window
         self._span = window or max(1, int(sizes.max(initial=1)))
         self._seed, self._epoch = seed, epoch
         self._expect = expect
         self._ahead = ahead
-        # The pieces in use in each lane that this process reads.
+        # The pieces in use in each partition that this process reads.
         self._in_use: dict[int, Numbers] = {}
         self._kept: OrderedDict[tuple[int, int], Numbers] = OrderedDict()
 
-    def lane_size(self, lane: int) -> int:
-        """Return the number of samples of a lane; the first ones may have one more."""
-        whole, rest = divmod(self.num_samples, self._num_lanes)
-        return whole + (lane < rest)
+    def partition_size(self, partition: int) -> int:
+        """Return the number of samples of a partition; the first ones may have one more."""
+        whole, rest = divmod(self.num_samples, self._num_partitions)
+        return whole + (partition < rest)
 
-    def numbers(self, lane: int, begin: int, end: int) -> list[int]:
-        """Return the samples between two places of a lane."""
+    def numbers(self, partition: int, begin: int, end: int) -> list[int]:
+        """Return the samples between two places of a partition."""
         found: list[int] = []
         for index in range(begin // self._span, (end - 1) // self._span + 1):
             start = index * self._span
-            window = self._window_of(lane, index)
+            window = self._window_of(partition, index)
             found += window[max(begin - start, 0) : end - start].tolist()
         return found
 
-    def _window_of(self, lane: int, index: int) -> Numbers:
-        key = (lane, index)
+    def _window_of(self, partition: int, index: int) -> Numbers:
+        key = (partition, index)
         if key not in self._kept:
-            firsts, numbers = self._pieces_of(lane, index)
+            firsts, numbers = self._pieces_of(partition, index)
             if self._window:
-                generator = _generator(self._seed, self._epoch, _WINDOW, lane, index)
+                generator = _generator(self._seed, self._epoch, _WINDOW, partition, index)
                 numbers = numbers[generator.permutation(len(numbers))]
             self._kept[key] = numbers
             if self._expect is not None:
-                self._tell(lane, index, firsts)
-            while len(self._kept) > max(_WINDOWS_KEPT, 2 * self._num_lanes):
+                self._tell(partition, index, firsts)
+            while len(self._kept) > max(_WINDOWS_KEPT, 2 * self._num_partitions):
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 
-    def _tell(self, lane: int, index: int, firsts: Numbers) -> None:
+    def _tell(self, partition: int, index: int, firsts: Numbers) -> None:
         import numpy as np
 
         assert self._expect is not None
-        self._in_use[lane] = firsts
+        self._in_use[partition] = firsts
         later = [
-            self._pieces_of(lane, ahead, only_firsts=True)[0]
+            self._pieces_of(partition, ahead, only_firsts=True)[0]
             for ahead in range(index + 1, index + 1 + self._ahead)
         ]
         nothing = np.empty(0, np.int64)
         self._expect(np.concatenate(list(self._in_use.values())), np.concatenate([nothing, *later]))
 
     def _pieces_of(
-        self, lane: int, index: int, *, only_firsts: bool = False
+        self, partition: int, index: int, *, only_firsts: bool = False
     ) -> tuple[Numbers, Numbers]:
         """Return the first sample of each piece of a window, and all its samples in order."""
         import numpy as np
 
-        whole, rest = divmod(self.num_samples, self._num_lanes)
-        lane_start = lane * whole + min(lane, rest)
-        begin = lane_start + min(index * self._span, self.lane_size(lane))
-        end = lane_start + min((index + 1) * self._span, self.lane_size(lane))
+        whole, rest = divmod(self.num_samples, self._num_partitions)
+        partition_start = partition * whole + min(partition, rest)
+        begin = partition_start + min(index * self._span, self.partition_size(partition))
+        end = partition_start + min((index + 1) * self._span, self.partition_size(partition))
         if begin >= end:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         first = int(np.searchsorted(self._ends, begin, side="right"))
@@ -128,12 +129,12 @@ class LaneOrder:
         return firsts, places
 
 
-class LaneShard(Sequence[int]):
+class PartitionShard(Sequence[int]):
     """The samples of one shard, found when they are asked for."""
 
-    def __init__(self, order: LaneOrder, lane: int, begin: int, end: int) -> None:
+    def __init__(self, order: PartitionedOrder, partition: int, begin: int, end: int) -> None:
         self._order = order
-        self._place = lane, begin, end
+        self._place = partition, begin, end
 
     def __len__(self) -> int:
         _, begin, end = self._place
@@ -150,32 +151,36 @@ class LaneShard(Sequence[int]):
         return self._order.numbers(*self._place)[index]
 
 
-class LaneShards(Sequence[Sequence[int]]):
-    """The shards of an epoch: shard s of global batch b is the one with index b * lanes + s.
+class PartitionShards(Sequence[Sequence[int]]):
+    """The shards of an epoch: shard s of global batch b is the one with index b * partitions + s.
 
     Args:
         order: The samples.
-        num_lanes: The shards of a global batch.
-        shard_size: The samples of a shard; fewer at the end of a lane.
+        num_partitions: The shards of a global batch.
+        shard_size: The samples of a shard; fewer at the end of a partition.
         drop_last: Whether smaller ones are left out.
         num_shards: How many of the shards there are; None for all.
     """
 
     def __init__(
         self,
-        order: LaneOrder,
-        num_lanes: int,
+        order: PartitionedOrder,
+        num_partitions: int,
         shard_size: int,
         *,
         drop_last: bool,
         num_shards: int | None = None,
     ) -> None:
         self._order = order
-        self._num_lanes = num_lanes
+        self._num_partitions = num_partitions
         self._size = shard_size
         self._drop_last = drop_last
-        whole = sum(order.lane_size(lane) // shard_size for lane in range(num_lanes))
-        parts = sum(order.lane_size(lane) % shard_size > 0 for lane in range(num_lanes))
+        whole = sum(
+            order.partition_size(partition) // shard_size for partition in range(num_partitions)
+        )
+        parts = sum(
+            order.partition_size(partition) % shard_size > 0 for partition in range(num_partitions)
+        )
         total = whole + (0 if drop_last else parts)
         self._num_shards = total if num_shards is None else num_shards
 
@@ -185,17 +190,17 @@ class LaneShards(Sequence[Sequence[int]]):
     @property
     def num_samples(self) -> int:
         """The number of samples that are in a shard."""
-        batches, rest = divmod(self._num_shards, self._num_lanes)
+        batches, rest = divmod(self._num_shards, self._num_partitions)
         return sum(
-            min(self._order.lane_size(lane), (batches + (lane < rest)) * self._size)
-            for lane in range(self._num_lanes)
+            min(self._order.partition_size(partition), (batches + (partition < rest)) * self._size)
+            for partition in range(self._num_partitions)
         )
 
-    def first(self, num_shards: int) -> "LaneShards":
+    def first(self, num_shards: int) -> "PartitionShards":
         """Return the first shards."""
-        return LaneShards(
+        return PartitionShards(
             self._order,
-            self._num_lanes,
+            self._num_partitions,
             self._size,
             drop_last=self._drop_last,
             num_shards=num_shards,
@@ -210,10 +215,10 @@ class LaneShards(Sequence[Sequence[int]]):
             return [self[each] for each in range(*index.indices(self._num_shards))]
         if not 0 <= index < self._num_shards:
             raise IndexError(index)
-        batch, lane = divmod(index, self._num_lanes)
+        batch, partition = divmod(index, self._num_partitions)
         begin = batch * self._size
-        end = min(begin + self._size, self._order.lane_size(lane))
-        return LaneShard(self._order, lane, begin, end)
+        end = min(begin + self._size, self._order.partition_size(partition))
+        return PartitionShard(self._order, partition, begin, end)
 
 
 def _generator(*parts: int) -> Any:

@@ -1,12 +1,13 @@
 """Streams that can be read in pieces: each shard of a global batch has pieces of its own.
 
-The pieces are permuted by (seed, epoch) if they may come in any order. Lane s of L, which is that
-of shard s, has every L-th of them, from the s-th on. So each worker reads a part of the stream.
+The pieces are permuted by (seed, epoch) if they may come in any order. With N shards there are N
+partitions: that of shard s has every N-th piece, from the s-th on. So each worker reads a part of
+the stream.
 
-Lanes end at different times, which nobody knows before. Therefore each worker reads some batches
-ahead, and all workers tell each other how many samples these have, and where the lanes stood before
-them. A checkpoint holds these places: a piece, and how many of its samples were taken. To go on,
-the present piece of each lane is read again up to there.
+Partitions end at different times, which nobody knows before. Therefore each worker reads some
+batches ahead, and all workers exchange the sizes of these batches and the positions of the
+partitions before them. A checkpoint holds these positions: a piece, and how many of its samples
+were taken. To go on, the present piece of each partition is read again up to there.
 """
 
 from collections import deque
@@ -23,7 +24,7 @@ from paceline.engine.devices._random_generators import isolated_randomness
 from paceline.engine.devices._rank_sums import gather_from_ranks
 from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.loaders._epoch_order import shuffled_indices
-from paceline.engine.loaders._shard_stream_reader import LanePlace, Strands
+from paceline.engine.loaders._stream_partition import PartitionBatches, PartitionPosition
 from paceline.engine.loaders._whole_stream import StreamBatch
 
 _MOST_AHEAD = 8
@@ -31,27 +32,27 @@ _MARKS_KEPT = 2
 
 
 class Mark(NamedTuple):
-    """Where all lanes stood before a global batch.
+    """The positions of all partitions before a global batch.
 
     Attributes:
         epoch: The epoch.
         batch: The global batch.
-        places: The place of each lane.
+        places: The position of each partition.
     """
 
     epoch: int
     batch: int
-    places: list[LanePlace]
+    places: list[PartitionPosition]
 
 
-class StreamLanes:
-    """A stream in lanes, the same for any number of workers.
+class PartitionedStream:
+    """A stream in partitions, the same for any number of workers.
 
     Args:
-        pieces: The stream, with at least as many pieces as there are lanes.
+        pieces: The stream, with at least as many pieces as there are partitions.
         loader: The user's loader of it.
-        num_lanes: The shards of a global batch.
-        own: The lanes of this worker.
+        num_partitions: The shards of a global batch.
+        own: The partitions of this worker.
         seed: The seed of the order and of what is drawn while pieces are read.
     """
 
@@ -60,16 +61,16 @@ class StreamLanes:
         pieces: StreamPieces,
         loader: "DataLoader[Any]",
         *,
-        num_lanes: int,
+        num_partitions: int,
         own: range,
         seed: int,
     ) -> None:
         self._pieces = pieces
         self._loader = loader
-        self._num_lanes = num_lanes
+        self._num_partitions = num_partitions
         self._own = own
         self._seed = seed
-        self._num_strands = max(1, loader.num_workers)
+        self._num_processes = max(1, loader.num_workers)
         self._marks: list[Mark] = []
         self._stand_in: Any = None
 
@@ -82,7 +83,7 @@ class StreamLanes:
             epoch: The epoch.
             start_batch: The first global batch.
             agrees: Whether all workers iterate together; if not, the sizes of the other workers'
-                shards are 0, and the iteration ends with this worker's lanes.
+                shards are 0, and the iteration ends with this worker's partitions.
 
         Raises:
             CheckpointMismatchError: The checkpoint is of another stream.
@@ -92,17 +93,19 @@ class StreamLanes:
         order = self._order(epoch)
         # Making a loader's iterator draws from the process's generators.
         with isolated_randomness(mix_seed(self._seed, epoch)):
-            lanes = {
-                lane: _Lane(self._loader, self._strands(order, lane, places[lane], epoch))
-                for lane in self._own
+            partitions = {
+                partition: _PartitionReader(
+                    self._loader, self._batches_of(order, partition, places[partition], epoch)
+                )
+                for partition in self._own
             }
         while True:
             end = _next_boundary(batch)
-            sizes = self._read_ahead(lanes, epoch, batch, end, agrees=agrees)
+            sizes = self._read_ahead(partitions, epoch, batch, end, agrees=agrees)
             for column in sizes.T.tolist():
                 if not any(column):
                     return
-                data = [lanes[lane].pop() for lane in self._own if column[lane]]
+                data = [partitions[partition].pop() for partition in self._own if column[partition]]
                 if batch >= start_batch:
                     yield StreamBatch(data, column, self._first_batch)
                 batch += 1
@@ -112,10 +115,11 @@ class StreamLanes:
         if not self._marks:
             return None
         marks = [[epoch, batch, [list(p) for p in places]] for epoch, batch, places in self._marks]
+        # The keys are those of stored checkpoints.
         return {
-            "lanes": self._num_lanes,
+            "lanes": self._num_partitions,
             "pieces": self._pieces.num_pieces,
-            "strands": self._num_strands,
+            "strands": self._num_processes,
             "marks": marks,
         }
 
@@ -125,18 +129,19 @@ class StreamLanes:
         Raises:
             CheckpointMismatchError: The checkpoint is of another stream.
         """
-        for what in ("lanes", "pieces"):
-            present = self._num_lanes if what == "lanes" else self._pieces.num_pieces
-            if state[what] != present:
+        counts = [("partitions", state["lanes"], self._num_partitions)]
+        counts += [("pieces", state["pieces"], self._pieces.num_pieces)]
+        for what, stored, present in counts:
+            if stored != present:
                 raise CheckpointMismatchError(
                     f"The stream must be the one that the checkpoint was saved with, but"
-                    f" {self._pieces.name} had {state[what]} {what} then and has {present} now."
+                    f" {self._pieces.name} had {stored} {what} then and has {present} now."
                     " Hint: go on with the same files and batches, or with a checkpoint of the end"
                     " of an epoch."
                 )
-        self._num_strands = state["strands"]
+        self._num_processes = state["strands"]
         self._marks = [
-            Mark(epoch, batch, [LanePlace(*place) for place in places])
+            Mark(epoch, batch, [PartitionPosition(*place) for place in places])
             for epoch, batch, places in state["marks"]
         ]
 
@@ -146,9 +151,9 @@ class StreamLanes:
         if batch and known:
             return known[-1]
         # What earlier epochs were read with counts no more.
-        self._num_strands = max(1, self._loader.num_workers)
-        nothing = LanePlace(0, [0] * self._num_strands, [0] * self._num_strands)
-        return Mark(epoch, 0, [nothing] * self._num_lanes)
+        self._num_processes = max(1, self._loader.num_workers)
+        nothing = PartitionPosition(0, [0] * self._num_processes, [0] * self._num_processes)
+        return Mark(epoch, 0, [nothing] * self._num_partitions)
 
     def _order(self, epoch: int) -> Sequence[int]:
         num_pieces = self._pieces.num_pieces
@@ -156,13 +161,18 @@ class StreamLanes:
             return list(shuffled_indices(num_pieces, self._seed, epoch))
         return range(num_pieces)
 
-    def _strands(self, order: Sequence[int], lane: int, place: LanePlace, epoch: int) -> Strands:
+    def _batches_of(
+        self, order: Sequence[int], partition: int, place: PartitionPosition, epoch: int
+    ) -> PartitionBatches:
         loader = self._loader
-        return Strands(
+        return PartitionBatches(
             self._pieces,
             [
-                order[lane + self._num_lanes * n :: self._num_lanes * self._num_strands]
-                for n in range(self._num_strands)
+                order[
+                    partition + self._num_partitions * n :: self._num_partitions
+                    * self._num_processes
+                ]
+                for n in range(self._num_processes)
             ],
             place,
             batch_size=loader.batch_size,
@@ -173,33 +183,39 @@ class StreamLanes:
         )
 
     def _read_ahead(
-        self, lanes: dict[int, "_Lane"], epoch: int, batch: int, end: int, *, agrees: bool
+        self,
+        partitions: dict[int, "_PartitionReader"],
+        epoch: int,
+        batch: int,
+        end: int,
+        *,
+        agrees: bool,
     ) -> torch.Tensor:
-        """Return the number of samples of each lane in some batches: [lanes, batches], int64."""
-        num_strands, count = self._num_strands, end - batch
-        rows = torch.zeros(self._num_lanes, 1 + 2 * num_strands + count, dtype=torch.int64)
-        for number, lane in lanes.items():
-            place = lane.place
-            sizes = lane.read_ahead(count)
+        """Return the number of samples of some batches: [partitions, batches], int64."""
+        num_processes, count = self._num_processes, end - batch
+        rows = torch.zeros(self._num_partitions, 1 + 2 * num_processes + count, dtype=torch.int64)
+        for number, partition in partitions.items():
+            place = partition.place
+            sizes = partition.read_ahead(count)
             row = [place.turn, *place.numbers, *place.offsets, *sizes]
             rows[number, : len(row)] = torch.tensor(row)
-        if agrees and len(self._own) < self._num_lanes:
-            # Ranks that train on the same samples have the same lanes.
+        if agrees and len(self._own) < self._num_partitions:
+            # Ranks that train on the same samples have the same partitions.
             rows = gather_from_ranks(rows).amax(0)
         places = [
-            LanePlace(row[0], row[1 : 1 + num_strands], row[1 + num_strands :])
-            for row in rows[:, : 1 + 2 * num_strands].tolist()
+            PartitionPosition(row[0], row[1 : 1 + num_processes], row[1 + num_processes :])
+            for row in rows[:, : 1 + 2 * num_processes].tolist()
         ]
         self._marks = [*self._marks, Mark(epoch, batch, places)][-_MARKS_KEPT:]
-        return rows[:, 1 + 2 * num_strands :]
+        return rows[:, 1 + 2 * num_processes :]
 
     def _first_batch(self) -> Any:
         """Return the first batch of the stream, for a worker that has none when others do."""
         if self._stand_in is None:
             everything = [list(range(self._pieces.num_pieces))]
-            nothing = LanePlace(0, [0], [0])
+            nothing = PartitionPosition(0, [0], [0])
             loader = self._loader
-            strands = Strands(
+            batches = PartitionBatches(
                 self._pieces,
                 everything,
                 nothing,
@@ -210,25 +226,25 @@ class StreamLanes:
                 epoch=0,
             )
             with isolated_randomness(self._seed):
-                self._stand_in = next(iter(strands))
+                self._stand_in = next(iter(batches))
         return self._stand_in.data
 
 
-class _Lane:
-    """The batches of one lane, by a clone of the user's loader.
+class _PartitionReader:
+    """The batches of one partition, by a clone of the user's loader.
 
     Args:
         loader: The user's loader.
-        strands: What it is to read.
+        batches: The batches of the partition.
 
     Attributes:
-        place: What comes before the next batch that `pop` returns was taken.
+        place: The position before the next batch that `pop` returns.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", strands: Strands) -> None:
-        self.place = strands.place
-        self._batches = strands.clone_of(loader)
-        self._pending: deque[tuple[Any, int, LanePlace]] = deque()
+    def __init__(self, loader: "DataLoader[Any]", batches: PartitionBatches) -> None:
+        self.place = batches.place
+        self._batches = batches.clone_of(loader)
+        self._pending: deque[tuple[Any, int, PartitionPosition]] = deque()
         self._last = self.place
 
     def read_ahead(self, count: int) -> list[int]:

@@ -9,36 +9,36 @@ import pytest
 import torch
 
 from paceline import data
-from paceline.data._lanes import LaneOrder, LaneShards
+from paceline.data._partitions import PartitionedOrder, PartitionShards
 from paceline.engine import ShardedData, shards_of_worker
 
 
-def shards_of(sizes: list[int], num_lanes: int, size: int, **options: Any) -> LaneShards:
+def shards_of(sizes: list[int], num_partitions: int, size: int, **options: Any) -> PartitionShards:
     drop_last = options.pop("drop_last", False)
     options = {"window": 7, "seed": 1, "epoch": 0} | options
-    order = LaneOrder(np.array(sizes), num_lanes, **options)
-    return LaneShards(order, num_lanes, size, drop_last=drop_last)
+    order = PartitionedOrder(np.array(sizes), num_partitions, **options)
+    return PartitionShards(order, num_partitions, size, drop_last=drop_last)
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_partitions", [1, 2, 3, 7])
 @pytest.mark.parametrize("window", [0, 1, 5, 1000])
-def test_every_sample_has_one_place(num_lanes: int, window: int) -> None:
+def test_every_sample_has_one_place(num_partitions: int, window: int) -> None:
     sizes = [10, 1, 33, 4, 52]
-    shards = shards_of(sizes, num_lanes, 4, window=window)
+    shards = shards_of(sizes, num_partitions, 4, window=window)
     lists = [list(shard) for shard in shards]
     assert sorted(sum(lists, [])) == list(range(100))
     assert [len(shard) for shard in shards] == [len(each) for each in lists]
     assert shards.num_samples == 100
     assert all(lists)
-    again = shards_of(sizes, num_lanes, 4, window=window)
+    again = shards_of(sizes, num_partitions, 4, window=window)
     # From any place on, in any order of asking.
     assert [list(again[index]) for index in reversed(range(len(again)))] == lists[::-1]
-    whole = shards_of(sizes, num_lanes, 4, window=window, drop_last=True)
+    whole = shards_of(sizes, num_partitions, 4, window=window, drop_last=True)
     assert [list(each) for each in whole] == [each for each in lists if len(each) == 4]
-    first = shards.first(num_lanes)
+    first = shards.first(num_partitions)
     assert (len(first), first.num_samples) == (
-        num_lanes,
-        sum(len(shards[n]) for n in range(num_lanes)),
+        num_partitions,
+        sum(len(shards[n]) for n in range(num_partitions)),
     )
 
 
@@ -49,7 +49,7 @@ def test_order_depends_on_seed_and_epoch_and_mixes() -> None:
     assert flat() == flat()
     orders = [flat(), flat(seed=2), flat(epoch=1), flat(window=0)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[i + 1 :])
-    # Without windows, each lane has its samples in order.
+    # Without windows, each partition has its samples in order.
     assert flat(window=0)[:20] == [*range(10), *range(100, 110)]
 
 
@@ -60,7 +60,7 @@ def test_pieces_are_expected_before_they_are_needed() -> None:
     )
     for index in range(len(shards)):
         list(shards[index])
-    # Both lanes have three windows: each is told with the one after it.
+    # Both partitions have three windows: each is told with the one after it.
     assert [len(now) for now, _ in told] == [1, 2, 2, 2, 2, 2]
     assert [len(later) for _, later in told] == [1, 1, 1, 1, 0, 0]
     assert {number for now, _ in told for number in now} == set(range(0, 60, 10))

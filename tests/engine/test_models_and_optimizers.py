@@ -8,8 +8,8 @@ from torch import nn
 
 from paceline.engine import (
     CheckpointMismatchError,
+    ModelsAndOptimizers,
     SettingChanges,
-    TrainedObjects,
     built_settings,
 )
 
@@ -22,10 +22,10 @@ class Remembering(torch.optim.SGD):
         self.state["seen"] = {"sums": torch.zeros(3), "names": ["first"]}
 
 
-def made() -> TrainedObjects:
+def made() -> ModelsAndOptimizers:
     torch.manual_seed(1)
     model = nn.Linear(3, 2)
-    return TrainedObjects(rank=0, models=[model], optimizers=[Remembering(model.parameters())])
+    return ModelsAndOptimizers(rank=0, models=[model], optimizers=[Remembering(model.parameters())])
 
 
 def test_what_an_optimizer_keeps_under_its_own_names_is_put_back() -> None:
@@ -45,12 +45,14 @@ def test_what_an_optimizer_keeps_under_its_own_names_is_put_back() -> None:
         )
 
 
-def with_loose(shape: tuple[int, ...] = (2,)) -> TrainedObjects:
+def with_loose(shape: tuple[int, ...] = (2,)) -> ModelsAndOptimizers:
     """Return a model and an optimizer that has a parameter besides, such as weights of losses."""
     model, loose = nn.Linear(3, 2), nn.Parameter(torch.zeros(shape))
     optimizer = torch.optim.SGD([{"params": [loose]}, {"params": model.parameters()}], lr=0.1)
     parameters = [*model.parameters(), loose]
-    return TrainedObjects(rank=0, models=[model], optimizers=[optimizer], parameters=parameters)
+    return ModelsAndOptimizers(
+        rank=0, models=[model], optimizers=[optimizer], parameters=parameters
+    )
 
 
 def test_parameters_that_only_an_optimizer_has_are_put_back() -> None:

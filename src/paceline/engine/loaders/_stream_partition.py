@@ -1,4 +1,4 @@
-"""A lane of a stream as its loader reads it: in strands, one for each process of the loader."""
+"""One partition of a stream: its pieces, dealt among the processes of a loader."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -16,30 +16,30 @@ from paceline.engine.devices._random_generators import (
 )
 
 
-class StrandBatch(NamedTuple):
-    """A batch of a strand.
+class PartitionBatch(NamedTuple):
+    """A batch that one process of the loader has read.
 
     Attributes:
         data: The samples, collated.
         size: Their number.
-        strand: The strand.
-        number: Which piece of the strand comes next.
+        process: The process, from 0.
+        number: Which of the pieces of this process comes next.
         offset: How many samples of it are taken.
     """
 
     data: Any
     size: int
-    strand: int
+    process: int
     number: int
     offset: int
 
 
-class LanePlace(NamedTuple):
-    """Where a lane stands.
+class PartitionPosition(NamedTuple):
+    """The position in a partition.
 
     Attributes:
-        turn: The strand that has the next batch.
-        numbers: Which of its pieces each strand reads.
+        turn: The process that has the next batch.
+        numbers: Which of its pieces each process reads.
         offsets: How many samples of this piece are taken.
     """
 
@@ -47,24 +47,24 @@ class LanePlace(NamedTuple):
     numbers: list[int]
     offsets: list[int]
 
-    def after(self, batch: StrandBatch) -> "LanePlace":
+    def after(self, batch: PartitionBatch) -> "PartitionPosition":
         """Return the place after a batch."""
         numbers, offsets = [*self.numbers], [*self.offsets]
-        numbers[batch.strand], offsets[batch.strand] = batch.number, batch.offset
-        return LanePlace((batch.strand + 1) % len(numbers), numbers, offsets)
+        numbers[batch.process], offsets[batch.process] = batch.number, batch.offset
+        return PartitionPosition((batch.process + 1) % len(numbers), numbers, offsets)
 
 
-class Strands(IterableDataset[StrandBatch]):
-    """The batches of a lane from a place on; in a loader's process, those of one strand.
+class PartitionBatches(IterableDataset[PartitionBatch]):
+    """The batches of a partition from a place on; in a process of a loader, its own part of them.
 
-    The strands take turns; one that has ended is left out.
+    The processes take turns; one that has ended is left out.
 
     Args:
         pieces: The stream.
-        orders: The pieces of each strand.
+        orders: The pieces of each process.
         place: The place.
         batch_size: The samples of a batch; None if each sample is a batch by itself.
-        drop_last: Whether a smaller last batch of a strand is left out.
+        drop_last: Whether a smaller last batch of a process is left out.
         collate: Makes a batch of samples.
         seed: The seed of what is drawn.
         epoch: The epoch.
@@ -74,7 +74,7 @@ class Strands(IterableDataset[StrandBatch]):
         self,
         pieces: StreamPieces,
         orders: Sequence[Sequence[int]],
-        place: LanePlace,
+        place: PartitionPosition,
         *,
         batch_size: int | None,
         drop_last: bool,
@@ -91,7 +91,7 @@ class Strands(IterableDataset[StrandBatch]):
         self._seed = seed
         self._epoch = epoch
 
-    def clone_of(self, loader: "DataLoader[Any]") -> Iterator[StrandBatch]:
+    def clone_of(self, loader: "DataLoader[Any]") -> Iterator[PartitionBatch]:
         """Return an iterator by a clone of a loader, with all its other options."""
         clone = copy.copy(loader)
         vars(clone).update(
@@ -107,7 +107,7 @@ class Strands(IterableDataset[StrandBatch]):
         )
         return iter(clone)
 
-    def __iter__(self) -> Iterator[StrandBatch]:
+    def __iter__(self) -> Iterator[PartitionBatch]:
         info, count = get_worker_info(), len(self._orders)
         if info is not None:
             _leave_worker()
@@ -115,22 +115,22 @@ class Strands(IterableDataset[StrandBatch]):
             return self._batches((info.id + self.place.turn) % count)
         if count == 1:
             return self._batches(0)
-        strands = [self._batches((self.place.turn + n) % count) for n in range(count)]
-        return _taking_turns(strands)
+        processes = [self._batches((self.place.turn + n) % count) for n in range(count)]
+        return _taking_turns(processes)
 
-    def _batches(self, strand: int) -> Iterator[StrandBatch]:
-        chunks = IsolatedIterator(self._chunks(strand), self._seed)
+    def _batches(self, process: int) -> Iterator[PartitionBatch]:
+        chunks = IsolatedIterator(self._chunks(process), self._seed)
         for samples, number, offset in chunks:
-            piece = self._orders[strand][min(number, len(self._orders[strand]) - 1)]
+            piece = self._orders[process][min(number, len(self._orders[process]) - 1)]
             # What it draws must not depend on the samples that are read again at a resume.
             with isolated_randomness(mix_seed(self._seed, piece, number, offset)):
                 data = self._collate(samples if self._batch_size else samples[0])
-            yield StrandBatch(data, len(samples), strand, number, offset)
+            yield PartitionBatch(data, len(samples), process, number, offset)
 
-    def _chunks(self, strand: int) -> Iterator[tuple[list[Any], int, int]]:
+    def _chunks(self, process: int) -> Iterator[tuple[list[Any], int, int]]:
         """Yield the samples of each batch, and the place after them."""
-        order, size = self._orders[strand], self._batch_size or 1
-        first, skipped = self.place.numbers[strand], self.place.offsets[strand]
+        order, size = self._orders[process], self._batch_size or 1
+        first, skipped = self.place.numbers[process], self.place.offsets[process]
         chunk: list[Any] = []
         for number in range(first, len(order)):
             seed_everything(mix_seed(self._seed, order[number]))
@@ -152,7 +152,7 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
-def _taking_turns(iterators: list[Iterator[StrandBatch]]) -> Iterator[StrandBatch]:
+def _taking_turns(iterators: list[Iterator[PartitionBatch]]) -> Iterator[PartitionBatch]:
     """Yield from iterators in turn, until all have ended."""
     left = set(range(len(iterators)))
     for number in cycle(range(len(iterators))):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.engine import ShardedData, joined_batches, shards_of_worker
+from paceline.engine import ShardedData, shards_of_worker, worker_batches
 
 
 class Numbers(Dataset[Any]):
@@ -45,7 +45,7 @@ def parts(loader: Any, world_size: int, num_shards: int, start: int = 0) -> list
     """Return what each worker gets, as a list per worker."""
     return [
         list(
-            joined_batches(
+            worker_batches(
                 ShardedData(
                     loader,
                     num_shards=num_shards,

@@ -1,0 +1,49 @@
+"""Names of runs and of their directories."""
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def run_name(file: str | os.PathLike[str] | None = None) -> str:
+    """Return the name of a run that was given none: the stem of a file, by default the script's."""
+    script = Path(file if file is not None else sys.argv[0] if sys.argv else "")
+    stem = script.parent.name if script.stem == "__main__" else script.stem
+    if stem == "ipykernel_launcher":
+        stem = "notebook"
+    elif stem in ("", "-c"):
+        stem = "notebook" if "ipykernel" in sys.modules else "python"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+
+
+def checked_name(name: str) -> str:
+    """Return the name that a run was given.
+
+    Raises:
+        ValueError: It cannot be part of a file name.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            "`name` must consist of letters, digits, dots, hyphens and underscores, and begin"
+            f" with a letter or digit, but got {name!r}."
+        )
+    return name
+
+
+def make_run_directory(root: Path, name: str) -> Path:
+    """Make the directory of a new run, which no other run has, and return its path."""
+    root.mkdir(exist_ok=True)
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    number = 1
+    while True:
+        path = root / (base if number == 1 else f"{base}-{number}")
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return path

@@ -8,6 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.client import ApiError
+
 TRAIN = """
 import os, time
 from pathlib import Path
@@ -19,8 +21,8 @@ def before_batch(distributed, batch_idx):
     if batch_idx == int(os.environ.get("FAIL_AT", -1)) and distributed.rank == 2:
         raise ValueError("this rank fails")
     while batch_idx >= int(os.environ.get("HOLD_AT", 10**9)) and not (OUT / "go").exists():
-        time.sleep(0.02)
-        if os.environ.get("HOLD_BY_PAUSES"):
+        time.sleep(float(os.environ.get("PAUSE_S", "0.02")))
+        if "PAUSE_S" in os.environ:
             break
 
 with pytorch.init() as context:
@@ -184,3 +186,105 @@ def test_a_trial_that_lost_a_node_goes_on_elsewhere_and_ends_in_the_same_bits(
     assert victim.name not in cluster.places(killed)[1]
     assert cluster.trial(killed).data.restarts == 0
     assert cluster.losses(killed) == cluster.losses(straight)
+
+
+def test_uneven_nodes_are_used_only_if_the_config_allows_it(cluster: Cluster) -> None:
+    cluster.add("large", 2)
+    cluster.add("small", 1)
+    with pytest.raises(ApiError, match=r"allow different numbers by .*allow_uneven: true"):
+        cluster.submit(3)
+    with pytest.raises(ApiError, match="must be at most 3, the slots of the nodes of its pool"):
+        cluster.submit(4)
+    experiment = cluster.submit(3, resources={"allow_uneven": True})
+    cluster.complete(experiment)
+    assert cluster.places(experiment) == [{"large": 2, "small": 1}]
+    assert (cluster.out / "batch-2").read_text().startswith("3 ")
+
+
+def test_the_first_cause_is_named_by_node_and_rank(cluster: Cluster) -> None:
+    cluster.add("first", 2)
+    cluster.add("second", 2)
+    experiment = cluster.submit(4, FAIL_AT=3)
+    assert experiment.wait().value == "ERROR"
+    cause = "Node 1 (second): Rank 2 exited with code 1 (ValueError: this rank fails)"
+    assert cause in cluster.trial(experiment).data.error, cluster.told(experiment)
+    assert cause in cluster.log(experiment)
+    [attempt] = cluster.attempts(experiment)
+    assert (attempt.exit.reason.value, attempt.exit.kind.value) == ("exited", "user")
+    assert all(not everything_of(node) for node in cluster.nodes.values())
+
+
+def test_a_trial_leaves_a_node_whose_runner_is_stopped_and_goes_on_elsewhere(
+    cluster: Cluster,
+) -> None:
+    for name in ("first", "second", "third"):
+        cluster.add(name, 2)
+    experiment = cluster.submit(4, HOLD_AT=4, PAUSE_S=0.1, LENGTH=100)
+    cluster.await_batch(5, num_ranks=4)
+    leaving = cluster.nodes["second"]
+    leaving.process.send_signal(signal.SIGTERM)
+    assert leaving.process.wait(60) == 0, leaving.log_path.read_text()
+    (cluster.out / "go").touch()
+    cluster.complete(experiment)
+    before, after = cluster.attempts(experiment)
+    assert before.preempt_reason == "the runner of second is stopped"
+    assert before.exit.outcome == "preempted", cluster.told(experiment)
+    assert after.resumed_steps >= 5
+    assert cluster.places(experiment) == [{"first": 2, "second": 2}, {"first": 2, "third": 2}]
+
+
+def test_a_trial_whose_nodes_do_not_all_begin_gives_its_slots_back(cluster: Cluster) -> None:
+    cluster.add("first", 2)
+    second = cluster.add("second", 2)
+    second.process.send_signal(signal.SIGSTOP)
+    large = cluster.submit(4, out="large", resources={"start_timeout": 2.0})
+    cluster.wait_until(lambda: cluster.places(large) == [{"first": 2, "second": 2}])
+    small = cluster.submit(2, out="small")
+    cluster.complete(small)
+    second.process.send_signal(signal.SIGCONT)
+    attempts = cluster.attempts(large)
+    assert {one.exit.reason.value for one in attempts if one.exit} == {"not_formed"}
+    assert "second did not begin within 2 s" in cluster.log(large)
+    cluster.complete(large)
+    assert cluster.trial(large).data.restarts == 0
+
+
+def test_a_kill_reaches_all_nodes(cluster: Cluster) -> None:
+    cluster.add("first", 1)
+    cluster.add("second", 1)
+    experiment = cluster.submit(2, HOLD_AT=2)
+    cluster.await_batch(2, num_ranks=2)
+    experiment.kill()
+    assert experiment.wait().value == "CANCELED"
+    for node in cluster.nodes.values():
+        cluster.wait_until(lambda node=node: not everything_of(node))
+    [attempt] = cluster.attempts(experiment)
+    assert attempt.exit.reason.value == "killed"
+
+
+def test_an_elastic_trial_takes_what_is_free_at_each_start(cluster: Cluster) -> None:
+    cluster.add("first", 2)
+    experiment = cluster.submit({"min": 2, "max": 4}, HOLD_AT=4, PAUSE_S=0.1, LENGTH=100)
+    cluster.await_batch(5, num_ranks=2)
+    cluster.add("second", 2)
+    experiment.pause()
+    cluster.wait_until(lambda: cluster.attempts(experiment)[0].exit)
+    (cluster.out / "go").touch()
+    experiment.activate()
+    cluster.complete(experiment)
+    assert cluster.places(experiment) == [{"first": 2}, {"first": 2, "second": 2}]
+    before, after = cluster.attempts(experiment)
+    assert (before.exit.outcome, after.resumed_steps >= 5) == ("preempted", True)
+    assert [step for step, _ in cluster.losses(experiment)] == list(range(1, 101))
+
+
+def everything_of(node: Any) -> list[psutil.Process]:
+    """Return the processes of a node's attempts."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PACELINE_RUN_DIR", "").startswith(str(node.directory)):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

@@ -155,7 +155,8 @@ def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
     slots = client.slots()
     if any(slot.experiment_id == data.id for slot in slots):
         return "starting"
-    wanted = int(data.config.get("resources", {}).get("slots_per_trial", 1))
+    given = data.config.get("resources", {}).get("slots_per_trial", 1)
+    wanted = int(given["min"] if isinstance(given, dict) else given)
     free = sum(slot.experiment_id is None for slot in slots)
     holders = sorted({slot.experiment_id for slot in slots if slot.experiment_id is not None})
     text = f"waiting for {wanted} slot{'s' * (wanted > 1)}; {free} of {len(slots)} free"

@@ -118,6 +118,9 @@ def _print_attempts(data: "TrialData") -> None:
             if attempt.exit.kind is not None:
                 end += f", {attempt.exit.kind.value} error"
         slots = ",".join(map(str, attempt.slots))
+        if [node.name for node in attempt.nodes] not in ([], ["local"]):
+            # By node, the one of rank 0 first.
+            slots = " ".join(f"{n.name}:{','.join(map(str, n.slots))}" for n in attempt.nodes)
         start = f"batch {attempt.resumed_steps}" if attempt.resumed_from else "the beginning"
         rows.append((attempt.number, attempt.state.value, slots, start, took, end))
     console().print()

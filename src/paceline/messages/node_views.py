@@ -12,8 +12,9 @@ NodeState: TypeAlias = Literal["ready", "away", "lost", "draining", "drained"]
 class Node(Message):
     """A machine with slots. Times are in seconds since the epoch.
 
-    `state` is `ready`, `away` (not heard since the master started), `lost`, `draining` (attempts
-    are leaving) or `drained`. `address` is where other nodes reach it, for trials on several nodes.
+    `state` is `ready`, `away` (not heard since the master started, or its connection was closed),
+    `lost`, `draining` (attempts are leaving) or `drained`. `address` is where other nodes reach it,
+    for trials on several nodes.
     """
 
     id: int

@@ -1592,7 +1592,7 @@ export interface components {
          *     processes or memory.
          * @enum {string}
          */
-        ExitReason: "exited" | "killed" | "preemption_timeout" | "start_failed" | "shortage" | "runner_lost";
+        ExitReason: "exited" | "killed" | "preemption_timeout" | "start_failed" | "shortage" | "runner_lost" | "not_formed";
         /**
          * Experiment
          * @description An experiment; `config` is the resolved configuration.

@@ -192,7 +192,7 @@ def _view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_vi
 def _state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> node_views.NodeState:
     if master.nodes.is_lost(node.id):
         return "lost"
-    if master.nodes.seen_at(node.id) is None:
+    if master.nodes.seen_at(node.id) is None or master.nodes.is_cut_off(node.id):
         return "away"
     if node.is_draining:
         return "draining" if has_attempts else "drained"

@@ -36,7 +36,7 @@ export function Attempts() {
               <td>
                 <StateBadge state={attempt.state} />
               </td>
-              <td>{attempt.slots.join(", ") || "–"}</td>
+              <td>{whereItRan(attempt)}</td>
               <td className="short">
                 {attempt.resumed_from === null
                   ? "the beginning"
@@ -64,7 +64,14 @@ const REASONS: Record<string, string> = {
   start_failed: "could not start",
   shortage: "could not start for want of disk space, files, processes or memory",
   runner_lost: "was lost with its runner",
+  not_formed: "gave its slots back, as its nodes did not all begin in time",
 };
+
+/** Return the slots of an attempt, by node unless it ran on the master's own machine. */
+export function whereItRan({ slots, nodes = [] }: Attempt): string {
+  if (nodes.every((node) => node.name === "local")) return slots.join(", ") || "–";
+  return nodes.map((node) => `${node.name}: ${node.slots.join(", ")}`).join("; ");
+}
 
 /** Return in words how an attempt ended. */
 export function whyEnded({ exit, preempt_reason: preempted }: Attempt): string {

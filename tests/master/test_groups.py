@@ -1,0 +1,200 @@
+"""Attempts on several nodes, as the master sees them; runners are played by the tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+import paceline
+from paceline.master.store import tables
+from paceline.messages.nodes import PROTOCOL
+
+LEASE_S = 60.0
+FAILED = {"reason": "exited", "code": 3, "signal": None, "time": 1.0, "detail": None}
+
+
+class Group:
+    """A master with two nodes of two slots, and a trial that needs both."""
+
+    def __init__(self, master: Any) -> None:
+        self.master = master
+        self.number = 0
+        self.nodes = {}
+        for name in ("first", "second"):
+            facts = {
+                "name": name, "key": name, "version": paceline.__version__, "protocol": PROTOCOL,
+                "python": "/opt/python", "python_version": "3.11.7", "devices": ["cpu"] * 2,
+                "device_kind": "CPU", "num_cores": 4, "memory_bytes": 1, "address": f"{name}.lab",
+            }  # fmt: skip
+            self.nodes[name] = master.http.post("/nodes", json=facts).json()
+            self.poll(name)
+
+    def poll(self, name: str, *attempts: int, **more: Any) -> Any:
+        self.number += 1
+        node = self.nodes[name]
+        body = {
+            "key": name, "session": node["session"], "number": self.number,
+            "attempts": list(attempts), "alive": list(attempts),
+        }  # fmt: skip
+        reply = self.master.http.post(f"/nodes/{node['node_id']}/poll", json=body | more)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def submit(self, **resources: Any) -> int:
+        number = self.master.create(
+            searcher={"name": "single", "metric": "loss"}, hyperparameters={},
+            resources={"slots_per_trial": 4, **resources},
+        )  # fmt: skip
+        self.run()
+        return int(number)
+
+    def run(self) -> None:
+        self.master.schedule()
+        self.master.core.reconciler._watch_attempts()
+
+    def launches(self) -> list[Any]:
+        return [self.poll(name)["launches"][0] for name in self.nodes]
+
+    def begin(self, attempt_id: int, member: int, port: int = 0) -> Any:
+        query = f"begins=true&member={member}&port={port}"
+        return self.master.http.get(f"/attempts/{attempt_id}/control?{query}").json()
+
+    def begin_all(self) -> None:
+        self.submit()
+        self.launches()
+        for member in (0, 1):
+            self.begin(1, member, 4000)
+        for name in self.nodes:
+            self.poll(name, 1)
+
+    def end(self, member: int, **end: Any) -> None:
+        reply = self.master.http.post(f"/attempts/1/end?member={member}", json=FAILED | end)
+        assert reply.status_code == 204, reply.text
+
+    @property
+    def attempts(self) -> list[Any]:
+        with self.master.core.database.read() as connection:
+            query = select(tables.attempts).order_by(tables.attempts.c.id)
+            return list(connection.execute(query))
+
+    @property
+    def trial(self) -> Any:
+        return self.master.http.get("/trials/1").json()
+
+
+@pytest.fixture
+def group(make_master: Callable[..., Any]) -> Group:
+    return Group(make_master(num_slots=0))
+
+
+def test_each_node_is_told_its_place_and_nothing_starts_before_all_are_there(group: Group) -> None:
+    group.submit()
+    first, second = group.launches()
+    assert [first["spec"]["member"], second["spec"]["member"]] == [0, 1]
+    for number, launch in enumerate((first, second)):
+        info = launch["info"]
+        assert info["container_addrs"] == ["first.lab", "second.lab"]
+        assert (info["container_rank"], info["container_slot_counts"]) == (number, [2, 2])
+        assert (info["slot_ids"], launch["spec"]["num_members"]) == ([0, 1], 2)
+    assert group.begin(1, 1)["meeting_port"] is None
+    assert group.attempts[0].state == "PENDING"
+    # A runner that was started again has another port.
+    assert group.begin(1, 1)["meeting_port"] is None
+    assert group.begin(1, 0, 4000)["meeting_port"] == 4000
+    assert group.begin(1, 0, 5000)["meeting_port"] == 4000
+    assert group.attempts[0].state == "RUNNING"
+    assert [node["slots"] for node in group.trial["attempts"][0]["nodes"]] == [[0, 1], [0, 1]]
+    assert group.master.http.get("/master").json()["num_slots_used"] == 4
+
+
+def test_the_first_member_that_fails_ends_the_others_and_is_named(group: Group) -> None:
+    group.begin_all()
+    group.end(1, detail="Node 1: Rank 2 exited with code 3, the first of 4 to fail")
+    assert group.begin(1, 0)["should_kill"]
+    assert group.attempts[0].state == "RUNNING"
+    group.end(0, reason="killed", code=None, signal=9)
+    [attempt] = group.attempts[:1]
+    assert (attempt.state, attempt.exit["reason"]) == ("ENDED", "exited")
+    cause = "Node 1 (second): Rank 2 exited with code 3, the first of 4 to fail"
+    assert attempt.exit["detail"] == cause
+    assert group.trial["restarts"] == 1
+
+
+def test_an_attempt_ends_well_once_all_members_have(group: Group) -> None:
+    group.begin_all()
+    group.master.report(1, 0, ("validation", 1, {"loss": 1.0}))
+    group.end(0, code=0)
+    assert not group.begin(1, 1)["should_kill"]
+    group.end(1, code=0)
+    assert group.trial["state"] == "COMPLETED"
+
+
+def test_the_loss_of_a_node_counts_for_more_than_what_others_say_then(group: Group) -> None:
+    group.begin_all()
+    group.end(0, code=1, detail="Node 0: Rank 0 exited with code 1 (connection closed)")
+    # It has polled with the attempt before, and comes back without: its disk is gone.
+    group.poll("second")
+    [attempt, *_] = group.attempts
+    assert attempt.exit["reason"] == "runner_lost"
+    assert attempt.exit["detail"] == "Node 1 (second): its node has it no more"
+    assert (group.trial["restarts"], group.trial["retries"]) == (0, 1)
+    group.run()
+    assert len(group.attempts) == 2
+
+
+def test_all_members_are_preempted_when_the_runner_of_one_leaves(group: Group) -> None:
+    group.begin_all()
+    group.poll("second", 1, is_leaving=True)
+    assert group.attempts[0].preempt_reason == "the runner of second is stopped"
+    assert all(group.begin(1, member)["should_preempt"] for member in (0, 1))
+
+
+def test_slots_are_given_back_if_a_node_does_not_begin(group: Group) -> None:
+    group.submit(start_timeout=0.001)
+    group.launches()
+    group.begin(1, 0, 4000)
+    group.master.core.reconciler._waiting_since[1] = 0.0
+    group.run()
+    assert group.attempts[0].exit["reason"] == "not_formed"
+    assert "of its 2 nodes, second did not begin" in group.attempts[0].exit["detail"]
+    small = group.master.create(
+        searcher={"name": "single", "metric": "loss"}, hyperparameters={},
+        resources={"slots_per_trial": 1},
+    )  # fmt: skip
+    # Its processes must be gone first.
+    group.poll("first")
+    group.run()
+    assert [attempt.experiment_id for attempt in group.attempts[1:]] == [small]
+    [waiting] = group.master.http.get("/queue").json()
+    assert (waiting["trial_id"], waiting["reason"]) == (1, "pausing")
+    assert (group.trial["restarts"], group.trial["retries"]) == (0, 1)
+
+
+def test_each_node_counts_its_own_lines_of_output(group: Group) -> None:
+    group.begin_all()
+
+    def send(member: int, *numbers: int) -> int:
+        entries = [[n, 1.0, member, "stdout", None, f"line {n} of {member}"] for n in numbers]
+        path = f"/attempts/1/logs?member={member}"
+        return int(group.master.http.post(path, json={"entries": entries}).json()["last_sequence"])
+
+    assert (send(0), send(1)) == (-1, -1)
+    assert (send(0, 0, 1, 2), send(1, 0), send(1, 0, 1), send(0, 2, 3)) == (2, 0, 1, 3)
+    # As after a start of the master.
+    group.master.core.logs._files.clear()
+    assert (send(0), send(1)) == (3, 1)
+    lines = [line.text for line in group.master.core.logs.read(1) if line.stream == "stdout"]
+    assert sorted(lines) == sorted(
+        [f"line {n} of 0" for n in range(4)] + [f"line {n} of 1" for n in range(2)]
+    )
+
+
+@pytest.mark.parametrize("member", [2, 9])
+def test_a_member_that_there_is_not_is_refused(group: Group, member: int) -> None:
+    group.begin_all()
+    reply = group.master.http.post(f"/attempts/1/end?member={member}", json=FAILED)
+    assert reply.status_code == 404
+    assert (
+        group.master.http.get(f"/attempts/1/control?begins=true&member={member}").status_code == 404
+    )

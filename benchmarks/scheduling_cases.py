@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,43 @@ def measure_scheduling() -> list[Figure]:
         ):
             if policy is PolicyName.FIFO and holding is less_important:
                 continue
-            values = [
-                _milliseconds(lambda h=holding, p=pools: schedule(waiting, h, nodes, p))
-                for _ in range(_ROUNDS)
-            ]
+            decision = partial(schedule, waiting, holding, nodes, pools)
+            values = [_milliseconds(decision) for _ in range(_ROUNDS)]
             figures.append(
                 Figure(
                     what=f"1,000 waiting, 500 slots, 2,000 nodes, {policy.value}, {what}",
                     unit="ms", values=values, bar=50,
                 )
             )  # fmt: skip
-    return figures + _measure_ticks()
+    return figures + _measure_groups() + _measure_ticks()
+
+
+def _measure_groups() -> list[Figure]:
+    """The same with trials on several nodes of four slots: even, uneven and elastic ones."""
+    from paceline.master.scheduling import NodeSlots, Waiting, schedule
+
+    nodes = [
+        NodeSlots(node_id=n, slots=(0, 1, 2, 3), can_join=True)
+        for n in range(1, _NUM_SLOTS // 4 + 1)
+    ]
+    figures = []
+    for what, num_slots, most_slots, allow_uneven in (
+        ("8 slots each", 8, 8, False),
+        ("7 slots each, uneven", 7, 7, True),
+        ("2 to 64 slots each", 2, 64, False),
+    ):
+        waiting = [
+            Waiting(
+                trial_id=n, experiment_id=n % _NUM_EXPERIMENTS, num_slots=num_slots,
+                most_slots=most_slots, allow_uneven=allow_uneven, max_slots=None,
+            )
+            for n in range(_NUM_WAITING)
+        ]  # fmt: skip
+        decision = partial(schedule, waiting, (), nodes)
+        values = [_milliseconds(decision) for _ in range(_ROUNDS)]
+        text = f"1,000 waiting, 500 slots, 125 nodes, all free, {what}"
+        figures.append(Figure(what=text, unit="ms", values=values, bar=50))
+    return figures
 
 
 def _measure_ticks() -> list[Figure]:

@@ -1,21 +1,17 @@
 """Real masters for whole-process tests: started, killed and started again."""
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-
-from paceline.runner import AttemptDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from fault_lab.masters import MasterProcess
+from fault_lab.nodes import NodeProcess
 
 
 @pytest.fixture(scope="session")
@@ -68,56 +64,6 @@ def write_context(tmp_path: Path) -> Callable[..., Path]:
         return directory
 
     return write
-
-
-class NodeProcess:
-    """`paceline runner` on a directory of its own, as a user starts it."""
-
-    def __init__(self, master: Any, token: Path, directory: Path, *options: str) -> None:
-        self.master = master
-        self.token = token
-        self.directory = directory
-        self.options = options
-        self.log_path = directory.with_suffix(".log")
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.directory.name
-
-    def start(self) -> "NodeProcess":
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-        environment |= {"PACELINE_TOKEN": "secret-of-the-user", "GATE": str(self.gate)}
-        command = [sys.executable, "-m", "paceline.cli", "runner", "--name", self.name]
-        command += ["--master", self.master.client().url, "--token-file", str(self.token)]
-        command += ["--dir", str(self.directory), *self.options]
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-        return self
-
-    @property
-    def gate(self) -> Path:
-        return self.token.with_name("gate")
-
-    def runner(self, attempt_id: int) -> psutil.Process:
-        """Return the runner of an attempt that runs here."""
-        pid = AttemptDirectory(self.directory / "attempts" / str(attempt_id)).runner_pid()
-        assert pid, self.log_path.read_text()
-        return psutil.Process(pid)
-
-    def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for process in psutil.process_iter():
-            try:
-                words = [*process.cmdline(), process.environ().get("PACELINE_RUN_DIR", "")]
-                if any(word.startswith(str(self.directory)) for word in words):
-                    process.kill()
-            except psutil.Error:
-                continue
 
 
 @pytest.fixture

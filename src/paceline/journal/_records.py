@@ -84,6 +84,15 @@ class CheckpointFilesDeleted(Record, frozen=True, kw_only=True, tag="checkpoint_
     resources: dict[str, int]
 
 
+class CheckpointSentApart(Record, frozen=True, kw_only=True, tag="checkpoint_sent_apart"):
+    """Substitute for a record about a checkpoint; no process writes it.
+
+    The runner sends the record itself with the files of the checkpoint.
+    """
+
+    uuid: str
+
+
 class RunMetadataSet(Record, frozen=True, kw_only=True, tag="run_metadata"):
     """What the user's code says of the run as a whole, in place of what it said before."""
 
@@ -169,6 +178,7 @@ AnyRecord: TypeAlias = (
     | CheckpointStored
     | CheckpointDeleted
     | CheckpointFilesDeleted
+    | CheckpointSentApart
     | RunMetadataSet
     | AlertRaised
     | OperationsRequested

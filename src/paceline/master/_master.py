@@ -28,7 +28,7 @@ from paceline.master.experiments import (
     missing_methods,
     undecided_searches,
 )
-from paceline.master.nodes import NodeExecutor, Nodes
+from paceline.master.nodes import NodeExecutor, Nodes, StorageMarks, Transfers
 from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Database, LogStore, Transaction, adopt_contexts, settle_cluster_id
 from paceline.master.upkeep import Recorder
@@ -100,6 +100,7 @@ class Master:
             token_of=self.attempt_tokens.token_of,
             secrets_of=self.secrets.of,
             place_of=self._place_of,
+            mark_of=StorageMarks(home.cluster_id).mark,
         )
         self.searches = Searches()
         self.kept_names = KeptNames()
@@ -107,6 +108,9 @@ class Master:
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
         self.commands = Commands(self.changes, self._known_slots, self.secrets)
         self.ingest = RecordIngest(self.changes)
+        self.transfers = Transfers(
+            self.database, home.cluster_id, node.default_storage, self.ingest
+        )
         self.unmanaged = Unmanaged(self.changes, self.ingest)
         context = ExecutorContext(
             attempts=home.attempts_path,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from paceline.journal import AnyRecord
+from paceline.journal import AnyRecord, CheckpointStored
 from paceline.messages.states import ErrorKind, ExitReason
 
 _ATTEMPT_IDS = 2**40
@@ -64,6 +64,16 @@ class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
     token: str = ""
 
 
+class StorageMark(msgspec.Struct, frozen=True):
+    """A file that the master has written into a storage directory, and what is in it.
+
+    Who finds it there sees the directory of the master, and no other one at the same path.
+    """
+
+    path: str
+    text: str
+
+
 class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `attempt.json`: all that a runner needs to run an attempt.
 
@@ -86,6 +96,10 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     An attempt on several nodes has a runner on each of its `num_members` nodes. `member` is the
     number of this one; number 0 has rank 0. `num_shards` is the number of shards of a global batch
     for a trial whose slots may change.
+
+    `storage_mark` tells a node whether it shares the checkpoint directory with the master. With
+    `sends_checkpoints` it does not: checkpoints are stored in the run directory, and the runner
+    sends them to the master.
     """
 
     attempt_id: int
@@ -111,6 +125,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     member: int = 0
     num_members: int = 1
     num_shards: int | None = None
+    storage_mark: StorageMark | None = None
+    sends_checkpoints: bool = False
 
 
 def runner_id(attempt_id: int, member: int) -> int:
@@ -184,3 +200,37 @@ class LogReply(msgspec.Struct, frozen=True):
     """The highest sequence number of the lines that the master has."""
 
     last_sequence: int
+
+
+class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of the commit protocol of a checkpoint, as they are stored.
+
+    `manifest` is the text of `manifest.json`, and `shards` has that of `rank-N.done` by the rank.
+    """
+
+    manifest: str
+    shards: dict[int, str] = {}
+
+
+class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a runner says before it sends a checkpoint, and again when all was sent.
+
+    `record` is that of the journal. Without it, files of the checkpoint were deleted, and the
+    manifest is the new one.
+    """
+
+    files: CheckpointFiles
+    record: CheckpointStored | None = None
+
+
+class CheckpointNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master lacks of a checkpoint: how many bytes it has of each incomplete file."""
+
+    is_stored: bool
+    missing: dict[str, int] = {}
+
+
+class PieceReply(msgspec.Struct, frozen=True):
+    """How many bytes of a file the master has, after a piece or instead of it."""
+
+    num_bytes: int

@@ -48,6 +48,8 @@ class AttemptDirectory:
         self.path = path
         self.run = RunDirectory(path / "run")
         self.context_path = path / "context"
+        # Checkpoints on their way to the master.
+        self.outgoing_path = path / "outgoing"
         self.output_path = path / "output.jsonl"
         self.runner_log_path = path / "runner.log"
         # Beside the directory, which is removed once the attempt has ended.

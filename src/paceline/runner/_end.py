@@ -90,7 +90,14 @@ def ship_leftovers(directory: AttemptDirectory) -> None:
         _ship_by_path(directory, end)
         return
     link = MasterLink.of_attempt(spec)
-    ship_end(Shipper(directory, spec.attempt_id, link, member=spec.member), end)
+    shipper = Shipper(
+        directory,
+        spec.attempt_id,
+        link,
+        member=spec.member,
+        sends_checkpoints=spec.sends_checkpoints,
+    )
+    ship_end(shipper, end)
 
 
 def end_leftovers(directory: AttemptDirectory) -> None:

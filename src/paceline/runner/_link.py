@@ -6,7 +6,7 @@ takes to load, and needs two kinds of request only.
 
 import http.client
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from paceline.messages.attempts import AttemptSpec, MasterAddress
 
 _TIMEOUT_S = 30.0
 _FAILED_STATUS = 500
+_JSON = {"Content-Type": "application/json"}
 # Malformed, too large, not to be processed.
 _CONTENT_STATUSES = (400, 413, 422)
 _OVER = (409, b'"attempt_over"')
@@ -106,19 +107,35 @@ class MasterLink:
         """Return the body of a resource; raises like `post`."""
         return self._request("GET", path, None, timeout_s)
 
+    def put(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """Send bytes and return the answer's body; raises like `post`."""
+        octets = {"Content-Type": "application/octet-stream"}
+        return self._request("PUT", path, body, _TIMEOUT_S, octets | dict(headers))
+
+    def delete(self, path: str) -> None:
+        """Delete a resource; raises like `post`."""
+        self._request("DELETE", path, None, _TIMEOUT_S)
+
     def close(self) -> None:
         """Close the connection; the next request opens another."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _request(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        headers: Mapping[str, str] = _JSON,
+    ) -> bytes:
         try:
             connection = self._connect(timeout_s)
-            headers = {"Authorization": f"Bearer {self._token}"}
+            sent = {"Authorization": f"Bearer {self._token}"}
             if body is not None:
-                headers["Content-Type"] = "application/json"
-            connection.request(method, f"{self._prefix}/api/v1{path}", body, headers)
+                sent.update(headers)
+            connection.request(method, f"{self._prefix}/api/v1{path}", body, sent)
             response = connection.getresponse()
             content = response.read()
         except _UNREACHABLE as error:

@@ -23,6 +23,7 @@ from paceline.runner._end import (
     ship_end,
     ship_leftovers,
 )
+from paceline.runner._fetch_checkpoint import fetch_checkpoint
 from paceline.runner._follow import MasterFollower
 from paceline.runner._link import Backoff, MasterLink, UnreachableError
 from paceline.runner._node_group import NodeGroup
@@ -98,6 +99,7 @@ class AttemptRun:
             member=spec.member,
             on_judged=self._pass_on,
             is_first=True,
+            sends_checkpoints=spec.sends_checkpoints,
         )
         self._group = NodeGroup(directory.run, spec)
         self._spool: OutputSpool | None = None
@@ -178,6 +180,7 @@ class AttemptRun:
             environment=environment,
             working_directory=working_directory,
         )
+        self._fetch_start()
         group = LocalGroup(
             [worker],
             self._spool.add,
@@ -187,7 +190,7 @@ class AttemptRun:
         )
         self._directory.mark_started()
         self._follower.await_permission(self._spec.lease_s, self._begun_at)
-        if self._follower.has_lost or self._follower.kill_reason is not None:
+        if self._is_unwanted:
             return None
         self._follower.lead(group)
         group.start()
@@ -243,6 +246,19 @@ class AttemptRun:
                 f"`environment.working_dir` must be a directory, but got {spec.working_dir!r}."
             )
         return Path(spec.working_dir)
+
+    def _fetch_start(self) -> None:
+        """Fetch the checkpoint that the attempt goes on from, if the master has it alone."""
+        uuid = self._directory.run.read_info().latest_checkpoint
+        if self._spec.sends_checkpoints and uuid is not None:
+            target = self._directory.run.checkpoints_path
+            fetch_checkpoint(
+                self._link, self._spec.attempt_id, uuid, target, lambda: not self._is_unwanted
+            )
+
+    @property
+    def _is_unwanted(self) -> bool:
+        return self._follower.has_lost or self._follower.kill_reason is not None
 
     def _fetch(self, path: str) -> bytes:
         """Return what the master has at a path; wait for the master if it does not answer."""

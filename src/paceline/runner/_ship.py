@@ -5,6 +5,8 @@ import logging
 from paceline.messages.attempts import AttemptEnd
 from paceline.runner._directory import AttemptDirectory
 from paceline.runner._link import MasterLink, encode
+from paceline.runner._loop import ShippingLoop
+from paceline.runner._ship_checkpoints import CheckpointShipper
 from paceline.runner._ship_output import OutputShipper
 from paceline.runner._ship_records import OnJudged, RecordShipper
 
@@ -21,6 +23,7 @@ class Shipper:
         member: Which of the attempt's nodes this is.
         on_judged: Gets what the master wants once a search has judged records; see `RecordShipper`.
         is_first: Whether nothing was ever sent for the attempt.
+        sends_checkpoints: Whether the master does not share the attempt's checkpoints.
     """
 
     def __init__(
@@ -32,13 +35,22 @@ class Shipper:
         member: int = 0,
         on_judged: OnJudged = lambda _control, _judged: None,
         is_first: bool = False,
+        sends_checkpoints: bool = False,
     ) -> None:
         self._directory = directory
         path, query = f"/attempts/{attempt_id}", f"?member={member}" if member else ""
         self._end_path = f"{path}/end{query}"
         self._link = link
         self.records = RecordShipper(
-            directory, f"{path}/records{query}", link, on_judged=on_judged, is_first=is_first
+            directory,
+            f"{path}/records{query}",
+            link,
+            on_judged=on_judged,
+            is_first=is_first,
+            has_checkpoints=not sends_checkpoints,
+        )
+        self._checkpoints = (
+            CheckpointShipper(directory, path, link.another()) if sends_checkpoints else None
         )
         self.output = OutputShipper(
             directory, f"{path}/logs{query}", link.another(), is_first=is_first
@@ -46,27 +58,29 @@ class Shipper:
 
     def start(self) -> None:
         """Begin to send, in threads; trouble only delays."""
-        self.records.start()
-        self.output.start()
+        for loop in self._loops:
+            loop.start()
 
     def stop(self) -> None:
         """End the threads; the one that sends output may take until `ship_output`."""
-        self.records.stop()
-        self.output.stop()
+        for loop in self._loops:
+            loop.stop()
         self.records.join()
+        if self._checkpoints is not None:
+            self._checkpoints.join()
 
     def forget_positions(self) -> None:
         """Ask the master anew what it has; after a failure nobody knows what arrived."""
-        self.records.forget_positions()
-        self.output.forget_positions()
+        for loop in self._loops:
+            loop.forget_positions()
 
     def doubt_positions(self) -> None:
         """Have the threads ask the master anew what it has: it may be another one."""
-        self.records.doubt_positions()
-        self.output.doubt_positions()
+        for loop in self._loops:
+            loop.doubt_positions()
 
     def ship_records(self) -> None:
-        """Send all records that are there, and tell of damage at the ends of journals.
+        """Send all records and checkpoints, and tell of damage at the ends of journals.
 
         For an attempt whose processes are dead.
 
@@ -75,6 +89,8 @@ class Shipper:
             RefusedByMasterError: The master refused the request.
         """
         self.records.ship_rest()
+        if self._checkpoints is not None:
+            self._checkpoints.ship_rest()
         self.records.ship_lost()
 
     def ship_output(self) -> str | None:
@@ -111,3 +127,10 @@ class Shipper:
         """Close the connections."""
         self.records.close()
         self.output.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+    @property
+    def _loops(self) -> list[ShippingLoop]:
+        loops: list[ShippingLoop] = [self.records, self.output]
+        return loops if self._checkpoints is None else [*loops, self._checkpoints]

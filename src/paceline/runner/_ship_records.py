@@ -23,6 +23,7 @@ from paceline.runner._link import (
 )
 from paceline.runner._loop import ShippingLoop
 from paceline.runner._set_aside import SetAside
+from paceline.runner._ship_checkpoints import without_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class RecordShipper(ShippingLoop):
         on_judged: Gets what the master wants, None if that has not changed, and which record of
             the chief's the search has judged by then: its generation and sequence number.
         is_first: Whether nothing was ever sent, so that the master need not be asked what it has.
+        has_checkpoints: Whether records about checkpoints are sent here too, and not apart.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class RecordShipper(ShippingLoop):
         *,
         on_judged: OnJudged,
         is_first: bool = False,
+        has_checkpoints: bool = True,
     ) -> None:
         super().__init__("records")
+        self._has_checkpoints = has_checkpoints
         self._directory = directory
         self._path = path
         self._link = link
@@ -121,10 +125,13 @@ class RecordShipper(ShippingLoop):
 
     def _batch(self, key: tuple[int, int], entries: list[Entry], after: int) -> RawRecordBatch:
         records = [
-            (entry.sequence, self._set_aside.replace((*key, entry.sequence), entry.payload))
+            (entry.sequence, self._set_aside.replace((*key, entry.sequence), self._sent(entry)))
             for entry in entries
         ]
         return RawRecordBatch(*key, records, after)
+
+    def _sent(self, entry: Entry) -> bytes:
+        return entry.payload if self._has_checkpoints else without_checkpoint(entry.payload)
 
     def _read_journal(self, key: JournalKey) -> tuple[int, list[Entry]]:
         """Return the next entries of a journal, and the number of the one before them."""

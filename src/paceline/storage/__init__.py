@@ -18,11 +18,15 @@ from paceline.storage._files import (
     sync_tree,
     write_durably,
 )
+from paceline.storage._incoming import IncomingCheckpoint, forget_incoming
 from paceline.storage._manifest import (
+    MANIFEST_NAME,
     MANIFEST_VERSION,
     FileEntry,
     Manifest,
     Selector,
+    decode_manifest,
+    done_name,
     glob_selector,
 )
 from paceline.storage._objects import ObjectStorage, StoredObject
@@ -38,6 +42,7 @@ from paceline.storage._retention_rules import (
 from paceline.storage._spec import checkpoint_at, storage_from
 
 __all__ = [
+    "MANIFEST_NAME",
     "MANIFEST_VERSION",
     "CheckpointCorruptError",
     "CheckpointError",
@@ -47,6 +52,7 @@ __all__ = [
     "CheckpointWriteError",
     "DirectoryStorage",
     "FileEntry",
+    "IncomingCheckpoint",
     "Kept",
     "Manifest",
     "ObjectStorage",
@@ -61,7 +67,10 @@ __all__ = [
     "checkpoint_at",
     "copy_file",
     "copy_files",
+    "decode_manifest",
     "digest_file",
+    "done_name",
+    "forget_incoming",
     "glob_selector",
     "scheme_of",
     "storage_from",

@@ -9,11 +9,14 @@ from fastapi.routing import iter_route_contexts
 from paceline.master.api._auth import PUBLIC_PATHS
 
 ROUTES = [
+    "DELETE /api/v1/attempts/{attempt_id}/checkpoints/{uuid}",
     "DELETE /api/v1/checkpoints/{uuid}",
     "DELETE /api/v1/experiments/{experiment_id}",
     "DELETE /api/v1/nodes/{name}",
     "DELETE /api/v1/pools/{name}",
     "DELETE /api/v1/tokens/{token_id}",
+    "GET    /api/v1/attempts/{attempt_id}/checkpoints/{uuid}",
+    "GET    /api/v1/attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     "GET    /api/v1/attempts/{attempt_id}/control",
     "GET    /api/v1/checkpoints/{uuid}",
     "GET    /api/v1/checkpoints/{uuid}/files/{path:path}",
@@ -54,6 +57,7 @@ ROUTES = [
     "GET    /api/v1/trials/{trial_id}/time",
     "HEAD   /api/v1/openapi.json",
     "PATCH  /api/v1/experiments/{experiment_id}",
+    "POST   /api/v1/attempts/{attempt_id}/checkpoints/{uuid}",
     "POST   /api/v1/attempts/{attempt_id}/end",
     "POST   /api/v1/attempts/{attempt_id}/logs",
     "POST   /api/v1/attempts/{attempt_id}/records",
@@ -80,6 +84,7 @@ ROUTES = [
     "POST   /api/v1/tokens",
     "POST   /api/v1/trials/{trial_id}/continue",
     "POST   /api/v1/trials/{trial_id}/kill",
+    "PUT    /api/v1/attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     "PUT    /api/v1/contexts/{digest}",
     "PUT    /api/v1/home-token",
     "PUT    /api/v1/pools/{name}",

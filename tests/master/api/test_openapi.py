@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+import xxhash
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
@@ -72,12 +73,28 @@ OTHERS: dict[str, dict[str, Any]] = {
     "DELETE /pools/{name}": {"name": "small"},
     # Its trial has ended by then.
     "DELETE /checkpoints/{uuid}": {"uuid": "v"},
+    # One that is being sent.
+    "DELETE /attempts/{attempt_id}/checkpoints/{uuid}": {"uuid": "w"},
+    "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces": {"uuid": "w"},
 }
+PIECES = "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"
 QUERIES: dict[str, dict[str, Any]] = {
+    f"GET {PIECES}": {"name": "f", "offset": 0},
+    f"PUT {PIECES}": {"name": "f", "offset": 0},
     "GET /metric-series.csv": {"series": "1/validation/loss"},
     "GET /experiments/{experiment_id}/hyperparameters": {"metric": "validation/loss"},
 }
+HEADERS = {f"PUT {PIECES}": {"x-paceline-digest": xxhash.xxh3_128_hexdigest(b"x")}}
+RECORD = {
+    "type": "checkpoint", "time": 0.0, "uuid": "u", "steps_completed": 1, "metadata": {},
+    "resources": {}, "storage": "",
+}  # fmt: skip
 BODIES: dict[str, Any] = {
+    "POST /attempts/{attempt_id}/checkpoints/{uuid}": {
+        "files": {"manifest": ""},
+        "record": RECORD,
+    },
+    f"PUT {PIECES}": b"x",
     "POST /attempts/{attempt_id}/records": {"batches": []},
     "POST /attempts/{attempt_id}/logs": {"entries": []},
     "POST /attempts/{attempt_id}/end": {"reason": "exited", "code": 0, "signal": None, "time": 1.0},
@@ -127,6 +144,13 @@ def master(
         }  # fmt: skip
         batch = {"generation": 0, "rank": 1, "records": [[0, checkpoint]]}
         assert served.attempt(attempt_id, "records", batches=[batch]).status_code == 200
+    apart = DirectoryStorage(served.home.path.parent / "apart")
+    with apart.store_path("w") as path:
+        (path / "f").write_text("x")
+    apart.commit("w", {})
+    files = {"manifest": (apart.root / "w" / "manifest.json").read_text()}
+    offered = served.attempt(1, "checkpoints/w", files=files, record=RECORD | {"uuid": "w"})
+    assert offered.json() == {"is_stored": False, "missing": {"f": 0}}, offered.text
     served.attempt(1, "logs", entries=[[0, 0.0, 0, "stdout", None, "line"]])
     served.http.post("/tokens", json={"name": "one"})
     session = served.http.post("/nodes", json=NODE).json()
@@ -218,6 +242,8 @@ def aim(case: Any, name: str) -> None:
             case.path_parameters[parameter] = there[parameter]
     if name in QUERIES:
         case.query = (case.query or {}) | QUERIES[name]
+    if name in HEADERS:
+        case.headers = {**(case.headers or {}), **HEADERS[name]}
     body = BODIES.get(name)
     if isinstance(body, dict) and isinstance(case.body, dict):
         case.body = case.body | body

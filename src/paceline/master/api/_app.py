@@ -34,6 +34,7 @@ from paceline.master.api import (
     _sign_in_routes,
     _status_routes,
     _token_routes,
+    _transfer_routes,
     _trial_list_route,
     _trial_routes,
 )
@@ -49,6 +50,7 @@ from paceline.messages.resources import Problem, Shutdown
 _ROUTES = (
     # Runners ask most, and a route is looked for from the first one on.
     _attempt_routes,
+    _transfer_routes,
     _node_routes,
     _pool_routes,
     _queue_routes,

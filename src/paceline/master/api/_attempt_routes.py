@@ -144,6 +144,7 @@ async def store_end(
         master,
         lambda transaction: end_runner(master.changes, transaction, attempt_id, member, end),
     )
+    await asyncio.to_thread(master.transfers.forget, attempt_id)
 
 
 async def _decode(request: Request, kind: type[Any]) -> Any:

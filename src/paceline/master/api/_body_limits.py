@@ -14,12 +14,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline._limits import integer_setting
 from paceline.master._connection_limits import Connection
 from paceline.master.api._problems import problem
+from paceline.master.nodes import MAX_PIECE_BYTES
 
 _MIB = 1024 * 1024
 MAX_CONTEXT_BYTES = 95 * _MIB
 _MAX_CONFIG_BYTES = 8 * _MIB
 # A runner sends a thousand records of each rank at once, and halves what is refused.
 _MAX_RECORDS_BYTES = 256 * _MIB
+# The list of a checkpoint's files, twice.
+_MAX_MANIFEST_BYTES = 64 * _MIB
 _MAX_BYTES = 1 * _MIB
 # Of a request without token and sign-in: a name and a password.
 _MAX_STRANGER_BYTES = 16 * 1024
@@ -39,6 +42,8 @@ LARGE_BODIES = {
     ("PUT", "/contexts/{digest}"): BodyLimit(MAX_CONTEXT_BYTES, "context_too_large"),
     ("POST", "/attempts/{attempt_id}/records"): BodyLimit(_MAX_RECORDS_BYTES),
     ("POST", "/attempts/{attempt_id}/logs"): BodyLimit(_MAX_RECORDS_BYTES),
+    ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}"): BodyLimit(_MAX_MANIFEST_BYTES),
+    ("PUT", "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"): BodyLimit(MAX_PIECE_BYTES),
     ("PUT", "/runs/{run_id}"): BodyLimit(_MAX_CONFIG_BYTES),
     ("POST", "/runs/{run_id}/records"): BodyLimit(_MAX_RECORDS_BYTES),
     ("POST", "/check-config"): BodyLimit(_MAX_CONFIG_BYTES),

@@ -109,10 +109,16 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "POST /nodes/{node_id}/poll",
     ),
     RouteScope.ATTEMPT: (
+        # These look whether the checkpoint is one of the attempt's trial.
+        "DELETE /attempts/{attempt_id}/checkpoints/{uuid}",
+        "GET /attempts/{attempt_id}/checkpoints/{uuid}",
+        "GET /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
         "GET /attempts/{attempt_id}/control",
+        "POST /attempts/{attempt_id}/checkpoints/{uuid}",
         "POST /attempts/{attempt_id}/end",
         "POST /attempts/{attempt_id}/logs",
         "POST /attempts/{attempt_id}/records",
+        "PUT /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
     ),
 }
 # The route looks whether the code is that of the attempt.

@@ -29,7 +29,7 @@ from paceline.master.experiments._experiment_edits import (
     set_archived,
 )
 from paceline.master.experiments._groups import end_runner, note_begun
-from paceline.master.experiments._launch import Node, Place
+from paceline.master.experiments._launch import Node, Place, checkpoint_root
 from paceline.master.experiments._leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._reconcile import Reconciler
 from paceline.master.experiments._record_ingest import RecordIngest, check_not_over, read_attempt
@@ -75,6 +75,7 @@ __all__ = [
     "TransitionError",
     "Unmanaged",
     "check_not_over",
+    "checkpoint_root",
     "delete_experiment",
     "delete_files",
     "delete_matching_files",

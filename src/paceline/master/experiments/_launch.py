@@ -14,7 +14,7 @@ from paceline.master.executors import Launch
 from paceline.master.experiments._leases import DEFAULT_LEASE_S
 from paceline.master.experiments._wanted_attempts import read_control_of
 from paceline.master.store import config_of, num_slots_of, slots_by_node, tables
-from paceline.messages.attempts import AttemptSpec
+from paceline.messages.attempts import AttemptSpec, StorageMark
 from paceline.messages.nodes import LOCAL_NAME
 
 _LOOPBACK = "127.0.0.1"
@@ -44,7 +44,7 @@ class Node:
     """The master's own machine; what gives an attempt its place, its token and its secrets.
 
     `devices` has one entry per slot, "cpu" or a GPU's id. `place_of` gives the place of another
-    node by its id, None if there is none.
+    node by its id, None if there is none. `mark_of` marks a storage directory for nodes.
     """
 
     home: Path
@@ -53,6 +53,7 @@ class Node:
     token_of: Callable[[int], str] = field(repr=False)
     secrets_of: Callable[[int], dict[str, str]] = field(default=lambda _: {}, repr=False)
     place_of: Callable[[int], Place | None] = field(default=lambda _: None, repr=False)
+    mark_of: Callable[[str], StorageMark | None] = field(default=lambda _: None, repr=False)
     lease_s: float = DEFAULT_LEASE_S
 
     @property
@@ -96,6 +97,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
     num_threads = place.num_cores * len(devices) // max(1, len(place.devices))
     python = environment.python or place.python
     fewest = config.resources.fewest_slots
+    storage = checkpoint_root(config) or node.default_storage
     spec = AttemptSpec(
         attempt_id=attempt.id,
         trial_id=trial.id,
@@ -123,6 +125,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         member=member,
         num_members=len(parts),
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
+        storage_mark=None if attempt.node_id is None else node.mark_of(storage),
     )
     info = RunInfo(
         run_id=f"trial-{trial.id}",
@@ -139,7 +142,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         ),
         latest_checkpoint=attempt.resumed_from,
         steps_completed=attempt.resumed_steps,
-        checkpoint_storage=checkpoint_root(config) or node.default_storage,
+        checkpoint_storage=storage,
         cluster_id=node.cluster_id,
         agent_id=place.name,
         slot_ids=slots,

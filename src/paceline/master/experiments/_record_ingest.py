@@ -16,6 +16,7 @@ from paceline.journal import (
     AttemptStarted,
     CheckpointDeleted,
     CheckpointFilesDeleted,
+    CheckpointSentApart,
     CheckpointStored,
     EarlyExitReported,
     MetricsReported,
@@ -144,15 +145,9 @@ class RecordIngest:
                 else:
                     untold.setdefault(record.group, []).append(record)
             elif isinstance(record, CheckpointStored):
-                self._take_checkpoint(transaction, attempt, record)
-            elif isinstance(record, CheckpointDeleted):
-                transaction.connection.execute(
-                    update(tables.checkpoints)
-                    .where(tables.checkpoints.c.uuid == record.uuid)
-                    .values(state=CheckpointState.DELETED.value)
-                )
-            elif isinstance(record, CheckpointFilesDeleted):
-                note_deleted_files(transaction.connection, record.uuid, record.resources)
+                self.store_checkpoint(transaction, attempt, record)
+            elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
+                _take_deletion(transaction.connection, attempt, record)
             elif isinstance(record, AlertRaised):
                 self._take_alert(transaction, attempt, rank, record)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
@@ -230,9 +225,10 @@ class RecordIngest:
             given = Reported(request_id=trial.request_id, time=reached, metric=value)
             changes.apply_input(transaction, attempt.experiment_id, given)
 
-    def _take_checkpoint(
+    def store_checkpoint(
         self, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
     ) -> None:
+        """Store that an attempt has a checkpoint; one that is known stays as it is."""
         checkpoints, connection = tables.checkpoints, transaction.connection
         known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
         if connection.execute(known).first() is not None:
@@ -322,7 +318,14 @@ class RecordIngest:
         else:
             assert isinstance(
                 record,
-                (AttemptStarted, RecordLost, RecordsDropped, SearchInputTaken, TimeSpent),
+                (
+                    AttemptStarted,
+                    CheckpointSentApart,
+                    RecordLost,
+                    RecordsDropped,
+                    SearchInputTaken,
+                    TimeSpent,
+                ),
             )
 
     def _take_operation(
@@ -427,6 +430,17 @@ def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> N
     connection.execute(
         update(tables.attempts).where(tables.attempts.c.id == attempt_id).values(**values)
     )
+
+
+def _take_deletion(
+    connection: Connection, attempt: Row[Any], record: CheckpointDeleted | CheckpointFilesDeleted
+) -> None:
+    """Note which files an attempt has deleted of a checkpoint, if that is one of its trial."""
+    checkpoints = tables.checkpoints.c
+    query = select(checkpoints.trial_id).where(checkpoints.uuid == record.uuid)
+    if connection.execute(query).scalar() == attempt.trial_id:
+        left = {} if isinstance(record, CheckpointDeleted) else record.resources
+        note_deleted_files(connection, record.uuid, left)
 
 
 def _early_exit(connection: Connection, attempt_id: int) -> str | None:

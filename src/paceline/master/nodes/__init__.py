@@ -7,13 +7,18 @@ from paceline.master.nodes._nodes import (
     RegisteredNode,
     UnknownNodeError,
 )
+from paceline.master.nodes._storage_marks import StorageMarks
+from paceline.master.nodes._transfers import MAX_PIECE_BYTES, Transfers
 from paceline.master.nodes._work import work_for
 
 __all__ = [
+    "MAX_PIECE_BYTES",
     "NodeExecutor",
     "NodeRefusedError",
     "Nodes",
     "RegisteredNode",
+    "StorageMarks",
+    "Transfers",
     "UnknownNodeError",
     "work_for",
 ]

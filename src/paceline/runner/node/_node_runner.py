@@ -20,6 +20,7 @@ from paceline.journal import write_atomically
 from paceline.messages.attempts import MasterAddress
 from paceline.messages.nodes import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
 from paceline.runner._attempt_processes import AttemptProcesses
+from paceline.runner._checkpoint_place import place_checkpoints
 from paceline.runner._link import (
     Backoff,
     MasterLink,
@@ -245,7 +246,9 @@ class NodeRunner:
             if not processes.is_prepared(attempt_id):
                 assert launch is not None
                 spec = msgspec.structs.replace(launch.spec, master=str(self._address_path))
-                processes.prepare(spec, launch.info, launch.secrets)
+                run = processes.directory(attempt_id).run
+                spec, info = place_checkpoints(spec, launch.info, run)
+                processes.prepare(spec, info, launch.secrets)
             if processes.was_started(attempt_id):
                 processes.ship(attempt_id)
             else:

@@ -1,0 +1,150 @@
+"""Routes of checkpoints that travel between nodes and the master, in pieces."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import xxhash
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+
+from paceline.master._master import Master
+from paceline.master.api._common import MasterOf
+from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.experiments import RefusedError
+from paceline.messages.attempts import CheckpointOffer, PieceReply
+from paceline.runner import is_shortage
+from paceline.storage import CheckpointWriteError
+
+Result = TypeVar("Result")
+
+router = APIRouter(tags=["attempts"], route_class=ReadingRoute)
+
+AttemptId = Annotated[int, Path(ge=1, le=2**62)]
+Uuid = Annotated[str, Path(pattern="^[0-9A-Za-z][0-9A-Za-z_-]{0,127}$")]
+Name = Annotated[str, Query(min_length=1, max_length=4096, description="The file.")]
+Offset = Annotated[int, Query(ge=0, le=2**62)]
+
+# For a place among the pieces that are in memory; then the runner is told to come again.
+_LONGEST_WAIT_S = 10.0
+# In which a piece must have arrived.
+_LONGEST_PIECE_S = 60.0
+_RENEWAL_S = 2.0
+
+
+@router.post("/attempts/{attempt_id}/checkpoints/{uuid}", openapi_extra={"requestBody": {
+    "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def offer_checkpoint(
+    attempt_id: AttemptId, uuid: Uuid, request: Request, master: MasterOf
+) -> Response:
+    """Tell what is missing of a checkpoint; once nothing is, it is stored."""
+    try:
+        offer = msgspec.json.decode(await request.body(), type=CheckpointOffer)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+    return _json(
+        await _do(master, attempt_id, lambda: master.transfers.offer(attempt_id, uuid, offer))
+    )
+
+
+@router.put("/attempts/{attempt_id}/checkpoints/{uuid}/pieces", openapi_extra={"requestBody": {
+    "content": {"application/octet-stream": {}}}})  # fmt: skip
+async def store_piece(
+    attempt_id: AttemptId,
+    uuid: Uuid,
+    request: Request,
+    master: MasterOf,
+    name: Name,
+    offset: Offset,
+    digest: Annotated[str, Header(alias="x-paceline-digest", description="xxh3_128")],
+) -> Response:
+    """Append a piece to a file of a checkpoint that is being sent; tells the file's size then.
+
+    A piece that does not begin at the present size changes nothing.
+    """
+    async with _Place(master):
+        try:
+            data = await asyncio.wait_for(request.body(), _LONGEST_PIECE_S)
+        except asyncio.TimeoutError as error:
+            raise ApiError(408, "too_slow", "The piece did not arrive in time.") from error
+        if xxhash.xxh3_128_hexdigest(data) != digest:
+            raise ApiError(422, "damaged_piece", f"A piece of {name!r} was damaged on its way.")
+        num_bytes = await _do(
+            master,
+            attempt_id,
+            lambda: master.transfers.receive(attempt_id, uuid, name, offset, data),
+        )
+    return _json(PieceReply(num_bytes))
+
+
+@router.delete("/attempts/{attempt_id}/checkpoints/{uuid}", status_code=204)
+async def delete_sent_checkpoint(attempt_id: AttemptId, uuid: Uuid, master: MasterOf) -> None:
+    """Delete a checkpoint of the attempt's trial; a second time changes nothing."""
+    await _do(master, attempt_id, lambda: master.transfers.delete(attempt_id, uuid))
+
+
+@router.get("/attempts/{attempt_id}/checkpoints/{uuid}")
+async def read_checkpoint_files(attempt_id: AttemptId, uuid: Uuid, master: MasterOf) -> Response:
+    """Read the manifest of a checkpoint that the attempt may start from."""
+    return _json(
+        await _do(master, attempt_id, lambda: master.transfers.read_files(attempt_id, uuid))
+    )
+
+
+@router.get("/attempts/{attempt_id}/checkpoints/{uuid}/pieces")
+async def read_piece(
+    attempt_id: AttemptId, uuid: Uuid, master: MasterOf, name: Name, offset: Offset
+) -> Response:
+    """Read a piece of a file of such a checkpoint, as large as pieces are; nothing is verified."""
+    async with _Place(master):
+        data = await _do(
+            master,
+            attempt_id,
+            lambda: master.transfers.read_piece(attempt_id, uuid, name, offset),
+        )
+    return Response(data, media_type="application/octet-stream")
+
+
+class _Place:
+    """One of the places for pieces that are in memory."""
+
+    def __init__(self, master: Master) -> None:
+        self._places = master.transfers.places
+
+    async def __aenter__(self) -> None:
+        try:
+            await asyncio.wait_for(self._places.acquire(), _LONGEST_WAIT_S)
+        except asyncio.TimeoutError as error:
+            raise ApiError(503, "busy", "Too many checkpoints are on their way.") from error
+
+    async def __aexit__(self, *_: object) -> None:
+        self._places.release()
+
+
+async def _do(master: Master, attempt_id: int, job: Callable[[], Result]) -> Result:
+    """Do what may take long in a thread, with a lease that is kept meanwhile."""
+    task = asyncio.ensure_future(asyncio.to_thread(job))
+    while not task.done():
+        master.leases.renew(attempt_id)
+        await asyncio.wait({task}, timeout=_RENEWAL_S)
+    try:
+        return task.result()
+    except RefusedError:
+        raise
+    except BlockingIOError as error:
+        raise ApiError(503, "busy", "Another request writes to the file.") from error
+    except FileNotFoundError as error:
+        raise ApiError(404, "not_found", f"There is no such file: {error.filename}.") from error
+    except ValueError as error:
+        raise ApiError(422, "invalid_checkpoint", str(error)) from error
+    except OSError as error:
+        # A full disk, and one that cannot be written to now: it is worth trying again.
+        if not isinstance(error, CheckpointWriteError) and not is_shortage(error):
+            raise
+        detail = f"The checkpoint cannot be stored: {error.strerror}."
+        raise ApiError(503, "storage_unavailable", detail) from error
+
+
+def _json(message: Any) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")

@@ -1,0 +1,48 @@
+"""Marks in storage directories, by which nodes see whether they share them with the master."""
+
+import logging
+import secrets
+from pathlib import Path
+
+from paceline._atomic_files import replacing
+from paceline.messages.attempts import StorageMark
+
+logger = logging.getLogger(__name__)
+
+
+class StorageMarks:
+    """Write a file into each storage directory: a node that finds it there sees the same directory.
+
+    Its text is another one whenever a master starts: a copy of the directory has an old text.
+
+    Args:
+        cluster_id: The identity of the master's home; several masters may share a directory.
+    """
+
+    def __init__(self, cluster_id: str) -> None:
+        self._name = f".paceline-{cluster_id}"
+        self._text = secrets.token_hex(16)
+
+    def mark(self, storage: str) -> StorageMark | None:
+        """Return the mark in a storage; None if it is no directory that this machine can write to.
+
+        Raises:
+            OSError: The disk is full or broken.
+        """
+        if "://" in storage:
+            return None
+        path = Path(storage) / self._name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.read_text() != self._text:
+                with replacing(path) as part:
+                    part.write_text(self._text)
+        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+            logger.warning(
+                "Checkpoints of nodes cannot be kept in %s, which this machine cannot write to"
+                " (%s): all nodes must share that directory.",
+                storage,
+                error.strerror,
+            )
+            return None
+        return StorageMark(str(path), self._text)

@@ -1,0 +1,328 @@
+"""Checkpoints on their way between nodes and the storage directories of this machine."""
+
+import asyncio
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, select
+
+from paceline import faults
+from paceline.journal import CheckpointStored
+from paceline.master.experiments import (
+    RecordIngest,
+    RefusedError,
+    StateChanges,
+    check_not_over,
+    checkpoint_root,
+    delete_files,
+    note_deleted_files,
+    read_attempt,
+)
+from paceline.master.store import Database, Transaction, config_of, tables
+from paceline.messages.attempts import CheckpointFiles, CheckpointNeeds, CheckpointOffer
+from paceline.messages.states import LIVE_ATTEMPTS, CheckpointState
+from paceline.storage import (
+    MANIFEST_NAME,
+    CheckpointStorage,
+    DirectoryStorage,
+    IncomingCheckpoint,
+    decode_manifest,
+    done_name,
+    forget_incoming,
+    storage_from,
+)
+
+faults.register("master.checkpoint.moved_in")
+
+MAX_PIECE_BYTES = 4 * 1024 * 1024
+_PIECES_AT_ONCE = 8
+# Of one attempt at a time; a runner sends one after the other.
+_MAX_OPEN = 4
+_LARGEST_TEXT = 64 * 1024 * 1024
+
+
+class Transfers:
+    """Take checkpoints from runners on nodes, and give them out; for any thread.
+
+    An attempt sends only checkpoints of its own trial, and until one is whole it lies apart from
+    those of all others. It reads what its trial may start from.
+
+    Args:
+        database: The master's database.
+        cluster_id: The identity of the master's home.
+        default_storage: Where checkpoints go unless the configuration says otherwise.
+        ingest: Stores the records of checkpoints.
+    """
+
+    def __init__(
+        self, database: Database, cluster_id: str, default_storage: str, ingest: RecordIngest
+    ) -> None:
+        self._database = database
+        self._cluster_id = cluster_id
+        self._default_storage = default_storage
+        self._ingest = ingest
+        # For requests that hold a piece in memory, of all runners together.
+        self.places = asyncio.Semaphore(_PIECES_AT_ONCE)
+        self._lock = threading.Lock()
+        self._open: dict[tuple[int, str], IncomingCheckpoint] = {}
+
+    def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
+        """Return what is missing of a checkpoint, or store it if nothing is.
+
+        Raises:
+            NotFoundError: There is no such attempt.
+            RefusedError: The attempt has ended, or the checkpoint belongs to another trial.
+            CheckpointError: The files are damaged, or cannot be written.
+            ValueError: A name cannot be that of a file.
+        """
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+            check_not_over(attempt)
+            storage = self._directory_of(connection, attempt)
+            row = _row_of(connection, uuid)
+            if row is not None:
+                _check_own(row, attempt)
+        if row is not None:
+            if offer.record is None and row.state != CheckpointState.DELETED.value:
+                self._shrink(row, offer.files)
+            return CheckpointNeeds(is_stored=True)
+        if offer.record is None or offer.record.uuid != uuid:
+            raise RefusedError("unknown_checkpoint", f"Nobody has stored checkpoint {uuid}.")
+        incoming = self._incoming(storage, attempt_id, uuid, offer.files)
+        if not self._is_there(storage, uuid, offer.files):
+            # A damaged file is missing again.
+            missing = incoming.missing() or dict.fromkeys(incoming.seal(), 0)
+            if missing:
+                self._begin(attempt_id, uuid, storage, incoming)
+                return CheckpointNeeds(is_stored=False, missing=missing)
+        self._store(attempt_id, storage, incoming, offer.record)
+        return CheckpointNeeds(is_stored=True)
+
+    def receive(self, attempt_id: int, uuid: str, name: str, offset: int, data: bytes) -> int:
+        """Take a piece of a file, and return how many bytes of it are there then.
+
+        Raises:
+            RefusedError: The attempt has not offered the checkpoint to this master.
+            BlockingIOError: Another request writes to the file now.
+            CheckpointWriteError: The disk is full or broken.
+            ValueError: The checkpoint has no such file, or not so many bytes of it.
+        """
+        with self._lock:
+            incoming = self._open.get((attempt_id, uuid))
+        if incoming is None:
+            raise RefusedError(
+                "unknown_upload", f"Attempt {attempt_id} must offer checkpoint {uuid} first."
+            )
+        return incoming.write(name, offset, data)
+
+    def delete(self, attempt_id: int, uuid: str) -> None:
+        """Delete a checkpoint of the attempt's trial, if it is there; raises like `offer`."""
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+            check_not_over(attempt)
+            row = _row_of(connection, uuid)
+        if row is None or row.state == CheckpointState.DELETED.value:
+            return
+        _check_own(row, attempt)
+        self._check_place(row)
+        if not delete_files(row.storage, uuid):
+            raise OSError(f"The files of checkpoint {uuid} cannot be deleted.")
+
+        def note(transaction: Transaction) -> None:
+            note_deleted_files(transaction.connection, uuid, {})
+
+        self._database.write(note).result()
+
+    def readable(self, attempt_id: int, uuid: str) -> CheckpointStorage:
+        """Return the storage of a checkpoint that an attempt may read.
+
+        Raises:
+            NotFoundError: There is no such attempt.
+            RefusedError: The attempt has ended, or its trial may not start from the checkpoint.
+        """
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+            check_not_over(attempt)
+            row = _row_of(connection, uuid)
+            trial = StateChanges.trial(connection, attempt.trial_id)
+        is_start = uuid in (attempt.resumed_from, trial.source_checkpoint)
+        if row is None or not (is_start or row.trial_id == attempt.trial_id):
+            raise RefusedError(
+                "other_trial", f"Attempt {attempt_id} does not start from checkpoint {uuid}."
+            )
+        if row.state == CheckpointState.DELETED.value:
+            raise RefusedError("deleted", f"Checkpoint {uuid} was deleted.")
+        self._check_place(row)
+        return storage_from(row.storage)
+
+    def read_files(self, attempt_id: int, uuid: str) -> CheckpointFiles:
+        """Return the manifest and the done files of a checkpoint; raises like `readable`."""
+        storage = self.readable(attempt_id, uuid)
+        # First, for the errors of those that are not there or damaged.
+        storage.manifest(uuid)
+        shards: dict[int, str] = {}
+        while (text := _text_of(storage, uuid, done_name(len(shards)))) is not None:
+            shards[len(shards)] = text
+        manifest = _text_of(storage, uuid, MANIFEST_NAME)
+        assert manifest is not None
+        return CheckpointFiles(manifest=manifest, shards=shards)
+
+    def read_piece(self, attempt_id: int, uuid: str, name: str, offset: int) -> bytes:
+        """Return a piece of a file of a checkpoint; raises like `readable`.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no such file.
+        """
+        storage = self.readable(attempt_id, uuid)
+        if name not in storage.manifest(uuid).files:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return storage.read_file(uuid, name, offset, MAX_PIECE_BYTES)
+
+    def forget(self, attempt_id: int) -> None:
+        """Remove what an attempt that has ended did not send to the end."""
+        with self._lock:
+            given_up = [key for key in self._open if key[0] == attempt_id]
+            for key in given_up:
+                self._open.pop(key).forget()
+
+    def sweep(self, root: Path) -> None:
+        """Remove what attempts that have ended did not send to the end, from a storage."""
+        prefix = f"{self._cluster_id}-"
+        attempts = tables.attempts.c
+        with self._database.read() as connection:
+            query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
+            live = set(connection.execute(query).scalars())
+
+        def is_wanted(sender: str) -> bool:
+            number = sender.removeprefix(prefix)
+            return number == sender or (number.isdecimal() and int(number) in live)
+
+        with self._lock:
+            for attempt_id, uuid in list(self._open):
+                if attempt_id not in live:
+                    del self._open[attempt_id, uuid]
+        forget_incoming(root, is_wanted)
+
+    # ---- details -------------------------------------------------------------------------
+
+    def _directory_of(self, connection: Connection, attempt: Row[Any]) -> DirectoryStorage:
+        place = self._place_of(connection, attempt.experiment_id)
+        if "://" in place:
+            raise RefusedError("other_storage", f"Nodes themselves store checkpoints in {place}.")
+        return DirectoryStorage(place)
+
+    def _place_of(self, connection: Connection, experiment_id: int) -> str:
+        config = config_of(StateChanges.experiment(connection, experiment_id))
+        return checkpoint_root(config) or self._default_storage
+
+    def _check_place(self, row: Row[Any]) -> None:
+        """Refuse a place that a record alone has named: it could be any directory."""
+        with self._database.read() as connection:
+            place = self._place_of(connection, row.experiment_id)
+        if storage_from(row.storage).url != storage_from(place).url:
+            raise RefusedError(
+                "other_storage",
+                f"Checkpoint {row.uuid} must lie in the storage of its experiment, but lies in"
+                f" {row.storage}.",
+            )
+
+    def _sender(self, attempt_id: int) -> str:
+        return f"{self._cluster_id}-{attempt_id}"
+
+    def _incoming(
+        self, storage: DirectoryStorage, attempt_id: int, uuid: str, files: CheckpointFiles
+    ) -> IncomingCheckpoint:
+        shards = {rank: text.encode() for rank, text in files.shards.items()}
+        sender = self._sender(attempt_id)
+        return IncomingCheckpoint(storage, sender, uuid, files.manifest.encode(), shards)
+
+    def _begin(
+        self, attempt_id: int, uuid: str, storage: DirectoryStorage, incoming: IncomingCheckpoint
+    ) -> None:
+        with self._lock:
+            is_new = (attempt_id, uuid) not in self._open
+            num_open = sum(key[0] == attempt_id for key in self._open)
+            if is_new and num_open >= _MAX_OPEN:
+                raise RefusedError(
+                    "too_many_uploads",
+                    f"Attempt {attempt_id} must send at most {_MAX_OPEN} checkpoints at a time.",
+                )
+            self._open[attempt_id, uuid] = incoming
+        if is_new:
+            self.sweep(storage.root)
+
+    @staticmethod
+    def _is_there(storage: DirectoryStorage, uuid: str, files: CheckpointFiles) -> bool:
+        """Tell whether a checkpoint was moved in before a master died that had not noted it."""
+        if not storage.exists(uuid):
+            return False
+        if _text_of(storage, uuid, MANIFEST_NAME) != files.manifest:
+            raise RefusedError("other_checkpoint", f"There is another checkpoint {uuid}.")
+        return True
+
+    def _store(
+        self,
+        attempt_id: int,
+        storage: DirectoryStorage,
+        incoming: IncomingCheckpoint,
+        record: CheckpointStored,
+    ) -> None:
+        manifest = incoming.manifest
+        stored = msgspec.structs.replace(
+            record,
+            metadata=manifest.metadata,
+            resources=manifest.resources,
+            storage=storage.url,
+        )
+
+        def job(transaction: Transaction) -> None:
+            attempt = read_attempt(transaction.connection, attempt_id)
+            # Whoever has lost the attempt meanwhile must leave nothing there.
+            check_not_over(attempt)
+            incoming.commit()
+            faults.reach("master.checkpoint.moved_in")
+            self._ingest.store_checkpoint(transaction, attempt, stored)
+
+        self._database.write(job).result()
+        with self._lock:
+            self._open.pop((attempt_id, manifest.uuid), None)
+
+    def _shrink(self, row: Row[Any], files: CheckpointFiles) -> None:
+        """Delete the files of a checkpoint that a new manifest does not name any more."""
+        self._check_place(row)
+        kept = decode_manifest(files.manifest.encode(), row.uuid).files
+        storage = DirectoryStorage(row.storage)
+        present = storage.manifest(row.uuid).files
+        if any(present.get(name) != entry for name, entry in kept.items()) or not kept:
+            raise RefusedError("other_checkpoint", f"There is another checkpoint {row.uuid}.")
+        left = storage.delete_files(row.uuid, lambda name: name not in kept).resources
+
+        def note(transaction: Transaction) -> None:
+            note_deleted_files(transaction.connection, row.uuid, left)
+
+        self._database.write(note).result()
+
+
+def _check_own(row: Row[Any], attempt: Row[Any]) -> None:
+    if row.trial_id != attempt.trial_id:
+        raise RefusedError(
+            "other_trial",
+            f"Checkpoint {row.uuid} belongs to another trial than {attempt.trial_id}.",
+        )
+
+
+def _text_of(storage: CheckpointStorage, uuid: str, name: str) -> str | None:
+    """Return a file of the commit protocol, None if there is none."""
+    try:
+        return storage.read_file(uuid, name, 0, _LARGEST_TEXT).decode()
+    except FileNotFoundError:
+        return None
+
+
+def _row_of(connection: Connection, uuid: str) -> Row[Any] | None:
+    query = select(tables.checkpoints).where(tables.checkpoints.c.uuid == uuid)
+    return connection.execute(query).first()

@@ -1,0 +1,91 @@
+"""Nodes as processes of their own: started, killed and started again."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.runner import AttemptDirectory
+
+
+class NodeProcess:
+    """`paceline runner` on a directory of its own, as a user starts it.
+
+    It finds an empty disk of its own at the paths of `hidden`.
+    """
+
+    def __init__(
+        self, master: Any, token: Path, directory: Path, *options: str, hidden: Sequence[Path] = ()
+    ) -> None:
+        self.master = master
+        self.token = token
+        self.directory = directory
+        self.options = options
+        self.hidden = hidden
+        self.log_path = directory.with_suffix(".log")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name among the nodes."""
+        return self.directory.name
+
+    def start(self, **variables: str) -> "NodeProcess":
+        """Start it, with more variables of the environment."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        environment |= {"PACELINE_TOKEN": "secret-of-the-user", "GATE": str(self.gate)}
+        environment |= variables
+        command = [sys.executable, "-m", "paceline.cli", "runner", "--name", self.name]
+        command += ["--master", self.master.client().url, "--token-file", str(self.token)]
+        command += ["--dir", str(self.directory), *self.options]
+        if self.hidden:
+            mounts = " && ".join(f"mount -t tmpfs tmpfs {path}" for path in self.hidden)
+            command = ["unshare", "--mount", "sh", "-c", f'{mounts} && exec "$@"', "sh", *command]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        return self
+
+    @property
+    def gate(self) -> Path:
+        """A file that scripts on it can wait for."""
+        return self.token.with_name("gate")
+
+    def runner(self, attempt_id: int) -> psutil.Process:
+        """Return the runner of an attempt that runs here."""
+        pid = AttemptDirectory(self.directory / "attempts" / str(attempt_id)).runner_pid()
+        assert pid, self.log_path.read_text()
+        return psutil.Process(pid)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the node."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                # Runners of attempts are forks, which show by where they work alone.
+                words = [*process.cmdline(), process.environ().get("PACELINE_RUN_DIR", "")]
+                words.append(process.cwd())
+            except psutil.Error:
+                continue
+            if any(word.startswith(str(self.directory)) for word in words):
+                found.append(process)
+        return found
+
+    def close(self) -> None:
+        """Kill all of it at once, until nothing is left."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        while left := self.processes():
+            # First, so that none of them can tell of the end of another.
+            for action in (psutil.Process.suspend, psutil.Process.kill):
+                for process in left:
+                    with suppress(psutil.Error):
+                        action(process)
+            psutil.wait_procs(left, timeout=1)

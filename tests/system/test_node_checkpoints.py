@@ -3,9 +3,12 @@
 Each node finds an empty disk of its own where the master has its checkpoints. Needs root.
 """
 
+import json
 import os
 import shutil
+import socket
 import subprocess
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 from fault_lab.nodes import NodeProcess
 
+from paceline.runner import AttemptDirectory
 from paceline.storage import DirectoryStorage
 
 # Draws random numbers whose state is in the checkpoint, so that one that is lost or doubled shows.
@@ -36,7 +40,7 @@ with det.core.init() as context:
             (path / "deep").mkdir()
             (path / "deep" / "state").write_text(json.dumps([step, weight, draw.getstate()]))
             (path / "empty").touch()
-            (path / "large").write_bytes(draw.randbytes(0) + bytes(int(os.environ["LARGE"])))
+            (path / "large").write_bytes(bytes(int(os.environ["LARGE"]) if step == 1 else 10))
         while step == 3 and not begin and not Path(os.environ["GATE"]).exists():
             time.sleep(0.02)
 """
@@ -114,6 +118,12 @@ def told(master: Any, trial: Any) -> str:
     return "\n".join([*map(str, ends), *(line.text for line in trial.iter_logs()), master.log()])
 
 
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
 def test_a_trial_goes_on_on_another_node_when_its_own_is_gone(
     master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
     wait_until: Callable[..., None], tmp_path: Path,
@@ -147,3 +157,122 @@ def test_a_trial_goes_on_on_another_node_when_its_own_is_gone(
     target = tmp_path / "download"
     next(iter(kept.values())).download(target)
     assert (target / "deep" / "state").exists()
+
+
+def test_a_runner_that_was_killed_while_it_sends_leaves_the_rest_to_the_next_one(
+    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    master.start()
+    node = make_node("box", "--slots", "1").start(PACELINE_FAULT="runner.checkpoint.piece_sent:2")
+    wait_until(lambda: master.client().nodes())
+    experiment = submit(14 * 2**20)
+    [trial] = experiment.trials()
+    incoming = master.home / "checkpoints" / ".incoming"
+    directory = AttemptDirectory(node.directory / "attempts" / "1")
+    wait_until(lambda: incoming.exists() and directory.runner_pid() is None)
+    node.process.kill()
+    node.process.wait()
+    node.gate.touch()
+    node.start()
+    assert experiment.wait().value == "COMPLETED", told(master, trial)
+    assert losses(trial) == expected()
+    first, *_, last = master.client().get_trial(trial.id).data.attempts
+    assert first.exit.reason.value == "runner_lost"
+    assert last.resumed_steps >= 1
+    storage = DirectoryStorage(master.home / "checkpoints")
+    wait_until(lambda: len(storage.list()) == 2)
+    assert all(storage.verify(uuid) for uuid in storage.list())
+    assert not incoming.exists()
+
+
+@pytest.mark.parametrize("fault", ["storage.piece_written:3", "master.checkpoint.moved_in"])
+def test_a_master_that_was_killed_while_it_takes_a_checkpoint_goes_on_with_it(
+    fault: str, master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    master.start(fault)
+    port = master.client().url.rpartition(":")[2]
+    node = make_node("box", "--slots", "1").start()
+    wait_until(lambda: master.client().nodes())
+    submit(14 * 2**20)
+    wait_until(lambda: not master.is_alive)
+    node.gate.touch()
+    master.options = ("--runner-timeout", "6", "--port", port)
+    [experiment] = master.start().client().list_experiments()
+    [trial] = experiment.trials()
+    assert experiment.wait().value == "COMPLETED", told(master, trial)
+    assert losses(trial) == expected()
+    assert len(master.client().get_trial(trial.id).data.attempts) == 1
+    assert len(trial.checkpoints()) == 6
+    storage = DirectoryStorage(master.home / "checkpoints")
+    wait_until(lambda: len(storage.list()) == 2)
+    assert all(storage.verify(uuid) for uuid in storage.list())
+
+
+@pytest.mark.slow
+def test_a_large_checkpoint_takes_little_memory_both_ways(
+    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None], tmp_path: Path,
+) -> None:  # fmt: skip
+    master.start()
+    pid = json.loads((master.home / "master.json").read_text())["pid"]
+    first = make_node("first", "--slots", "1").start()
+    wait_until(lambda: master.client().nodes())
+    before = peak_bytes(pid)
+    script = SCRIPT.replace("step == 3", "step == 1")
+    (tmp_path / "context" / "train.py").write_text(script)
+    experiment = submit(2**30)
+    [trial] = experiment.trials()
+    wait_until(lambda: len(trial.checkpoints()) == 1, timeout_s=300)
+    sender = peak_bytes(first.runner(1).pid)
+    first.close()
+    second = make_node("second", "--slots", "1").start()
+    second.gate.touch()
+    assert experiment.wait(timeout_s=300).value == "COMPLETED", told(master, trial)
+    grown = peak_bytes(pid) - before
+    print(f"master +{grown / 2**20:.0f} MiB, runner {sender / 2**20:.0f} MiB in all")
+    assert grown < 128 * 2**20
+    assert sender < 192 * 2**20
+    assert losses(trial) == expected()
+
+
+def test_a_checkpoint_of_several_ranks_arrives_whole(
+    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None], tmp_path: Path,
+) -> None:  # fmt: skip
+    master.start()
+    make_node("box", "--slots", "3").start()
+    wait_until(lambda: master.client().nodes())
+    script = """
+        import os
+        import paceline as det
+
+        os.environ |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        import subprocess, sys
+        if "RANK" not in os.environ:
+            starts = [os.environ | {"RANK": str(n), "LOCAL_RANK": str(n),
+                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["PORT"]}
+                      for n in range(3)]
+            ranks = [subprocess.Popen([sys.executable, __file__], env=env) for env in starts]
+            raise SystemExit(max(rank.wait() for rank in ranks))
+        with det.core.init() as context:
+            rank = context.distributed.rank
+            with context.checkpoint.store_path({"steps_completed": 1}, shard=True) as (path, _):
+                (path / f"rank {rank}").write_text(str(rank))
+            if rank == 0:
+                context.train.report_validation_metrics(1, {"loss": 1.0})
+    """
+    (tmp_path / "context" / "train.py").write_text(textwrap.dedent(script))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    resources = {"slots_per_trial": 3}
+    experiment = submit(resources=resources, environment={"variables": {"PORT": port}})
+    [trial] = experiment.trials()
+    assert experiment.wait().value == "COMPLETED", told(master, trial)
+    [checkpoint] = trial.checkpoints()
+    storage = DirectoryStorage(master.home / "checkpoints")
+    files = sorted(path.name for path in (storage.root / checkpoint.uuid).iterdir())
+    done = ["rank-0.done", "rank-1.done", "rank-2.done"]
+    assert files == sorted(["manifest.json", "rank 0", "rank 1", "rank 2", *done])
+    assert storage.verify(checkpoint.uuid)

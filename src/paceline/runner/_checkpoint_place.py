@@ -13,14 +13,15 @@ def place_checkpoints(
 ) -> tuple[AttemptSpec, RunInfo]:
     """Return what an attempt gets on this node, which may not share the master's directory.
 
-    Without a mark, the storage is an object store, or the master cannot write to the directory.
+    Without a mark, the storage is an object store, or the master cannot write to the directory. The
+    nodes of an attempt on several must share the directory in any case, to store in it together.
 
     Args:
         spec: What the master says.
         info: What the processes of the attempt are to get.
         run: The run directory of the attempt, which is not made yet.
     """
-    if spec.storage_mark is None or _is_seen(spec.storage_mark):
+    if spec.storage_mark is None or spec.num_members > 1 or _is_seen(spec.storage_mark):
         return spec, info
     return (
         msgspec.structs.replace(spec, sends_checkpoints=True),

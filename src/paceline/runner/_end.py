@@ -191,7 +191,7 @@ def _judged(
     Records that were set aside are named and change nothing else, nor does output that cannot be
     stored. Where the reports as a whole cannot be stored, the attempt has failed.
     """
-    details = [end.detail, shipper.set_aside, output_error]
+    details = [end.detail, shipper.set_aside, shipper.unsent, output_error]
     if rest_error is not None:
         details.append(f"What the attempt reported cannot be stored: {rest_error}")
         # Another attempt has another journal, so it is worth a restart.

@@ -123,6 +123,11 @@ class Shipper:
         """Why journals could not be read, None if all could."""
         return self.records.unreadable
 
+    @property
+    def unsent(self) -> str | None:
+        """Which checkpoints could not be sent and why, None if all could."""
+        return None if self._checkpoints is None else self._checkpoints.unsent
+
     def close(self) -> None:
         """Close the connections."""
         self.records.close()

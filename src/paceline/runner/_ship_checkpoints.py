@@ -35,7 +35,6 @@ from paceline.runner._link import MasterLink, RefusedByMasterError, encode
 from paceline.runner._loop import ShippingLoop
 from paceline.storage import (
     MANIFEST_NAME,
-    CheckpointCorruptError,
     CheckpointNotFoundError,
     DirectoryStorage,
     copy_file,
@@ -93,6 +92,12 @@ class CheckpointShipper(ShippingLoop):
         # What the master lacks of the first one that waits; None if it must be asked.
         self._missing: dict[str, int] | None = None
         self._num_offers = 0
+        self._unsent: list[str] = []
+
+    @property
+    def unsent(self) -> str | None:
+        """Which checkpoints could not be sent and why, None if all could."""
+        return " ".join(self._unsent) or None
 
     def forget_positions(self) -> None:
         """Ask the master anew what it has."""
@@ -159,8 +164,10 @@ class CheckpointShipper(ShippingLoop):
                 self._release(uuid)
                 faults.reach("runner.checkpoint.sent")
                 return True
+            if self._is_unsendable(uuid):
+                self._release(uuid)
+                return True
             self._missing = needs.missing
-            self._check_offers(uuid)
         name = next(iter(self._missing), None)
         if name is None:
             self._missing = None
@@ -179,18 +186,19 @@ class CheckpointShipper(ShippingLoop):
         reply = self._link.post(f"{self._path}/{uuid}", encode(offer), _COMMIT_S)
         return msgspec.json.decode(reply, type=CheckpointNeeds)
 
-    def _check_offers(self, uuid: str) -> None:
-        """Raise if the master finds the files damaged again and again, and they are so here."""
+    def _is_unsendable(self, uuid: str) -> bool:
+        """Tell whether the master finds the files damaged again and again, and they are so here."""
         self._num_offers += 1
-        if self._num_offers > _MAX_TRIES:
-            self._num_offers = 0
-            problems = self._outgoing.problems(self._outgoing.manifest(uuid))
-            if problems:
-                self._waiting.popleft()
-                self._missing = None
-                self._release(uuid)
-                details = ", ".join(f"{name!r} {why}" for name, why in problems.items())
-                raise CheckpointCorruptError(f"Checkpoint {uuid} cannot be sent: {details}.")
+        if self._num_offers <= _MAX_TRIES:
+            return False
+        self._num_offers = 0
+        problems = self._outgoing.problems(self._outgoing.manifest(uuid))
+        if not problems:
+            return False
+        details = ", ".join(f"{name!r} {why}" for name, why in problems.items())
+        logger.error("Checkpoint %s cannot be sent: %s", uuid, details)
+        self._unsent.append(f"Checkpoint {uuid} was damaged before it could be sent: {details}.")
+        return True
 
     def _send_piece(self, uuid: str, name: str, offset: int) -> int:
         """Send a piece of a file, and return how much of the file the master has then."""

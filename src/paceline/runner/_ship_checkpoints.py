@@ -172,9 +172,12 @@ class CheckpointShipper(ShippingLoop):
         if name is None:
             self._missing = None
             return False
-        size = (self._outgoing.root / uuid / name).stat().st_size
-        self._missing[name] = self._send_piece(uuid, name, self._missing[name])
-        if self._missing[name] >= size:
+        num_bytes = self._send_piece(uuid, name, self._missing[name])
+        if num_bytes is None:
+            self._missing = None  # another master must get the offer first
+            return False
+        self._missing[name] = num_bytes
+        if num_bytes >= (self._outgoing.root / uuid / name).stat().st_size:
             del self._missing[name]
         if not self._missing:
             self._missing = None  # the next offer says whether that was all
@@ -200,8 +203,11 @@ class CheckpointShipper(ShippingLoop):
         self._unsent.append(f"Checkpoint {uuid} was damaged before it could be sent: {details}.")
         return True
 
-    def _send_piece(self, uuid: str, name: str, offset: int) -> int:
-        """Send a piece of a file, and return how much of the file the master has then."""
+    def _send_piece(self, uuid: str, name: str, offset: int) -> int | None:
+        """Send a piece of a file, and return how many bytes of the file the master has then.
+
+        None says that the master does not know of the checkpoint.
+        """
         query = f"name={quote(name, safe='')}&offset={offset}"
         for number in range(_MAX_TRIES):
             data = self._outgoing.read_file(uuid, name, offset, PIECE_BYTES)
@@ -210,7 +216,7 @@ class CheckpointShipper(ShippingLoop):
                 reply = self._link.put(f"{self._path}/{uuid}/pieces?{query}", data, digest)
             except RefusedByMasterError as error:
                 if '"unknown_upload"' in str(error):
-                    return offset  # by another master; the offer comes next
+                    return None
                 if '"damaged_piece"' not in str(error) or number == _MAX_TRIES - 1:
                     raise
                 logger.warning("A piece of %s is sent again: %s", uuid, error)

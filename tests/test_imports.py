@@ -25,7 +25,7 @@ ORDER = [
     "config",
     "messages",
     "core",
-    "tuning",
+    "masterless_search",
     "display",
     "data",
     "workers",
@@ -97,7 +97,7 @@ def test_import_loads_nothing_heavy(run_python: Callable[..., Any], code: str) -
 @pytest.mark.parametrize(
     "package",
     [
-        "tuning",
+        "masterless_search",
         "data",
         "workers",
         "workers.runs",

@@ -37,7 +37,7 @@ from paceline.master.store import (
     find_log_damage,
     settle_cluster_id,
 )
-from paceline.master.upkeep._records import append_rows, read_record
+from paceline.master.upkeep._recovery_records import append_rows, read_record
 from paceline.messages.attempts import AttemptEnd, AttemptSpec, LogEntry
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory, SecretFileError, read_secret_file

@@ -15,7 +15,8 @@ from paceline.client._trial import Trial
 
 if TYPE_CHECKING:
     from paceline.config import ExperimentConfig
-    from paceline.messages.resources import Event, MasterInfo, SearchPreview
+    from paceline.messages.resources import Event, MasterInfo
+    from paceline.messages.searches import SearchPreview
     from paceline.messages.status import MasterStatus
     from paceline.messages.tokens import CreatedToken, Token
 
@@ -198,7 +199,7 @@ class Client(ClusterClient):
         overrides: Sequence[str] = (),
     ) -> "SearchPreview":
         """Return how many trials a configuration's search would train how long."""
-        from paceline.messages.resources import PreviewSearch, SearchPreview
+        from paceline.messages.searches import PreviewSearch, SearchPreview
 
         body = PreviewSearch(config=_load(config, overrides).to_json())
         return self._session.call("POST", "preview-search", SearchPreview, body=body)

@@ -15,7 +15,8 @@ from paceline.client._trial import Trial, _number
 
 if TYPE_CHECKING:
     from paceline.messages.resources import Experiment as ExperimentData
-    from paceline.messages.resources import LogLine, SearchView
+    from paceline.messages.resources import LogLine
+    from paceline.messages.searches import SearchView
     from paceline.messages.states import ExperimentState, ShownState
     from paceline.messages.views import Loss
 
@@ -261,7 +262,7 @@ class Experiment:
 
     def search(self) -> "SearchView":
         """Return the rungs of the search; empty for searches that do not halve."""
-        from paceline.messages.resources import SearchView
+        from paceline.messages.searches import SearchView
 
         return self._session.get(f"experiments/{self.id}/search", SearchView)
 

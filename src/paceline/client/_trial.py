@@ -10,9 +10,10 @@ from paceline.client._session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.client._experiment import Experiment
-    from paceline.messages.resources import LogLine, MetricRow, TrialTime
+    from paceline.messages.resources import LogLine, MetricRow
     from paceline.messages.resources import Trial as TrialData
     from paceline.messages.states import ShownState, TrialState
+    from paceline.messages.times import TrialTime
 
 _LOG_PAGE = 1000
 _FOLLOW_INTERVAL_S = 0.5
@@ -81,7 +82,7 @@ class Trial:
 
     def time(self) -> "TrialTime":
         """Return what the trial's time went to, such as training, starts and lost work."""
-        from paceline.messages.resources import TrialTime
+        from paceline.messages.times import TrialTime
 
         return self._session.get(f"trials/{self.id}/time", TrialTime)
 

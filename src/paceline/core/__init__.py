@@ -18,8 +18,7 @@ from paceline.core._checkpoint_parts import (
 )
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
 from paceline.core._context import Context, has_context
-from paceline.core._control import ControlFile
-from paceline.core._decision import DECISION_TIMEOUT_S
+from paceline.core._control_file import ControlFile
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import (
     DownloadMode,
@@ -72,6 +71,7 @@ from paceline.core._run_summaries import (
     storage_at,
     summarize_run,
 )
+from paceline.core._search_decision import DECISION_TIMEOUT_S
 from paceline.core._searcher import SearcherContext, SearcherOperation
 from paceline.core._shards import failing_together
 from paceline.core._store_failures import StoreFailures

@@ -13,8 +13,7 @@ from paceline.core._attempt_journal import begin_journal, record_time_spent
 from paceline.core._checkpoint import CheckpointContext
 from paceline.core._cluster_info import cluster_info_of
 from paceline.core._context import Context, Parts
-from paceline.core._control import ControlFile
-from paceline.core._decision import SearchDecision
+from paceline.core._control_file import ControlFile
 from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
@@ -24,6 +23,7 @@ from paceline.core._parent import begin_signs_of_life
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._run_summaries import storage_of_run
+from paceline.core._search_decision import SearchDecision
 from paceline.core._searcher import SearcherContext
 from paceline.core._tensorboard import TensorboardFiles
 from paceline.core._time_account import ScriptTimes

@@ -8,10 +8,10 @@ import time
 from types import FrameType
 from typing import Any
 
-from paceline.core._control import ControlFile
-from paceline.core._decision import SearchDecision
+from paceline.core._control_file import ControlFile
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode
+from paceline.core._search_decision import SearchDecision
 from paceline.journal import JournalWriter, PreemptionAcknowledged
 
 logger = logging.getLogger(__name__)

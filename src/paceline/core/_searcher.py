@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.core._control import ControlFile
-from paceline.core._decision import SearchDecision
+from paceline.core._control_file import ControlFile
 from paceline.core._distributed import DistributedContext
 from paceline.core._preempt import PreemptContext
+from paceline.core._search_decision import SearchDecision
 from paceline.journal import (
     JournalWriter,
     OperationCompleted,

@@ -12,8 +12,7 @@ import msgspec
 
 from paceline import faults
 from paceline.core._attempt_journal import record_metrics, record_time_spent
-from paceline.core._control import ControlFile
-from paceline.core._decision import SearchDecision
+from paceline.core._control_file import ControlFile
 from paceline.core._enums import EarlyExitReason, TensorboardMode
 from paceline.core._history import last_steps, read_history, standing_metrics
 from paceline.core._plain_json import plain_json
@@ -24,6 +23,7 @@ from paceline.core._report_checks import (
     group_of_rank,
     new_metrics,
 )
+from paceline.core._search_decision import SearchDecision
 from paceline.core._tensorboard import PathMangler, PathSelector, TensorboardFiles
 from paceline.core._time_account import CHECKPOINT, OTHER, VALIDATION, ScriptTimes, TimeEvent
 from paceline.journal import (

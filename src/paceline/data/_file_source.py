@@ -11,11 +11,11 @@ import pyarrow as pa
 
 from paceline.data._chunk_cache import ChunkCache
 from paceline.data._columns import gather
+from paceline.data._concatenated_pieces import JoinedPieces
 from paceline.data._disk_cache import DiskCache
 from paceline.data._encoded import decoded
 from paceline.data._file_format import DataFile, FileFormat
 from paceline.data._file_index import FileIndex, cache_directory
-from paceline.data._joined_pieces import JoinedPieces
 from paceline.data._places import Directory, Objects, Place
 from paceline.data._source import Numbers, Source
 

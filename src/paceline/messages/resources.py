@@ -1,6 +1,5 @@
 """Models of the REST API that people and programs use."""
 
-from collections import Counter
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
@@ -296,31 +295,6 @@ class Trial(Message):
         )
 
 
-class TrialTime(Message):
-    """What a trial's time went to until `until`, in seconds; the shares add up to `total_s`.
-
-    `training_s` is what was trained and kept. `data_wait_s`: the devices were idle, as they waited
-    for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the last
-    checkpoint before a stop. `start_s`: from the launch of a process to its first step, restarts
-    included. `other_s`: what scripts do between and after trainings. `undivided_s`: attempts that
-    do not tell what they do. `waiting_s`: there was no process. `goodput` is `training_s` as a
-    fraction of all but `waiting_s`; None if that is not known.
-    """
-
-    training_s: float
-    data_wait_s: float
-    validation_s: float
-    checkpoint_s: float
-    lost_s: float
-    start_s: float
-    other_s: float
-    undivided_s: float
-    waiting_s: float
-    total_s: float
-    goodput: float | None
-    until: float
-
-
 class Checkpoint(Message):
     """A committed checkpoint; `resources` maps file paths to bytes."""
 
@@ -386,62 +360,6 @@ class Slot(Message):
     trial_id: int | None
     experiment_id: int | None
     attempt_id: int | None
-
-
-class RungEntry(Message):
-    """A trial's place in a rung; `metric` is None if it has not come there, or failed.
-
-    `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
-    "finished" and "failed".
-    """
-
-    trial_id: int
-    metric: Number | None
-    decision: str
-
-
-class Rung(Message):
-    """One rung of a halving search; `length` is the training length at which it decides.
-
-    `num_by_decision` counts all of its trials. Of a large rung `entries` has a part, spread evenly
-    over the ranks, the first and the last one included. A master of before counts none.
-    """
-
-    length: int
-    entries: list[RungEntry]
-    num_by_decision: dict[str, int] = {}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The number of trials by decision."""
-        return self.num_by_decision or dict(Counter(entry.decision for entry in self.entries))
-
-
-class SearchView(Message):
-    """The rungs of each bracket; empty for searches that do not halve."""
-
-    brackets: list[list[Rung]]
-
-
-class PreviewRow(Message):
-    """How many trials will train how long; `length` None means to completion."""
-
-    num_trials: int
-    length: int | None
-
-
-class SearchPreview(Message):
-    """What a search would train."""
-
-    searcher: str
-    unit: str | None
-    rows: list[PreviewRow]
-
-
-class PreviewSearch(Request):
-    """A configuration whose search is to be previewed."""
-
-    config: dict[str, Any]
 
 
 class Event(Message):

@@ -58,7 +58,7 @@ from paceline.workers import (
 )
 
 if TYPE_CHECKING:
-    from paceline.train._search import search
+    from paceline.train._search_function import search
     from paceline.train._search_results import SearchResults, TrialResult
 
 __all__ = [
@@ -116,7 +116,11 @@ __all__ = [
 # Workers and most drivers search nothing.
 __getattr__ = late_names(
     __name__,
-    {"SearchResults": "_search_results", "TrialResult": "_search_results", "search": "_search"},
+    {
+        "SearchResults": "_search_results",
+        "TrialResult": "_search_results",
+        "search": "_search_function",
+    },
 )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.display import html_table
+from paceline.masterless_search import TrialOutcome
 from paceline.train._checkpoint import Checkpoint
-from paceline.tuning import TrialOutcome
 
 _HEADER = ("trial", "state", "reports")
 

@@ -20,7 +20,6 @@ from paceline.workers._errors import (
     is_told,
 )
 from paceline.workers._group_run import GroupRun
-from paceline.workers._joined_group import JoinedGroup
 from paceline.workers._kept_state import (
     KeptState,
     MemoryFile,
@@ -29,6 +28,7 @@ from paceline.workers._kept_state import (
     write_part,
 )
 from paceline.workers._launch_run import LaunchGroup, LaunchRun, offered_restarts
+from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers._recovering_group import RecoveringGroup
 from paceline.workers._restart_policy import (
     ElasticLimits,
@@ -47,8 +47,8 @@ from paceline.workers._worker_resources import (
     num_gpus,
 )
 from paceline.workers.pools._inline_pool import InlinePool
-from paceline.workers.pools._joined_pool import JoinedPool, prepare_joined
 from paceline.workers.pools._local_pool import LocalPool
+from paceline.workers.pools._outer_launcher_pool import JoinedPool, prepare_joined
 from paceline.workers.pools._pickling import NotSendableError, dump, load
 from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand, WorkerVariables
 from paceline.workers.pools._ray_pool import RayPool

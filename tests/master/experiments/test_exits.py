@@ -10,7 +10,7 @@ from sqlalchemy import update
 from paceline.journal import AttemptFinished, EarlyExitReported, OperationsRequested
 from paceline.master.experiments import NotFoundError
 from paceline.master.experiments import _start_delays as _pauses
-from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
+from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
 from paceline.master.experiments._start_delays import pause_after
 from paceline.master.store import tables
 from paceline.messages.states import ErrorKind, ExitReason

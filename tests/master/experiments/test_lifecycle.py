@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.master.experiments._attempt_ends import (
+from paceline.master.experiments._exit_decisions import (
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
     AttemptFacts,

@@ -17,8 +17,8 @@ from paceline.master._home_directory import Home
 from paceline.master.store import Database, begin_records, tables
 from paceline.master.upkeep import BackupError, Finding, check, fix
 from paceline.master.upkeep import _home_check as _check
-from paceline.master.upkeep._recorder import write_some
-from paceline.master.upkeep._records import record_path, recorded_experiments
+from paceline.master.upkeep._recovery_records import record_path, recorded_experiments
+from paceline.master.upkeep._recovery_writer import write_some
 
 DieAt = Callable[[str, Callable[[], object]], None]
 RECORDED = (

@@ -5,7 +5,7 @@ from pathlib import Path
 from sqlalchemy import func, select
 
 from paceline.master.store import ALL, Database, note_experiment, tables
-from paceline.master.upkeep._recorder import write_some
+from paceline.master.upkeep._recovery_writer import write_some
 
 
 def test_experiments_that_are_recorded_whole_come_some_at_a_time(tmp_path: Path) -> None:

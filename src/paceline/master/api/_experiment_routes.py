@@ -28,7 +28,7 @@ from paceline.master.store import (
     experiment_views,
     tables,
 )
-from paceline.messages import resources
+from paceline.messages import resources, searches
 from paceline.search import preview
 
 router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
@@ -125,18 +125,18 @@ def read_search(
     limit: Annotated[
         int, Query(ge=1, le=MAX_RUNG_ENTRIES, description="At most so many trials of each rung.")
     ] = MAX_RUNG_ENTRIES,
-) -> resources.SearchView:
+) -> searches.SearchView:
     """Read the rungs of a halving search: who was stopped where."""
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
-    return resources.SearchView(
+    return searches.SearchView(
         brackets=[
             [
-                resources.Rung(
+                searches.Rung(
                     length=rung.length,
                     num_by_decision=rung.num_by_decision,
                     entries=[
-                        resources.RungEntry(
+                        searches.RungEntry(
                             trial_id=entry.trial_id, metric=entry.metric, decision=entry.decision
                         )
                         for entry in thinned(rung.entries, limit)
@@ -150,14 +150,14 @@ def read_search(
 
 
 @router.post("/preview-search")
-def preview_search(request: resources.PreviewSearch) -> resources.SearchPreview:
+def preview_search(request: searches.PreviewSearch) -> searches.SearchPreview:
     """Say what a search would train, without creating anything."""
     config = validate_config(request.config)
     found = preview(config.search_config(), config.hyperparameters)
-    return resources.SearchPreview(
+    return searches.SearchPreview(
         searcher=config.searcher.name,
         unit=config.searcher.length_unit,
-        rows=[resources.PreviewRow(num_trials=row.trials, length=row.units) for row in found.rows],
+        rows=[searches.PreviewRow(num_trials=row.trials, length=row.units) for row in found.rows],
     )
 
 

@@ -34,7 +34,7 @@ from paceline.master.store import (
     time_shares,
     trial_views,
 )
-from paceline.messages import resources
+from paceline.messages import resources, times
 
 router = APIRouter(tags=["trials"], route_class=ReadingRoute)
 
@@ -68,11 +68,11 @@ def read_trial(trial_id: TrialId, master: MasterOf) -> resources.Trial:
 
 
 @router.get("/trials/{trial_id}/time")
-def read_trial_time(trial_id: TrialId, master: MasterOf) -> resources.TrialTime:
+def read_trial_time(trial_id: TrialId, master: MasterOf) -> times.TrialTime:
     """Read what the time of a trial went to."""
     with master.database.read() as connection:
         shares, until = time_shares(connection, trial_row(connection, trial_id))
-    return resources.TrialTime(
+    return times.TrialTime(
         **shares.seconds(), total_s=shares.total_s, goodput=shares.goodput, until=until
     )
 

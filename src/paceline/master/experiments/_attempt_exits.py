@@ -8,7 +8,7 @@ from sqlalchemy import Row, select, update
 
 from paceline import faults
 from paceline.config import ExperimentConfig, MissingSearcher
-from paceline.master.experiments._attempt_ends import (
+from paceline.master.experiments._exit_decisions import (
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
     AttemptFacts,

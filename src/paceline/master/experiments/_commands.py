@@ -17,7 +17,10 @@ from paceline.config import (
 )
 from paceline.master._secret_store import SecretStore, text_to_store
 from paceline.master.experiments._cluster_state import read_pools
-from paceline.master.experiments._launch import checkpoint_root
+from paceline.master.experiments._continued_configs import (
+    config_of_continued_trial,
+    overridden_config,
+)
 from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError
@@ -183,18 +186,7 @@ class Commands:
         connection = transaction.connection
         trial = self._changes.trial(connection, trial_id)
         parent = self._managed(transaction, trial.experiment_id)
-        old = config_of(parent)
-        config = parent.config | {
-            "name": f"{parent.name} (trial {trial_id} continued)",
-            "searcher": {
-                "name": "single",
-                "metric": old.searcher.metric,
-                "smaller_is_better": old.searcher.smaller_is_better,
-                "source_trial_id": trial_id,
-            },
-            "hyperparameters": _as_constants(old.hyperparameters, trial.hparams),
-        }
-        merged = validate_config(merge_configs(config, overrides))
+        merged = config_of_continued_trial(parent, trial, overrides)
         return self.create(
             transaction,
             merged,
@@ -310,25 +302,7 @@ class Commands:
         experiment: Row[Any],
         overrides: dict[str, Any],
     ) -> None:
-        if config_of(experiment).searcher.name != "single":
-            raise RefusedError(
-                "override_refused",
-                "Only a single search takes a changed configuration when it is continued.",
-            )
-        merged = validate_config(merge_configs(experiment.config, overrides))
-        if merged.searcher.name != "single":
-            raise RefusedError("override_refused", "The continued search must remain single.")
-        if "hyperparameters" in overrides:
-            raise RefusedError(
-                "override_refused",
-                "A trial keeps its hyperparameters when its experiment is continued. Hint:"
-                " `paceline trial continue` begins another trial, with others if you like.",
-            )
-        if checkpoint_root(merged) != checkpoint_root(config_of(experiment)):
-            raise RefusedError(
-                "override_refused",
-                "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
-            )
+        merged = overridden_config(experiment, overrides)
         self._check_slots(transaction.connection, merged)
         resolved = self._reveal(transaction.connection, merged, experiment.id)
         self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
@@ -414,15 +388,3 @@ class Commands:
                 f"Trial {trial_id} must have a checkpoint to start from, but has none.",
             )
         return found[0]
-
-
-def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
-    """Return the space with every hyperparameter fixed at a trial's value."""
-    fixed: dict[str, Any] = {}
-    for name, value in hparams.items():
-        entry = space.get(name)
-        if isinstance(value, dict) and isinstance(entry, dict) and "type" not in entry:
-            fixed[name] = _as_constants(entry, value)
-        else:
-            fixed[name] = {"type": "const", "val": value}
-    return fixed

@@ -14,7 +14,6 @@ from sqlalchemy import Row, delete, func, insert, select
 
 from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
-from paceline.master.experiments._attempt_ends import MAX_SHORTAGES
 from paceline.master.experiments._checkpoint_files import is_gone, note_deleted_files
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.experiments._cluster_state import (
@@ -22,6 +21,7 @@ from paceline.master.experiments._cluster_state import (
     read_cluster,
     waiting_trials,
 )
+from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
 from paceline.master.experiments._groups import Runner, end_runner, give_back, runners_of
 from paceline.master.experiments._launch import Node, build_launch
 from paceline.master.experiments._leases import Leases

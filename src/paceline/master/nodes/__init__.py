@@ -1,6 +1,7 @@
 """Nodes: machines whose runners register, ask for attempts and carry them out."""
 
 from paceline.master.nodes._node_executor import NodeExecutor
+from paceline.master.nodes._node_work import work_for
 from paceline.master.nodes._nodes import (
     NodeRefusedError,
     Nodes,
@@ -9,7 +10,6 @@ from paceline.master.nodes._nodes import (
 )
 from paceline.master.nodes._storage_marks import StorageMarks
 from paceline.master.nodes._transfers import MAX_PIECE_BYTES, Transfers
-from paceline.master.nodes._work import work_for
 
 __all__ = [
     "MAX_PIECE_BYTES",

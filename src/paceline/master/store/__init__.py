@@ -33,7 +33,7 @@ from paceline.master.store._kept_counts import (
     number_by_state,
     numbers_of,
 )
-from paceline.master.store._known import (
+from paceline.master.store._known_files import (
     KnownFiles,
     adopt_contexts,
     note_context,

@@ -11,7 +11,7 @@ from paceline.master.upkeep._home_restore import (
     restore,
     restore_copy,
 )
-from paceline.master.upkeep._recorder import Recorder
+from paceline.master.upkeep._recovery_writer import Recorder
 
 __all__ = [
     "Backup",

@@ -30,7 +30,7 @@ from paceline.master.store import (
 )
 from paceline.master.upkeep._backup_selection import DATABASE
 from paceline.master.upkeep._backup_snapshots import BackupError
-from paceline.master.upkeep._records import read_record, record_path, recorded_experiments
+from paceline.master.upkeep._recovery_records import read_record, record_path, recorded_experiments
 from paceline.messages.attempts import RecordBatch
 from paceline.runner import newest_attempt
 from paceline.search import Input

@@ -33,7 +33,7 @@ from paceline.master.upkeep._home_file_checks import (
     check_logs,
 )
 from paceline.master.upkeep._home_record_checks import check_records, mend_row, rows_to_mend
-from paceline.master.upkeep._recorder import write_some
+from paceline.master.upkeep._recovery_writer import write_some
 from paceline.messages.states import CheckpointState
 
 # A difference that is only a moment in the work of a master is gone by then.

@@ -18,7 +18,7 @@ from paceline.master.store import (
     tables,
 )
 from paceline.master.upkeep._check_findings import Finding, Report
-from paceline.master.upkeep._records import read_record, record_path, recorded_experiments
+from paceline.master.upkeep._recovery_records import read_record, record_path, recorded_experiments
 
 # Other columns change without a word to the record.
 _COMPARED = {

@@ -11,7 +11,7 @@ from paceline.workers.runs._current_run import (
     leave_session,
 )
 from paceline.workers.runs._group_config import ElasticConfig, TorchConfig
-from paceline.workers.runs._joined_run_group import make_group
+from paceline.workers.runs._outer_launcher_run_group import make_group
 from paceline.workers.runs._preemption_watch import PreemptionWatch, note_listener
 from paceline.workers.runs._report_gate import ReportGate, StoppedError
 from paceline.workers.runs._run_access import RunAccess, storage_holding

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.core._control import ControlFile
+from paceline.core._control_file import ControlFile
 from paceline.journal import decode_value
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Searcher, validate_config
+from paceline.masterless_search._search_journal import SearchJournal
+from paceline.masterless_search._search_run import SearchRun
+from paceline.masterless_search._trial_outcome import TrialOutcome
 from paceline.search import Search
-from paceline.tuning._search_journal import SearchJournal
-from paceline.tuning._search_run import SearchRun
-from paceline.tuning._trial_outcome import TrialOutcome
 
 
 def checked_search(space: Mapping[str, Any], searcher: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.workers._elastic_group import ElasticGroup
-from paceline.workers.pools._joined_pool import JoinedPool
+from paceline.workers.pools._outer_launcher_pool import JoinedPool
 
 if TYPE_CHECKING:
     from paceline.core import DistributedContext

@@ -22,7 +22,7 @@ from paceline.master.store import (
     rows_of_change,
     tables,
 )
-from paceline.master.upkeep._records import append_rows, record_path
+from paceline.master.upkeep._recovery_records import append_rows, record_path
 
 logger = logging.getLogger(__name__)
 

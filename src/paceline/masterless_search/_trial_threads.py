@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from paceline.masterless_search._search_run import NextMove, SearchRun, SearchTrial, reason_of
 from paceline.search import ExitReason
-from paceline.tuning._search_run import NextMove, SearchRun, SearchTrial, reason_of
 
 logger = logging.getLogger(__name__)
 

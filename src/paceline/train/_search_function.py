@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline import core
-from paceline.train._arguments import check_function
-from paceline.train._config import CheckpointStrategy
-from paceline.train._search_results import SearchResults, TrialResult
-from paceline.train._trainer import Trainer
-from paceline.tuning import (
+from paceline.masterless_search import (
     SearchRun,
     SearchTrial,
     StepwiseTrial,
@@ -20,6 +16,10 @@ from paceline.tuning import (
     conduct,
     search_journal,
 )
+from paceline.train._arguments import check_function
+from paceline.train._config import CheckpointStrategy
+from paceline.train._search_results import SearchResults, TrialResult
+from paceline.train._trainer import Trainer
 from paceline.workers import RayConnection
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable
 
-from paceline.workers._joined_group import JoinedGroup
+from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers._restart_policy import ElasticLimits
-from paceline.workers.pools._joined_pool import JoinedPool
+from paceline.workers.pools._outer_launcher_pool import JoinedPool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
 from paceline.workers.processes._environment import shards_of_launcher
 from paceline.workers.processes._output_files import WorkerOutput

@@ -12,6 +12,8 @@ import msgspec
 
 from paceline import core
 from paceline.journal import SearchInputTaken, decode_value, encode_metrics
+from paceline.masterless_search._search_journal import SearchJournal
+from paceline.masterless_search._trial_outcome import TrialOutcome
 from paceline.search import (
     Create,
     Exited,
@@ -25,8 +27,6 @@ from paceline.search import (
     Train,
     input_from_json,
 )
-from paceline.tuning._search_journal import SearchJournal
-from paceline.tuning._trial_outcome import TrialOutcome
 
 logger = logging.getLogger(__name__)
 

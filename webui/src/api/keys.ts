@@ -20,5 +20,7 @@ export const keys = {
   file: (experimentId: number, path: string) => ["files", experimentId, path] as const,
   schema: () => ["schema"] as const,
   queue: () => ["queue"] as const,
+  nodes: () => ["nodes"] as const,
+  pools: () => ["pools"] as const,
   loss: (experimentId: number) => ["loss", experimentId] as const,
 };

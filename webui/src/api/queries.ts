@@ -248,3 +248,13 @@ export const queueQuery = queryOptions({
   queryKey: keys.queue(),
   queryFn: () => unwrap(api.GET("/api/v1/queue")),
 });
+
+export const nodesQuery = queryOptions({
+  queryKey: keys.nodes(),
+  queryFn: () => unwrap(api.GET("/api/v1/nodes")),
+});
+
+export const poolsQuery = queryOptions({
+  queryKey: keys.pools(),
+  queryFn: () => unwrap(api.GET("/api/v1/pools")),
+});

@@ -77,7 +77,7 @@ export interface paths {
         put?: never;
         /**
          * Store End
-         * @description Record how an attempt ended; a second time changes nothing.
+         * @description Record how an attempt ended, on one of its nodes; a second time changes nothing.
          */
         post: operations["store_end_api_v1_attempts__attempt_id__end_post"];
         delete?: never;
@@ -185,6 +185,132 @@ export interface paths {
          * @description Forget a node that is lost or drained, and has no attempts.
          */
         delete: operations["forget_node_api_v1_nodes__name__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/pools": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Pools
+         * @description List the pools that have nodes or settings.
+         */
+        get: operations["list_pools_api_v1_pools_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/pools/{name}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        /**
+         * Set Pool
+         * @description Say how a pool is shared, and which nodes belong to it by their labels.
+         */
+        put: operations["set_pool_api_v1_pools__name__put"];
+        post?: never;
+        /**
+         * Reset Pool
+         * @description Share a pool as one of which nothing was said: first come, first served.
+         */
+        delete: operations["reset_pool_api_v1_pools__name__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/nodes/{name}/slots/{slot}/drain": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Drain Slot
+         * @description Place nothing more on a slot; what runs there goes on elsewhere, or is finished.
+         */
+        post: operations["drain_slot_api_v1_nodes__name__slots__slot__drain_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/nodes/{name}/slots/{slot}/resume": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Resume Slot
+         * @description Take a drained slot back.
+         */
+        post: operations["resume_slot_api_v1_nodes__name__slots__slot__resume_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/queue": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Queue
+         * @description List the trials that wait for slots, the next one first, and why each waits.
+         *
+         *     Pools that share by another policy than first come, first served come one after the other.
+         */
+        get: operations["list_queue_api_v1_queue_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/queue/move": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Move In Queue
+         * @description Change when an experiment gets slots, among those of its pool that are as important.
+         */
+        post: operations["move_in_queue_api_v1_queue_move_post"];
+        delete?: never;
         options?: never;
         head?: never;
         patch?: never;
@@ -488,26 +614,6 @@ export interface paths {
          * @description List the slots of all nodes and who uses them; those of lost nodes only if used.
          */
         get: operations["list_slots_api_v1_slots_get"];
-        put?: never;
-        post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/api/v1/queue": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * List Queue
-         * @description List the trials that wait for slots, the next one first, and why each waits.
-         */
-        get: operations["list_queue_api_v1_queue_get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -1570,6 +1676,10 @@ export interface components {
             labels?: string[] | null;
             /** Notes */
             notes?: string | null;
+            /** Priority */
+            priority?: number | null;
+            /** Weight */
+            weight?: number | null;
         };
         /**
          * ErrorKind
@@ -1589,7 +1699,7 @@ export interface components {
          * @description Why an attempt ended, as its runner saw it.
          *
          *     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
-         *     processes or memory.
+         *     processes or memory. NOT_FORMED tells that the nodes of an attempt did not all begin in time.
          * @enum {string}
          */
         ExitReason: "exited" | "killed" | "preemption_timeout" | "start_failed" | "shortage" | "runner_lost" | "not_formed";
@@ -2020,6 +2130,20 @@ export interface components {
             } | null;
         };
         /**
+         * MoveExperiment
+         * @description Another turn for an experiment: beside another one, or at an end of its pool's queue.
+         */
+        MoveExperiment: {
+            /** Experiment Id */
+            experiment_id: number;
+            /** Ahead Of */
+            ahead_of?: number | null;
+            /** Behind */
+            behind?: number | null;
+            /** To */
+            to?: ("front" | "end") | null;
+        };
+        /**
          * NewPassword
          * @description A password to be set.
          */
@@ -2128,6 +2252,33 @@ export interface components {
             total?: number | null;
         };
         /**
+         * Pool
+         * @description A set of nodes that share a queue; `max_slots` is how many slots may be in use at once.
+         *
+         *     Nodes that have all of `labels`, and name no pool themselves, belong to it.
+         */
+        Pool: {
+            /** Name */
+            name: string;
+            /**
+             * Policy
+             * @enum {string}
+             */
+            policy: "fifo" | "priority" | "fair_share";
+            /** Max Slots */
+            max_slots: number | null;
+            /** Labels */
+            labels: {
+                [key: string]: string;
+            };
+            /** Num Nodes */
+            num_nodes: number;
+            /** Num Slots */
+            num_slots: number;
+            /** Num Slots Used */
+            num_slots_used: number;
+        };
+        /**
          * PreviewRow
          * @description How many trials will train how long; `length` None means to completion.
          */
@@ -2169,6 +2320,9 @@ export interface components {
         /**
          * QueueEntry
          * @description A trial that waits for slots, in the order in which they will be given, and why it waits.
+         *
+         *     `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
+         *     `priority` and `weight` are there if the policy of its pool asks for them.
          */
         QueueEntry: {
             /** Trial Id */
@@ -2188,6 +2342,24 @@ export interface components {
             reason: "slots_in_use" | "behind_others" | "max_slots" | "too_large" | "pool_limit" | "preempting" | "pausing" | "starting";
             /** Detail */
             detail: string;
+            /**
+             * Pool
+             * @default default
+             */
+            pool?: string;
+            /**
+             * Num Ahead
+             * @default 0
+             */
+            num_ahead?: number;
+            /** Behind Trial Id */
+            behind_trial_id?: number | null;
+            /** Behind Experiment Id */
+            behind_experiment_id?: number | null;
+            /** Priority */
+            priority?: number | null;
+            /** Weight */
+            weight?: number | null;
         };
         /**
          * Rung
@@ -2348,6 +2520,24 @@ export interface components {
             scope?: string | null;
         };
         /**
+         * SetPool
+         * @description All settings of a pool; those that are left out get their defaults.
+         */
+        SetPool: {
+            /**
+             * Policy
+             * @default fifo
+             * @enum {string}
+             */
+            policy?: "fifo" | "priority" | "fair_share";
+            /** Max Slots */
+            max_slots?: number | null;
+            /** Labels */
+            labels?: {
+                [key: string]: string;
+            };
+        };
+        /**
          * ShownState
          * @description Where an experiment or a trial stands, in the words of the command line, SDK and web UI.
          *
@@ -2388,6 +2578,8 @@ export interface components {
         /**
          * Slot
          * @description One schedulable device and who uses it; `id` counts the slots of its node.
+         *
+         *     A drained one gets no attempts; one that it has may still be leaving.
          */
         Slot: {
             /** Id */
@@ -2397,6 +2589,16 @@ export interface components {
              * @default local
              */
             node?: string;
+            /**
+             * Pool
+             * @default default
+             */
+            pool?: string;
+            /**
+             * Is Drained
+             * @default false
+             */
+            is_drained?: boolean;
             /** Device */
             device: string;
             /** Trial Id */
@@ -2586,7 +2788,10 @@ export type $defs = Record<string, never>;
 export interface operations {
     store_records_api_v1_attempts__attempt_id__records_post: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description Which of the attempt's nodes, from 0. */
+                member?: number;
+            };
             header?: never;
             path: {
                 attempt_id: number;
@@ -2621,7 +2826,10 @@ export interface operations {
     };
     store_logs_api_v1_attempts__attempt_id__logs_post: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description Which of the attempt's nodes, from 0. */
+                member?: number;
+            };
             header?: never;
             path: {
                 attempt_id: number;
@@ -2661,6 +2869,10 @@ export interface operations {
                 timeout_s?: number;
                 /** @description The attempt's runner has begun. */
                 begins?: boolean;
+                /** @description Which of the attempt's nodes, from 0. */
+                member?: number;
+                /** @description A port that is free there. */
+                port?: number;
             };
             header?: never;
             path: {
@@ -2692,7 +2904,10 @@ export interface operations {
     };
     store_end_api_v1_attempts__attempt_id__end_post: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description Which of the attempt's nodes, from 0. */
+                member?: number;
+            };
             header?: never;
             path: {
                 attempt_id: number;
@@ -2892,6 +3107,224 @@ export interface operations {
             cookie?: never;
         };
         requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_pools_api_v1_pools_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Pool"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    set_pool_api_v1_pools__name__put: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["SetPool"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    reset_pool_api_v1_pools__name__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    drain_slot_api_v1_nodes__name__slots__slot__drain_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+                slot: number;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["DrainNode"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    resume_slot_api_v1_nodes__name__slots__slot__resume_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                name: string;
+                slot: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_queue_api_v1_queue_get: {
+        parameters: {
+            query?: {
+                limit?: number;
+                pool?: string | null;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["QueueEntry"][];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    move_in_queue_api_v1_queue_move_post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["MoveExperiment"];
+            };
+        };
         responses: {
             /** @description Successful Response */
             204: {
@@ -3378,37 +3811,6 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Slot"][];
-                };
-            };
-            /** @description What was wrong, with a `code`. */
-            "4XX": {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-        };
-    };
-    list_queue_api_v1_queue_get: {
-        parameters: {
-            query?: {
-                limit?: number;
-            };
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["QueueEntry"][];
                 };
             };
             /** @description What was wrong, with a `code`. */

@@ -40,3 +40,5 @@ export type HparamRow = Schemas["HparamRow"];
 export type HparamAxis = Schemas["HparamAxis"];
 export type Loss = Schemas["Loss"];
 export type QueueEntry = Schemas["QueueEntry"];
+export type ClusterNode = Schemas["Node"];
+export type Pool = Schemas["Pool"];

@@ -28,6 +28,11 @@ const LOOKS: Record<string, Look> = {
   CANCELED: { label: "Canceled", color: "quiet", Icon: IconBan },
   ERROR: { label: "Error", color: "failed", Icon: IconAlertTriangle },
   ENDED: { label: "Ended", color: "quiet", Icon: IconCircleCheck },
+  ready: { label: "Ready", color: "done", Icon: IconCircleCheck },
+  away: { label: "Not heard of yet", color: "waiting", Icon: IconClock },
+  lost: { label: "Lost", color: "failed", Icon: IconAlertTriangle },
+  draining: { label: "Draining", color: "waiting", Icon: IconProgress },
+  drained: { label: "Drained", color: "quiet", Icon: IconBan },
   PARTIALLY_DELETED: { label: "Partial", color: "quiet", Icon: IconBan },
   DELETED: { label: "Deleted", color: "quiet", Icon: IconBan },
 };

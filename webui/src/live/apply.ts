@@ -19,7 +19,7 @@ export function staleAfter(event: LiveEvent): QueryKey[] {
         keys.queue(),
       ];
     case "experiment_changed":
-      return [keys.experiment(experiment), keys.experiments()];
+      return [keys.experiment(experiment), keys.experiments(), keys.queue()];
     case "experiment_deleted":
       return [keys.experiments(), keys.experiment(experiment), keys.master(), keys.slots()];
     case "trial_created":

@@ -1,25 +1,41 @@
-import { Stack, Text, Title } from "@mantine/core";
+import { Stack, Title } from "@mantine/core";
 import { useInfiniteQuery, useQuery } from "@tanstack/react-query";
 
-import { experimentsQuery, masterQuery, queueQuery, slotsQuery } from "../api/queries";
-import type { QueueEntry, Slot } from "../api/types";
+import {
+  experimentsQuery,
+  masterQuery,
+  nodesQuery,
+  poolsQuery,
+  queueQuery,
+  slotsQuery,
+} from "../api/queries";
+import type { Pool } from "../api/types";
 import { Ago } from "../components/Ago";
 import { Facts } from "../components/Facts";
 import { ProblemView, Waiting } from "../components/Feedback";
-import { LinkText } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { Scroll } from "../components/Scroll";
+import { shownNodes } from "../lib/cluster";
 import { useTitle } from "../lib/title";
-import classes from "./Cluster.module.css";
+import { NodeCard } from "./ClusterNode";
+import { Queue } from "./ClusterQueue";
 
-const MOST_WAITING = 200;
+// Runners that come, go and fall silent send no events.
+const REFRESHED = { refetchInterval: 5000 } as const;
+const POLICIES: Record<Pool["policy"], string> = {
+  fifo: "first come, first served",
+  priority: "by priority",
+  fair_share: "fair share by weight",
+};
 
 export function Cluster() {
   useTitle("Cluster");
-  const slots = useQuery(slotsQuery);
+  const slots = useQuery({ ...slotsQuery, ...REFRESHED });
+  const nodes = useQuery({ ...nodesQuery, ...REFRESHED }).data ?? [];
+  const pools = useQuery({ ...poolsQuery, ...REFRESHED }).data ?? [];
+  const queue = useQuery({ ...queueQuery, ...REFRESHED }).data ?? [];
   const master = useQuery(masterQuery).data;
-  const queue = useQuery(queueQuery);
   const active = useInfiniteQuery(experimentsQuery({ states: ["ACTIVE"] }));
   if (slots.isPending) return <Waiting what="the cluster" />;
   if (slots.isError)
@@ -28,7 +44,8 @@ export function Cluster() {
   const names = new Map(experiments.map((one) => [one.id, one.name]));
   const used = slots.data.filter((slot) => slot.trial_id !== null).length;
   const total = slots.data.length;
-  const waiting = queue.data ?? [];
+  const shown = shownNodes(nodes, slots.data);
+  const isShared = pools.length > 1 || pools.some((pool) => pool.policy !== "fifo");
   return (
     <>
       <PageHead title="Cluster" />
@@ -41,6 +58,7 @@ export function Cluster() {
                 <ProgressCell key="u" value={total > 0 ? used / total : 0} label="Slots in use" />,
               ],
               ["Slots", `${used} of ${total}`],
+              ["Nodes", String(shown.length)],
               ["Active experiments", String(experiments.length)],
               ...(master
                 ? ([
@@ -52,102 +70,61 @@ export function Cluster() {
             ]}
           />
         </div>
+        {(isShared || pools.some((pool) => pool.max_slots !== null)) && <Pools pools={pools} />}
         <section>
           <Title order={2} mb="xs">
-            Slots
+            Nodes
           </Title>
-          <ul className={classes.slots}>
-            {slots.data.map((slot) => (
-              <SlotCard key={`${slot.node} ${slot.id}`} slot={slot} names={names} />
+          <Stack gap="sm">
+            {shown.map((node) => (
+              <NodeCard key={node.name} shown={node} names={names} hasPools={pools.length > 1} />
             ))}
-          </ul>
+          </Stack>
         </section>
-        <section>
-          <Title order={2} mb="xs">
-            Waiting for slots
-          </Title>
-          {waiting.length === 0 ? (
-            <Text size="sm" c="dimmed">
-              Nothing waits.
-            </Text>
-          ) : (
-            <WaitingTable queue={waiting} />
-          )}
-        </section>
+        <Queue queue={queue} hasPools={pools.length > 1} />
       </Stack>
     </>
   );
 }
 
-function SlotCard({ slot, names }: { slot: Slot; names: ReadonlyMap<number, string> }) {
-  const isUsed = slot.trial_id !== null && slot.experiment_id !== null;
+function Pools({ pools }: { pools: readonly Pool[] }) {
   return (
-    <li className={classes.slot} data-used={isUsed || undefined}>
-      <Text size="sm" fw={600}>
-        Slot {slot.id}
-      </Text>
-      <Text size="xs" c="dimmed" className="wrap-anywhere">
-        {slot.device}
-      </Text>
-      {isUsed ? (
-        <Text size="sm" className="wrap-anywhere">
-          <LinkText to="/trials/$id" params={{ id: slot.trial_id ?? 0 }}>
-            Trial {slot.trial_id}
-          </LinkText>{" "}
-          of{" "}
-          <LinkText to="/experiments/$id" params={{ id: slot.experiment_id ?? 0 }}>
-            {names.get(slot.experiment_id ?? 0) ?? `experiment ${slot.experiment_id}`}
-          </LinkText>
-        </Text>
-      ) : (
-        <Text size="sm">free</Text>
-      )}
-    </li>
-  );
-}
-
-function WaitingTable({ queue }: { queue: readonly QueueEntry[] }) {
-  return (
-    <Scroll label="Waiting for slots" className="card">
-      <table className="plain-table">
-        <thead>
-          <tr>
-            <th className="number">Place</th>
-            <th>Trial</th>
-            <th>Experiment</th>
-            <th className="number">Slots</th>
-            <th>Waits since</th>
-            <th>Why</th>
-          </tr>
-        </thead>
-        <tbody>
-          {queue.slice(0, MOST_WAITING).map((entry, i) => (
-            <tr key={entry.trial_id}>
-              <td className="number">{i + 1}</td>
-              <td>
-                <LinkText to="/trials/$id" params={{ id: entry.trial_id }}>
-                  {entry.trial_id}
-                </LinkText>
-              </td>
-              <td className="setting">
-                <LinkText to="/experiments/$id" params={{ id: entry.experiment_id }}>
-                  {entry.experiment_name}
-                </LinkText>
-              </td>
-              <td className="number">{entry.num_slots}</td>
-              <td className="short">
-                <Ago time={entry.waiting_since} />
-              </td>
-              <td className="prose">{entry.detail}</td>
+    <section>
+      <Title order={2} mb="xs">
+        Pools
+      </Title>
+      <Scroll label="Pools" className="card">
+        <table className="plain-table">
+          <thead>
+            <tr>
+              <th>Pool</th>
+              <th>Who is next</th>
+              <th className="number">Nodes</th>
+              <th className="number">Slots in use</th>
+              <th className="number">Limit</th>
+              <th>Labels</th>
             </tr>
-          ))}
-        </tbody>
-      </table>
-      {queue.length > MOST_WAITING && (
-        <Text size="xs" c="dimmed" p={8}>
-          The first {MOST_WAITING} of {queue.length}.
-        </Text>
-      )}
-    </Scroll>
+          </thead>
+          <tbody>
+            {pools.map((pool) => (
+              <tr key={pool.name}>
+                <td className="setting">{pool.name}</td>
+                <td className="setting">{POLICIES[pool.policy]}</td>
+                <td className="number">{pool.num_nodes}</td>
+                <td className="number">
+                  {pool.num_slots_used} of {pool.num_slots}
+                </td>
+                <td className="number">{pool.max_slots ?? "none"}</td>
+                <td className="setting">
+                  {Object.entries(pool.labels)
+                    .map(([key, value]) => `${key}=${value}`)
+                    .join(", ")}
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </Scroll>
+    </section>
   );
 }

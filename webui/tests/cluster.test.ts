@@ -1,0 +1,50 @@
+import { describe, expect, it } from "vitest";
+
+import type { ClusterNode, Slot } from "../src/api/types";
+import { shownNodes, slotState } from "../src/lib/cluster";
+
+const slot = (node: string, id: number, changed: Partial<Slot> = {}): Slot => ({
+  id,
+  node,
+  device: "cpu",
+  pool: "default",
+  is_drained: false,
+  trial_id: null,
+  experiment_id: null,
+  attempt_id: null,
+  ...changed,
+});
+
+const node = (name: string, state: ClusterNode["state"]): ClusterNode =>
+  ({ id: 1, name, state, pool: "big" }) as ClusterNode;
+
+describe("nodes of the cluster page", () => {
+  it("begin with the master's own machine and keep their slots together", () => {
+    const slots = [slot("local", 0), slot("box", 0, { pool: "big" }), slot("local", 1)];
+    const shown = shownNodes([node("box", "draining")], slots);
+    expect(shown.map((one) => [one.name, one.state, one.pool, one.slots.length])).toEqual([
+      ["local", "ready", "default", 2],
+      ["box", "draining", "big", 1],
+    ]);
+  });
+
+  it("show a lost one without slots", () => {
+    const shown = shownNodes([node("box", "lost")], [slot("local", 0)]);
+    expect(shown.map((one) => [one.name, one.state, one.slots])).toEqual([
+      ["local", "ready", [slot("local", 0)]],
+      ["box", "lost", []],
+    ]);
+    expect(shown[1]?.pool).toBe("big");
+  });
+});
+
+describe("the state of a slot", () => {
+  it.each([
+    [{}, "free"],
+    [{ trial_id: 1 }, "in use"],
+    [{ is_drained: true, trial_id: 1 }, "draining"],
+    [{ is_drained: true }, "drained"],
+  ])("of %o is %s", (changed, expected) => {
+    expect(slotState(slot("local", 0, changed))).toBe(expected);
+  });
+});

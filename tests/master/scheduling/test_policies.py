@@ -450,6 +450,13 @@ def test_others_start_in_slots_that_are_not_kept_for_who_waits_for_preempted_att
     assert [one.node_id for one in results[1:2]] == [1]
 
 
+def test_free_slots_are_kept_for_who_waits_for_the_rest_of_its_slots() -> None:
+    low = Holding(experiment_id=1, slots=(1,), attempt_id=1, priority=90)
+    waiting = trials(9, 1, 2, priority=1) + trials(8, 1, priority=50)
+    results = run(PRIORITY, [2], waiting, low).results()
+    assert [one.reason for one in results] == [Reason.PREEMPTING, Reason.SLOTS_IN_USE]
+
+
 def test_a_drained_slot_is_given_to_nobody_and_does_not_hold_up_others() -> None:
     nodes = [NodeSlots(slots=(0, 1), drained=frozenset({1}))]
     results = list(decide(trials(1, 1, 2) + trials(2, 1), [], nodes))

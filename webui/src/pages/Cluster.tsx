@@ -45,6 +45,9 @@ export function Cluster() {
   const used = slots.data.filter((slot) => slot.trial_id !== null).length;
   const total = slots.data.length;
   const shown = shownNodes(nodes, slots.data);
+  // Lost nodes are in no pool of the list, but say to which one they belong.
+  const poolNames = [...pools.map((pool) => pool.name), ...shown.map((node) => node.pool)];
+  const hasPools = new Set(poolNames).size > 1;
   const isShared = pools.length > 1 || pools.some((pool) => pool.policy !== "fifo");
   return (
     <>
@@ -77,11 +80,11 @@ export function Cluster() {
           </Title>
           <Stack gap="sm">
             {shown.map((node) => (
-              <NodeCard key={node.name} shown={node} names={names} hasPools={pools.length > 1} />
+              <NodeCard key={node.name} shown={node} names={names} hasPools={hasPools} />
             ))}
           </Stack>
         </section>
-        <Queue queue={queue} hasPools={pools.length > 1} />
+        <Queue queue={queue} hasPools={hasPools} />
       </Stack>
     </>
   );

@@ -2170,8 +2170,9 @@ export interface components {
          * Node
          * @description A machine with slots. Times are in seconds since the epoch.
          *
-         *     `state` is `ready`, `away` (not heard since the master started), `lost`, `draining` (attempts
-         *     are leaving) or `drained`. `address` is where other nodes reach it, for trials on several nodes.
+         *     `state` is `ready`, `away` (not heard since the master started, or its connection was closed),
+         *     `lost`, `draining` (attempts are leaving) or `drained`. `address` is where other nodes reach it,
+         *     for trials on several nodes.
          */
         Node: {
             /** Id */

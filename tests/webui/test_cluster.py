@@ -1,0 +1,64 @@
+"""The cluster page: nodes, slots, pools, and why each trial waits."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import paceline
+from paceline.messages.nodes import PROTOCOL
+
+expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
+
+
+@pytest.fixture
+def cluster(master_of: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
+    """Return a master of two slots; a node of another machine falls silent at once."""
+    running = master_of(tmp_path / "home", "--slots", 2, "--runner-timeout", 6)
+    facts = {
+        "name": "box", "key": "k", "version": paceline.__version__, "protocol": PROTOCOL,
+        "python": "/p", "python_version": "3.11", "devices": ["0", "1"], "device_kind": "A100",
+        "num_cores": 8, "memory_bytes": 2**36, "pool": "big",
+    }  # fmt: skip
+    headers = {"Authorization": f"Bearer {(running.home / 'token').read_text().strip()}"}
+    reply = httpx.post(f"{running.url}/api/v1/nodes", json=facts, headers=headers)
+    assert reply.status_code == 200, reply.text
+    yield running
+    running.stop()
+
+
+def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
+    cluster: Any, open_page: Callable[..., Any], code: Path
+) -> None:
+    client = cluster.client
+    client.set_pool("default", policy="priority")
+    client.drain_slot("local", 1)
+    cluster.create(code, name="first", resources={"priority": 30})
+    page = open_page(cluster, "/cluster")
+    local = page.get_by_role("region", name="Node local")
+    expect(local.get_by_role("listitem").filter(has_text="first")).to_be_visible()
+    expect(local.get_by_role("listitem").filter(has_text="drained")).to_be_visible()
+    box = page.get_by_role("region", name="Node box")
+    expect(box.get_by_text("Lost", exact=True)).to_be_visible()
+    expect(box.get_by_text("A100, pool big")).to_be_visible()
+    pools = page.get_by_role("table").filter(has_text="Who is next")
+    expect(pools.get_by_role("row").filter(has_text="default")).to_contain_text("by priority")
+
+    # What comes later appears by itself, in its order.
+    second = cluster.create(code, name="second", resources={"priority": 60})
+    third = cluster.create(code, name="third", resources={"priority": 50})
+    waiting = page.get_by_role("table").filter(has_text="Waits since")
+    rows = waiting.get_by_role("row")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(1)).to_contain_text("third")
+    expect(rows.nth(1)).to_contain_text("It needs 1 of 1 slots, and fewer are free.")
+    expect(rows.nth(2)).to_contain_text("priority 60")
+    expect(rows.nth(2)).to_contain_text(
+        f"Trial {third.trials()[0].id} of experiment {third.id} comes before it"
+    )
+    second.set_priority(40)
+    expect(rows.nth(1)).to_contain_text("second")
+    client.resume_slot("local", 1)
+    expect(local.get_by_role("listitem").filter(has_text="second")).to_be_visible()

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from sqlalchemy import select
 
+from paceline.client import Client
 from paceline.master.store import tables
 from paceline.messages.states import ErrorKind, ExitReason
 
@@ -276,3 +277,19 @@ def test_a_pool_tells_how_many_more_slots_it_could_use(make_master: Any, policy:
     master.schedule()
     needs = master.core.reconciler.pool_needs()
     assert {pool: sorted(need.sizes) for pool, need in needs.items()} == {"default": [1, 1, 1]}
+
+
+def test_the_sdk_sets_priorities_and_weights_and_moves_experiments(master: Any) -> None:
+    set_pool(master, policy="priority")
+    ids = [create(master) for _ in range(4)]
+    with Client(f"http://127.0.0.1:{master.port}", master.home.token) as client:
+        client.get_experiment(ids[3]).set_priority(1)
+        client.get_experiment(ids[2]).set_weight(2.5)
+        client.move_in_queue(ids[1], ahead_of=ids[0])
+        assert [one.experiment_id for one in client.queue()] == [ids[3], ids[1], ids[0], ids[2]]
+        with pytest.raises(ValueError, match="priority"):
+            client.get_experiment(ids[0]).set_priority(100)
+    with master.core.database.read() as connection:
+        experiments = tables.experiments.c
+        query = select(experiments.weight).where(experiments.id == ids[2])
+        assert connection.execute(query).scalar_one() == 2.5

@@ -299,9 +299,10 @@ class Experiment:
 
     def _change(self, **fields: Any) -> "Experiment":
         from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.views import EditExperiment
 
-        path = f"experiments/{self.id}"
-        self.data = self._session.call("PATCH", path, ExperimentData, body=fields)
+        path, body = f"experiments/{self.id}", EditExperiment(**fields)
+        self.data = self._session.call("PATCH", path, ExperimentData, body=body)
         return self
 
     def _command(self, verb: str, body: Any = None) -> "Experiment":

@@ -189,8 +189,8 @@ def test_records_that_an_older_database_lacks_are_sent_again(
     (tmp_path / "older.sqlite").replace(master.home / "master.sqlite")
     master.start()
     journal.append(report(10))
-    with pytest.raises(UnreachableError):
-        shipment.ship_once()
+    # With another connection, no request fails from which it would follow.
+    shipment.shipper.close()
     shipment.ship_rest()
     shipment.check(11, 0)
     assert master.read("/trials/1")["num_records_lost"] == 0

@@ -1,6 +1,7 @@
 """A float64 training in four shards that writes down which samples each rank saw in each step.
 
-Variables: SAMPLES, the directory to write to, and WINDOW (batches per optimizer step).
+Variables: SAMPLES, the directory to write to, WINDOW (batches per optimizer step), and
+DATA_PARALLEL.
 """
 
 import os
@@ -51,7 +52,10 @@ class Trial(pytorch.PyTorchTrial):
 
 
 with pytorch.init(
-    hparams={"global_batch_size": SHARD * NUM_SHARDS}, seed=5, num_shards=NUM_SHARDS
+    hparams={"global_batch_size": SHARD * NUM_SHARDS},
+    seed=5,
+    num_shards=NUM_SHARDS,
+    data_parallel=os.environ.get("DATA_PARALLEL", "flat"),
 ) as context:
     trial = Trial(context)
     pytorch.Trainer(trial, context).fit(

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from paceline.pytorch import load_weights_from_checkpoint_path
 
 # Each starts up to a dozen processes, which takes long beside other work.
 pytestmark = pytest.mark.timeout(400)
@@ -20,10 +21,13 @@ NUM_STEPS, NUM_SHARDS = 50, 4
 class Training:
     """One run, begun and gone on with by any numbers of workers."""
 
-    def __init__(self, server: Any, directory: Path, window: int = 1) -> None:
+    def __init__(
+        self, server: Any, directory: Path, window: int = 1, data_parallel: str = "flat"
+    ) -> None:
         self._server = server
         self._directory = directory
         self._window = window
+        self._data_parallel = data_parallel
         (directory / "samples").mkdir(parents=True)
 
     def run(self, num_workers: int, preempt_at: int | None = None) -> "Training":
@@ -31,6 +35,7 @@ class Training:
         variables = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         variables |= {"SAMPLES": str(self._directory / "samples"), "WINDOW": str(self._window)}
         variables |= {"PACELINE_RESUME": "auto", "OMP_NUM_THREADS": "1"}
+        variables |= {"DATA_PARALLEL": self._data_parallel}
         if preempt_at is not None:
             variables["PACELINE_FAULT"] = f"engine.batch:{preempt_at},signal=TERM"
         done = self._server.run(
@@ -46,6 +51,9 @@ class Training:
             for line in path.read_text().splitlines():
                 step, *ids = map(int, line.split())
                 steps[step] += ids
+        if self._data_parallel == "fsdp":
+            # A rank without a shard in a batch computes another's samples, which count nothing.
+            steps = {step: [*{*ids}] for step, ids in steps.items()}
         return {step: sorted(ids) for step, ids in sorted(steps.items())}
 
     def ranks(self) -> set[str]:
@@ -61,7 +69,7 @@ class Training:
             key=lambda manifest: manifest["metadata"]["steps_completed"],
         )
         assert last["metadata"]["steps_completed"] == NUM_STEPS * self._window
-        tensors = load_file(run / "checkpoints" / last["uuid"] / "model_0.safetensors")
+        tensors = load_weights_from_checkpoint_path(run / "checkpoints" / last["uuid"])
         return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
 
 
@@ -127,3 +135,14 @@ def test_other_numbers_of_workers_go_on_within_an_accumulated_step(
     resized.run(3, preempt_at=13).run(2, preempt_at=18).run(3)
     assert resized.ranks() == {f"{rank}-of-{size}" for size in (3, 2) for rank in range(size)}
     assert_agree(alone(2), resized)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(4, 2), (4, 3), (2, 4)])
+def test_a_sharded_training_goes_on_with_another_number_of_workers(
+    alone: Any, torch_ranks: Any, tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    resized = Training(torch_ranks, tmp_path / "resized", data_parallel="fsdp")
+    resized.run(sizes[0], preempt_at=17).run(sizes[1])
+    assert resized.ranks() == {f"{rank}-of-{size}" for size in sizes for rank in range(size)}
+    assert_agree(alone(1), resized)

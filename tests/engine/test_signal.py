@@ -1,6 +1,9 @@
 """The travelling signal: what is told is heard after the same step everywhere."""
 
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
 
 from paceline.engine.gradients._signal_with_gradients import TravellingSignal
 
@@ -37,3 +40,17 @@ def test_what_is_told_travels_once() -> None:
     signal = TravellingSignal(CPU)
     signal.tell(0.5)
     assert (signal.take(), signal.take()) == (0.5, 0.0)
+
+
+def test_a_sum_that_travels_alone_is_heard_a_step_later(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0,
+                            world_size=1)  # fmt: skip
+    try:
+        signal, heard = TravellingSignal(CPU), []
+        for told in (1.0, 0.0, 2.0, 0.0, 0.0):
+            signal.tell(told)
+            signal.travel_alone(CPU)
+            heard.append(signal.hear())
+    finally:
+        dist.destroy_process_group()
+    assert heard == [0.0, 1.0, 0.0, 2.0, 0.0]

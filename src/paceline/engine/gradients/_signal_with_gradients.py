@@ -3,6 +3,7 @@
 from collections import deque
 
 import torch
+import torch.distributed as dist
 
 # Reading a number from a GPU would make the host wait for the step that computes it. Read so many
 # steps later it is there already.
@@ -13,7 +14,8 @@ class TravellingSignal:
     """Signal of this rank to the others, sent with the next reduction, and the result.
 
     Every rank hears the sum after the same optimizer step: on a CPU at once, on a GPU `lag` steps
-    later.
+    later. A sum that travels without gradients is waited for one step later still, so that no rank
+    stops for it.
 
     Args:
         device: Where the sums arrive.
@@ -27,6 +29,7 @@ class TravellingSignal:
         self._heard = 0.0
         self._on_their_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._spare: list[torch.Tensor] = []
+        self._being_summed: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
     def tell(self, value: float) -> None:
         """Set what this rank says with the next reduction, whenever that is."""
@@ -36,6 +39,17 @@ class TravellingSignal:
         """Return what this rank says, once."""
         told, self._told = self._told, 0.0
         return told
+
+    def travel_alone(self, device: torch.device) -> None:
+        """Sum what all ranks say, without gradients and without waiting; all ranks call it."""
+        total = torch.full((), self.take(), device=device)
+        work = dist.all_reduce(total, async_op=True)
+        assert work is not None
+        self._being_summed.append((total, work))
+        if len(self._being_summed) > 1:
+            total, work = self._being_summed.popleft()
+            work.wait()
+            self.receive(total)
 
     def receive(self, total: torch.Tensor) -> None:
         """Take in the sum of a reduction, a 0-d tensor."""

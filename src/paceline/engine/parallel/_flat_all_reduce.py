@@ -40,6 +40,8 @@ class FlatReduction:
             if parameter.requires_grad:
                 key = (parameter.device, parameter.dtype)
                 groups.setdefault(key, []).append(parameter)
+        # Then there are no gradients to sum.
+        self.is_empty = not groups
         if not groups:
             groups[(device, torch.float32)] = []
         all_reduce = all_reduce or dist.all_reduce

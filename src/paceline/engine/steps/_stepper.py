@@ -301,10 +301,13 @@ class Stepper:
 
     def sum_over_ranks(self, reduction: FlatReduction) -> None:
         """Sum gradients; the first time in a batch, what the ranks tell each other goes along."""
-        if self._has_told:
+        has_told, self._has_told = self._has_told, True
+        if reduction.is_empty and self.data_parallel is not DataParallel.HOROVOD:
+            if not has_told:
+                self.signal.travel_alone(self.device)
+        elif has_told:
             reduction.reduce()
         else:
-            self._has_told = True
             total = reduction.reduce(self.signal.take())
             self.signal.receive(self.grid.summed_within(total))
 

@@ -4,11 +4,11 @@ import hashlib
 import io
 import json
 import os
-import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +31,26 @@ serve(Path(sys.argv[1]), port=0, num_slots=int(sys.argv[2]), **json.loads(sys.ar
 class MasterProcess:
     """A master in a process of its own, on a free port of the loopback interface."""
 
-    def __init__(self, home: Path, num_slots: int, **options: Any) -> None:
+    def __init__(self, server: Any, home: Path, num_slots: int, **options: Any) -> None:
+        self._server = server
         self.home = home
         self.num_slots = num_slots
         self.options = options
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self._http: httpx.Client | None = None
 
     def start(self, **environment: str) -> "MasterProcess":
         """Start and wait until it answers."""
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "master.json").unlink(missing_ok=True)
+        script = self.home.with_name("serve.py")
+        script.write_text(SERVE)
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         with (self.home / "master.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable, "-c", SERVE, str(self.home), str(self.num_slots),
-                    json.dumps(self.options),
-                ],
-                env=clean | environment, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+            arguments = str(self.home), str(self.num_slots), json.dumps(self.options)
+            self._process = self._server.start_daemon(
+                str(script), *arguments, output=log, environment=clean | environment
+            )
         deadline = time.monotonic() + 60
         while not (self.home / "master.json").exists():
             assert self._process.poll() is None, self.log()
@@ -62,7 +62,8 @@ class MasterProcess:
     def pid(self) -> int:
         """The id of its process."""
         assert self._process is not None
-        return self._process.pid
+        pid: int = self._process.pid
+        return pid
 
     def kill(self) -> None:
         """Kill it with SIGKILL, unless it has ended."""
@@ -81,7 +82,8 @@ class MasterProcess:
     def wait(self) -> int:
         """Wait for its end and return its exit code."""
         assert self._process is not None
-        return self._process.wait(60)
+        code: int = self._process.wait(60)
+        return code
 
     def log(self) -> str:
         """Return what it printed."""
@@ -183,23 +185,25 @@ def packed(script: str) -> bytes:
 
 
 @pytest.fixture(scope="session")
-def master_class() -> type[MasterProcess]:
-    """Return the class, for fixtures that outlive a test."""
-    return MasterProcess
+def master_class(master_server: Any) -> Callable[..., MasterProcess]:
+    """Return a function that makes a master, for fixtures that outlive a test."""
+    return partial(MasterProcess, master_server)
 
 
 @pytest.fixture(scope="module")
-def shared_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterProcess]:
+def shared_master(
+    tmp_path_factory: pytest.TempPathFactory, master_class: Any
+) -> Iterator[MasterProcess]:
     """Return a master with eight slots that a module's tests share and none stops."""
-    made = MasterProcess(tmp_path_factory.mktemp("shared") / "home", 8)
+    made = master_class(tmp_path_factory.mktemp("shared") / "home", 8)
     yield made.start(PACELINE_TOKEN="secret", PACELINE_MASTER="http://secret")
     made.close()
 
 
 @pytest.fixture
-def master(tmp_path: Path) -> Iterator[MasterProcess]:
+def master(tmp_path: Path, master_class: Any) -> Iterator[MasterProcess]:
     """Return a master with two slots, not yet started."""
-    made = MasterProcess(tmp_path / "home", 2)
+    made = master_class(tmp_path / "home", 2)
     yield made
     made.close()
 

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,18 @@ from fault_lab.nodes import NodeProcess
 
 
 @pytest.fixture(scope="session")
-def master_class() -> type[MasterProcess]:
-    """Return the class, for fixtures that outlive a test."""
-    return MasterProcess
+def master_class(master_server: Any) -> Callable[..., MasterProcess]:
+    """Return a function that makes a master, for fixtures that outlive a test."""
+    return partial(MasterProcess, server=master_server)
 
 
 @pytest.fixture
-def make_master(tmp_path: Path) -> Iterator[Callable[..., MasterProcess]]:
+def make_master(tmp_path: Path, master_class: Any) -> Iterator[Callable[..., MasterProcess]]:
     """Return a function that makes a master; all are stopped at the end."""
     made: list[MasterProcess] = []
 
     def make(num_slots: int = 1, name: str = "home", *options: str) -> MasterProcess:
-        made.append(MasterProcess(tmp_path / name, num_slots, *options))
+        made.append(master_class(tmp_path / name, num_slots, *options))
         return made[-1]
 
     yield make

@@ -83,7 +83,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory, master_class: type) -> Iterator[Any]:
+def client(tmp_path_factory: pytest.TempPathFactory, master_class: Any) -> Iterator[Any]:
     """Return a client of a master with three slots, which all cells share."""
     master = master_class(tmp_path_factory.mktemp("shared") / "home", 3).start()
     yield master.client()

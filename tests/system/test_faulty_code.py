@@ -13,7 +13,7 @@ from paceline.config import ConfigError
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory, master_class: type) -> Iterator[Client]:
+def client(tmp_path_factory: pytest.TempPathFactory, master_class: Any) -> Iterator[Client]:
     """A client of one master with two slots that all tests of this file share."""
     master = master_class(tmp_path_factory.mktemp("shared") / "home", 2).start()
     yield master.client()

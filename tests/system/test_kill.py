@@ -101,7 +101,7 @@ THREE_RANKS = "python3 -m paceline.launch.torch_distributed --nproc-per-node 3 t
 
 
 @pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory, master_class: type) -> Iterator[Any]:
+def master(tmp_path_factory: pytest.TempPathFactory, master_class: Any) -> Iterator[Any]:
     """Return a master with three slots that all tests of this file share."""
     made = master_class(tmp_path_factory.mktemp("kill") / "home", 3).start()
     yield made

@@ -97,7 +97,7 @@ TWO_RANKS = "python3 -m paceline.launch.torch_distributed --nproc-per-node 2 tra
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory, master_class: type) -> Iterator[Client]:
+def client(tmp_path_factory: pytest.TempPathFactory, master_class: Any) -> Iterator[Client]:
     """Return a client of one master with two slots that most tests of this file share."""
     master = master_class(tmp_path_factory.mktemp("stops") / "home", 2).start()
     yield master.client()

@@ -366,4 +366,30 @@ def test_limits_leave_files_for_the_rest_of_the_master(num_files: int) -> None:
     # Connections that were accepted, but have not entered yet.
     num_overhead = 4 * limits.num_accepts_per_turn
     assert limits.num_strangers + limits.num_known + num_overhead <= num_files * 5 // 8
+    assert limits.num_strangers + limits.num_known + limits.num_dropped <= num_files * 2 // 3
+    assert limits.num_dropped <= 1024
     assert min(limits.num_strangers, limits.num_known, limits.num_accepts_per_turn) >= 1
+
+
+def test_a_dropped_connection_is_held_for_a_while_and_answers_nobody(
+    make_master: Callable[..., Any],
+) -> None:
+    limits = ConnectionLimits(
+        num_strangers=4, num_known=20, num_accepts_per_turn=5, num_dropped=6, dropped_s=2.0
+    )
+    master = make_master(limits=limits)
+    with ExitStack() as stack:
+
+        def end() -> socket.socket:
+            made = socket.create_connection(("127.0.0.1", master.port), PATIENCE_S)
+            return stack.enter_context(made)
+
+        ends = [end() for _ in range(4 + 6 + 3)]
+        # The oldest of those that are held go first, at once.
+        await_that(lambda: all(map(is_closed, ends[:3])))
+        with suppress(OSError):
+            ends[4].sendall(b"GET /api/v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await_that(lambda: is_closed(ends[8]))
+        assert all(map(is_closed, ends[:9]))
+        assert not is_closed(ends[-1])
+        assert master.http.get("/slots").status_code == 200

@@ -21,6 +21,7 @@ from paceline.master.auth import sender_at
 
 _WANTED_FILES = 4096
 _MAX_STRANGERS = 128
+_MAX_DROPPED = 1024
 _SHARED = ("127.0.0.1", "::1")
 # Connections that wait to be accepted: more come at once than are accepted in a turn of the loop.
 QUEUE_LENGTH = 1024
@@ -39,24 +40,31 @@ class ConnectionLimits:
     rest of a stranger's request and its answer; there is none for others, as uploads and streams
     may take long.
 
+    A stranger's connection that has to go for another one is not read any more and is closed
+    `dropped_s` seconds later: whoever opens a new one for each that is closed would otherwise keep
+    the process busy with that alone. `num_dropped` of them are held so.
+
     `num_per_address` holds for each address but loopback, which all of the machine share.
     """
 
     num_strangers: int
     num_known: int
     num_accepts_per_turn: int
+    num_dropped: int = 0
     num_per_address: int = 64
     stranger_idle_s: float = 10.0
     stranger_request_s: float = 30.0
     known_idle_s: float = 75.0
+    dropped_s: float = 5.0
 
     @classmethod
     def for_files(cls, num_files: int) -> "ConnectionLimits":
         """Return limits that leave a third of a process's files to the rest of the master."""
-        num_strangers = min(num_files // 8, _MAX_STRANGERS)
+        num_strangers, num_known = min(num_files // 8, _MAX_STRANGERS), num_files * 3 // 8
         return cls(
             num_strangers=num_strangers,
-            num_known=num_files * 3 // 8,
+            num_known=num_known,
+            num_dropped=min(max(0, num_files * 2 // 3 - num_strangers - num_known), _MAX_DROPPED),
             # A request that came with its connection is read two turns after it was accepted. By
             # then no flood of others must have taken all the places.
             num_accepts_per_turn=max(1, num_strangers // 8),
@@ -88,6 +96,7 @@ class Connections:
         self._waiting_strangers: dict[Connection, None] = {}
         self._busy_strangers: dict[Connection, None] = {}
         self._known: dict[Connection, None] = {}
+        self._dropped: dict[Connection, None] = {}
         self._num_of_address: Counter[str] = Counter()
 
     def enter(self, connection: "Connection") -> None:
@@ -133,6 +142,11 @@ class Connections:
     def lose(self, connection: "Connection") -> None:
         """Forget a connection that has ended."""
         self.leave(connection)
+        self._dropped.pop(connection, None)
+        if not connection.is_dropped:
+            self._leave_address(connection)
+
+    def _leave_address(self, connection: "Connection") -> None:
         self._num_of_address[connection.address] -= 1
         if self._num_of_address[connection.address] <= 0:
             del self._num_of_address[connection.address]
@@ -151,7 +165,16 @@ class Connections:
     def _drop_first(self, connections: dict["Connection", None]) -> None:
         connection = next(iter(connections))
         self.leave(connection)
-        connection.transport.abort()
+        if connection.is_known or not self.limits.num_dropped:
+            connection.transport.abort()
+            return
+        self._dropped[connection] = None
+        self._leave_address(connection)
+        connection.drop()
+        if len(self._dropped) > self.limits.num_dropped:
+            oldest = next(iter(self._dropped))
+            del self._dropped[oldest]
+            oldest.transport.abort()
 
 
 class Connection(H11Protocol):
@@ -164,6 +187,7 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self.is_known = False
         self.is_busy = False
+        self.is_dropped = False
         self._answer = self.app
         self.app = self._answer_in_time
 
@@ -173,6 +197,14 @@ class Connection(H11Protocol):
             self.is_known = self._connections.has_room_for_known()
             self._change(is_busy=True)
         return self.is_known
+
+    def drop(self) -> None:
+        """Read nothing more, and close the connection in a while."""
+        self.is_dropped = True
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+        self._close_after(None)
+        self._deadline = self.loop.call_later(self._limits.dropped_s, self.transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
@@ -218,7 +250,7 @@ class Connection(H11Protocol):
 
     def _change(self, *, is_busy: bool) -> None:
         self.is_busy = is_busy
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self.is_dropped:
             return
         self._connections.move(self)
         limits = self._limits

@@ -77,7 +77,13 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
         "checkpoint_policy": "best",
         "checkpoint_storage": None,
         "reproducibility": {"experiment_seed": None},
-        "environment": {"python": None, "variables": {}, "secrets": {}, "working_dir": None},
+        "environment": {
+            "python": None,
+            "prefix": [],
+            "variables": {},
+            "secrets": {},
+            "working_dir": None,
+        },
         "profiling": {
             "enabled": False,
             "begin_on_batch": 0,
@@ -386,6 +392,10 @@ def test_variables_come_as_a_map_or_as_a_list(
         ({"working_dir": "here"}, "environment.working_dir", "must be an absolute path"),
         ({"python": "venv/bin/python"}, "environment.python", "does not depend on a directory"),
         ({"python": ""}, "environment.python", "does not depend on a directory"),
+        ({"prefix": "nice"}, "environment.prefix", "must be a list"),
+        ({"prefix": [""]}, "environment.prefix", "must name a program first"),
+        ({"prefix": ["nice", 5]}, "environment.prefix[1]", "must be a string"),
+        ({"prefix": ["ni\0ce"]}, "environment.prefix[0]", "must not have a null character"),
     ],
 )
 def test_a_wrong_environment_is_refused(

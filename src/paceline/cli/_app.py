@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,7 +26,7 @@ from paceline.cli import (
     _user_commands,
     _verify_resume_command,
 )
-from paceline.cli._connection import chosen_master
+from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import is_user_error, report_error
 
 app = typer.Typer(
@@ -58,6 +59,15 @@ def root(
             " runs in $PACELINE_HOME.",
         ),
     ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--ca-file",
+            metavar="FILE",
+            help="Certificates (PEM) of the authorities that are trusted. The default is"
+            " $PACELINE_CA_FILE, or else what the system trusts.",
+        ),
+    ] = None,
     show_version: Annotated[
         bool,
         typer.Option(
@@ -68,6 +78,8 @@ def root(
     """Train PyTorch models: metrics, checkpoints, exact resume, hyperparameter search."""
     del show_version
     chosen_master.set(master)
+    if ca_file is not None:
+        trust(ca_file)
 
 
 @app.command()

@@ -124,14 +124,15 @@ def _first_trial(config: "ExperimentConfig", seed: int) -> "Create":
 
 def _environment(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str]:
     python = shutil.which(config.environment.python or sys.executable)
-    if python is None:
+    if python is None and not config.environment.prefix:
         raise CommandError(
             "`environment.python` must be an interpreter, but"
             f" {config.environment.python!r} is none."
         )
     environment = {k: v for k, v in os.environ.items() if k not in _PRIVATE_VARIABLES}
-    path = environment.get("PATH", os.defpath)
-    environment["PATH"] = os.pathsep.join([str(Path(python).parent), path])
+    if python is not None:
+        path = environment.get("PATH", os.defpath)
+        environment["PATH"] = os.pathsep.join([str(Path(python).parent), path])
     environment["PYTHONUNBUFFERED"] = "1"
     environment |= config.environment.variables | config.environment.secrets
     environment[RUN_DIRECTORY_VARIABLE] = str(run.path)
@@ -149,6 +150,7 @@ def _run_entrypoint(
         hparams=info.trial.hparams,
         python=config.environment.python or sys.executable,
         num_slots=len(info.slot_ids),
+        prefix=config.environment.prefix,
     )
     command = ["sh", "-c", entrypoint] if isinstance(entrypoint, str) else entrypoint
     place = Path(config.environment.working_dir or directory)
@@ -193,9 +195,11 @@ def _pass_on(pid: int, signal_number: int) -> None:
 
     try:
         process = psutil.Process(pid)
-        is_shell = process.name() in _SHELLS
-        for receiver in process.children() if is_shell else [process]:
-            receiver.send_signal(signal_number)
+        if process.name() in _SHELLS:
+            for child in process.children():
+                _pass_on(child.pid, signal_number)
+        else:
+            process.send_signal(signal_number)
     except psutil.NoSuchProcess:
         return
 

@@ -90,8 +90,13 @@ def answers(file: MasterFile) -> bool:
     """Tell whether a master answers at the address in its file."""
     import httpx
 
+    from paceline._certificates import client_tls
+
+    verify = client_tls(file.certificate) if file.url.startswith("https:") else False
     try:
-        response = httpx.get(f"{file.url}/api/v1/health", timeout=5.0, trust_env=False)
+        response = httpx.get(
+            f"{file.url}/api/v1/health", timeout=5.0, trust_env=False, verify=verify
+        )
     except httpx.TransportError:
         return False
     return response.is_success

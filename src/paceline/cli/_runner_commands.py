@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline._checked_secrets import DamagedSecretError, read_secret
-from paceline.cli._connection import chosen_master
+from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import CommandError
 from paceline.cli._options import Json
 
@@ -37,6 +37,20 @@ def run(
         typer.Option(
             metavar="FILE",
             help="File with a token of the scope `runner`, which only its owner may read.",
+        ),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="SECONDS", help="Leave after SECONDS without a trial. Default: never."
+        ),
+    ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificates (PEM) of the authorities that are trusted. The default is"
+            " $PACELINE_CA_FILE, or else what the system trusts.",
         ),
     ] = None,
     slots: Annotated[
@@ -76,6 +90,8 @@ def run(
     """Run trials of a master on this machine until Ctrl-C, or manage the master's nodes."""
     if context.invoked_subcommand is not None:
         return
+    if ca_file is not None:
+        trust(ca_file)
     master = master or chosen_master.get()
     if master is None or token_file is None:
         raise CommandError(
@@ -94,6 +110,7 @@ def run(
         master,
         token_file,
         (directory or Path("~/.paceline-runner") / node).expanduser().absolute(),
+        idle_timeout,
         {
             "name": node,
             "pool": pool,
@@ -104,7 +121,13 @@ def run(
     )
 
 
-def _serve(master: str, token_file: Path, directory: Path, options: dict[str, object]) -> None:
+def _serve(
+    master: str,
+    token_file: Path,
+    directory: Path,
+    idle_timeout_s: float | None,
+    options: dict[str, object],
+) -> None:
     from paceline.runner.node import NodeRunner, find_facts
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
@@ -113,7 +136,8 @@ def _serve(master: str, token_file: Path, directory: Path, options: dict[str, ob
         facts = find_facts(directory, **options)  # type: ignore[arg-type]
     except ValueError as error:
         raise CommandError(str(error)) from error
-    runner = NodeRunner(master, token_file.expanduser().absolute(), directory, facts)
+    token_file = token_file.expanduser().absolute()
+    runner = NodeRunner(master, token_file, directory, facts, idle_timeout_s)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: runner.stop())
     runner.run()

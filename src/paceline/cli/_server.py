@@ -88,20 +88,40 @@ def up(
         bool,
         typer.Option(
             "--unencrypted",
-            help="Allow a `--host` beyond loopback. Tokens, code and secrets are sent unencrypted,"
-            " so only in a network that you trust.",
+            help="Allow a `--host` beyond loopback without `--tls-cert`. Tokens, code and secrets"
+            " are sent unencrypted, so only in a network that you trust.",
         ),
     ] = False,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificate of the master (PEM) with its chain. All requests are encrypted.",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Key of the certificate, without a passphrase."),
+    ] = None,
+    pool_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Pools whose runners the master starts. The default is pools.yaml in the home.",
+        ),
+    ] = None,
     home: Home = None,
 ) -> None:
     """Start the master, in the foreground or in the background."""
 
     directory = home_of(home)
-    if runs is not None:
-        runs = runs.expanduser().absolute()
+    runs, tls_cert, tls_key, pool_file = (
+        path and path.expanduser().absolute() for path in (runs, tls_cert, tls_key, pool_file)
+    )
     if detach:
         arguments = {"port": port, "slots": slots, "runs": runs, "executor": executor,
-                     "runner-timeout": runner_timeout, "slow-request": slow_request}  # fmt: skip
+                     "runner-timeout": runner_timeout, "slow-request": slow_request,
+                     "tls-cert": tls_cert, "tls-key": tls_key, "pool-file": pool_file}  # fmt: skip
         flags = {"set-aside": set_aside, "unencrypted": unencrypted}
         _up_in_background(directory, host, port, arguments, flags)
         return
@@ -125,6 +145,9 @@ def up(
                 set_aside=set_aside,
                 executor=executor,
                 unencrypted=unencrypted,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                pool_file=pool_file,
                 **({} if runner_timeout is None else {"runner_timeout_s": runner_timeout}),
                 **({} if slow_request is None else {"slow_request_s": slow_request}),
             )

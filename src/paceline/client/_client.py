@@ -1,5 +1,6 @@
 """The client: all that can be asked of a master."""
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,10 +29,18 @@ class Client(ClusterClient):
         master: The master's URL; by default `PACELINE_MASTER`, else the master that runs in
             `PACELINE_HOME`.
         token: The token; by default `PACELINE_TOKEN`, else the one in `PACELINE_HOME`.
+        ca_file: The certificates (PEM) of authorities that are trusted; by default
+            `PACELINE_CA_FILE`, else those that the system trusts.
     """
 
-    def __init__(self, master: str | None = None, token: str | None = None) -> None:
-        self._session = HttpSession(master, token)
+    def __init__(
+        self,
+        master: str | None = None,
+        token: str | None = None,
+        *,
+        ca_file: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._session = HttpSession(master, token, None if ca_file is None else os.fspath(ca_file))
 
     def __enter__(self) -> "Client":
         return self

@@ -5,6 +5,7 @@
 | `PACELINE_HOME`    | the master's home, `~/.paceline` by default        |
 | `PACELINE_MASTER`  | the master's URL, instead of the home's master.json |
 | `PACELINE_TOKEN`   | the token, instead of the home's token file        |
+| `PACELINE_CA_FILE` | certificates that are trusted, instead of the system's |
 """
 
 import os
@@ -23,19 +24,24 @@ START_COMMAND = "paceline up --detach"
 
 
 class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `master.json`, which a running master keeps in its home."""
+    """The content of `master.json`, which a running master keeps in its home.
+
+    `certificate` is its own (PEM), if it has one.
+    """
 
     url: str
     pid: int
     port: int
     version: str
+    certificate: str | None = None
 
 
 class MasterAccess(msgspec.Struct, frozen=True):
-    """URL and token of a master."""
+    """URL and token of a master, and its certificate if that is known from its home."""
 
     url: str
     token: str
+    certificate: str | None = None
 
 
 def home_directory() -> Path:
@@ -85,8 +91,8 @@ def find_master(master: str | None = None, token: str | None = None) -> MasterAc
     """
     home = home_directory()
     url = master or os.environ.get(MASTER_VARIABLE)
+    file = read_master_file(home)
     if not url:
-        file = read_master_file(home)
         if file is None:
             raise MasterUnreachableError(
                 f"A master must run in {str(home)!r}, but none does."
@@ -95,6 +101,9 @@ def find_master(master: str | None = None, token: str | None = None) -> MasterAc
         url = file.url
     if "://" not in url:
         url = f"http://{url}"
+    url = url.rstrip("/")
     return MasterAccess(
-        url.rstrip("/"), token or os.environ.get(TOKEN_VARIABLE) or read_token(home)
+        url,
+        token or os.environ.get(TOKEN_VARIABLE) or read_token(home),
+        file.certificate if file is not None and file.url == url else None,
     )

@@ -10,6 +10,8 @@ from paceline.client._errors import ApiError, MasterUnreachableError
 from paceline.client._location import START_COMMAND, MasterAccess, find_master
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
 Model = TypeVar("Model")
@@ -30,9 +32,12 @@ class HttpSession:
     master which came back on another port is found.
     """
 
-    def __init__(self, master: str | None = None, token: str | None = None) -> None:
+    def __init__(
+        self, master: str | None = None, token: str | None = None, ca_file: str | None = None
+    ) -> None:
         self._master = master
         self._token = token
+        self._ca_file = ca_file
         self._address: MasterAccess | None = None
         self._http: httpx.Client | None = None
 
@@ -74,9 +79,20 @@ class HttpSession:
                 timeout=_TIMEOUT_S,
                 trust_env=not is_local,
                 # Building the certificate store costs 20 ms that plain HTTP has no use for.
-                verify=url.startswith("https:"),
+                verify=self._tls(url),
             )
         return self._http
+
+    def _tls(self, url: str) -> "ssl.SSLContext | bool":
+        if not url.startswith("https:"):
+            return False
+        from paceline._certificates import client_tls
+
+        assert self._address is not None
+        try:
+            return client_tls(self._address.certificate, self._ca_file)
+        except ValueError as error:
+            raise MasterUnreachableError(str(error)) from error
 
     def get(self, path: str, model: type[Model], **params: Any) -> Model:
         """Return the decoded answer to a GET; parameters that are None are left out."""
@@ -195,6 +211,8 @@ class HttpSession:
             self.close()
             if self._has_moved(self_was):
                 return self._send_once(method, path, params, content)
+            if explained := _explain_tls(error, url):
+                raise MasterUnreachableError(explained) from error
             raise MasterUnreachableError(
                 f"A master must answer at {url}, but none does ({error})."
                 f" Hint: start one with `{START_COMMAND}`."
@@ -202,6 +220,8 @@ class HttpSession:
         except httpx.TransportError as error:
             url = self.url
             self.close()
+            if explained := _explain_tls(error, url):
+                raise MasterUnreachableError(explained) from None
             raise MasterUnreachableError(
                 f"The master at {url} broke off its answer ({type(error).__name__}: {error})."
                 " Hint: see `master.log` in its home, and `paceline status`."
@@ -219,6 +239,21 @@ class HttpSession:
         except MasterUnreachableError:
             return False
         return self._address != old
+
+
+def _explain_tls(error: "httpx.TransportError", url: str) -> str | None:
+    """Return what is wrong with TLS, if that is why a request failed."""
+    import httpx
+
+    from paceline._certificates import explain_missing_tls, explain_tls_error, tls_error_of
+
+    if (found := tls_error_of(error)) is not None:
+        return explain_tls_error(found, url)
+    broke_off = isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
+    if not broke_off or url.startswith("https:"):
+        return None
+    place = urlsplit(url)
+    return explain_missing_tls(url, place.hostname, place.port)
 
 
 def raise_for_problem(response: "httpx.Response") -> None:

@@ -26,6 +26,7 @@ from paceline.config._secrets import (
     reveal_secrets,
     without_secrets,
 )
+from paceline.config._section import Section
 from paceline.config._small_sections import (
     Environment,
     Profiling,
@@ -41,7 +42,7 @@ from paceline.config._storage import (
     UrlStorage,
 )
 from paceline.config._validate import load_config, read_stored_config, validate_config
-from paceline.config._yaml import compose_yaml, parse_yaml
+from paceline.config._yaml import compose_yaml, parse_yaml, read_yaml_file
 
 __all__ = [
     "BATCHES",
@@ -64,6 +65,7 @@ __all__ = [
     "Resources",
     "S3Storage",
     "Searcher",
+    "Section",
     "SharedFsStorage",
     "SingleSearcher",
     "SlotRange",
@@ -79,6 +81,7 @@ __all__ = [
     "merge_configs",
     "parse_yaml",
     "read_stored_config",
+    "read_yaml_file",
     "reveal_secrets",
     "searcher_section",
     "split_length",

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -16,6 +16,9 @@ _CONFIG_PROGRAM = "paceline.declarative"
 _LAUNCHER = "paceline.launch.torch_distributed"
 # `$${name}` is an escape, `${hparams.name}` a hyperparameter; any other variable is the shell's.
 _REFERENCE = re.compile(r"\$\$\{(?P<escaped>[^{}]*)\}|\$\{hparams\.(?P<name>[^{}]*)\}")
+# A program such as setsid goes on in the background if it leads a process group, as the first
+# process does; below a shell it does not. The shell must not become that program, either.
+_BELOW_A_SHELL = '"$@"; exit "$?"'
 _NOT_THERE = object()
 
 _Entrypoint = TypeVar("_Entrypoint", str, list[str], str | list[str])
@@ -53,7 +56,12 @@ def trial_class(entrypoint: Any) -> str | None:
 
 
 def build_command(
-    entrypoint: str | list[str], *, hparams: dict[str, Any], python: str, num_slots: int
+    entrypoint: str | list[str],
+    *,
+    hparams: dict[str, Any],
+    python: str,
+    num_slots: int,
+    prefix: Sequence[str] = (),
 ) -> str | list[str]:
     """Return what an attempt runs: a command line for the shell, or a program and its arguments.
 
@@ -64,15 +72,21 @@ def build_command(
         hparams: The hyperparameters of the trial.
         python: The interpreter that runs a trial class.
         num_slots: The slots that the attempt holds.
+        prefix: A program and its arguments, which runs the command.
 
     Raises:
         ConfigError: The entrypoint refers to a hyperparameter that there is not.
     """
     name = trial_class(entrypoint)
     if name is None:
-        return fill_entrypoint(entrypoint, hparams=hparams)
-    launcher = ["-m", _LAUNCHER] if num_slots > 1 else []
-    return [python, *launcher, "-m", _TRIAL_PROGRAM, name]
+        command: str | list[str] = fill_entrypoint(entrypoint, hparams=hparams)
+    else:
+        launcher = ["-m", _LAUNCHER] if num_slots > 1 else []
+        command = [python, *launcher, "-m", _TRIAL_PROGRAM, name]
+    if not prefix:
+        return command
+    words = ["sh", "-c", command] if isinstance(command, str) else command
+    return ["sh", "-c", _BELOW_A_SHELL, "sh", *prefix, *words]
 
 
 def default_name(entrypoint: Any) -> str:

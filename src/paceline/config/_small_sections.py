@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     Discriminator,
@@ -136,6 +137,19 @@ def _check_python(value: str) -> str:
     return value
 
 
+def _check_prefix(value: list[str]) -> list[str]:
+    problems = [
+        Problem(path=f"[{index}]", value=item, message="must not have a null character")
+        for index, item in enumerate(value)
+        if "\0" in item
+    ]
+    if problems:
+        raise refused_parts(problems)
+    if value and not value[0].strip():
+        raise refused("must name a program first", "a list such as [nice, -n, '10']")
+    return value
+
+
 def _read_secrets(value: Any) -> Any:
     """Read secrets as variables are read; what is wrong is told without their values."""
     try:
@@ -221,6 +235,10 @@ class Environment(Section):
         default=None,
         description="Interpreter that comes first on PATH: an absolute path or a command name; "
         "null is the master's own.",
+    )
+    prefix: Annotated[list[str], AfterValidator(_check_prefix)] = Field(
+        default=[],
+        description="Program and arguments that the command of the entrypoint is appended to.",
     )
     variables: Annotated[
         dict[str, str], BeforeValidator(_read_variables), WithJsonSchema(_VARIABLES_SCHEMA)

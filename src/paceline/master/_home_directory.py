@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from paceline._checked_secrets import DamagedSecretError, make_secret, read_secret
 from paceline._private_files import open_private
@@ -108,9 +109,15 @@ class Home:
     def _write_id(self, cluster_id: str) -> None:
         write_atomically(self._id_path, cluster_id.encode() + b"\n")
 
-    def write_address(self, url: str, port: int, version: str) -> None:
-        """Say where the master listens."""
-        address = {"url": url, "pid": os.getpid(), "port": port, "version": version}
+    def write_address(
+        self, url: str, port: int, version: str, certificate: str | None = None
+    ) -> None:
+        """Say where the master listens, and by which certificate it is known."""
+        address: dict[str, Any] = {
+            "url": url, "pid": os.getpid(), "port": port, "version": version
+        }  # fmt: skip
+        if certificate is not None:
+            address["certificate"] = certificate
         write_atomically(self._address_path, seal(json.dumps(address).encode()))
 
     def remove_address(self) -> None:

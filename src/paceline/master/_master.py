@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import paceline
@@ -30,6 +31,7 @@ from paceline.master.experiments import (
 )
 from paceline.master.nodes import NodeExecutor, Nodes, StorageMarks, Transfers
 from paceline.master.scheduling import NodeSlots
+from paceline.master.starters import PoolDefinition, PoolRunners, Starter
 from paceline.master.store import Database, LogStore, Transaction, adopt_contexts, settle_cluster_id
 from paceline.master.upkeep import Recorder
 from paceline.messages.attempts import MasterAddress
@@ -50,6 +52,8 @@ class Master:
         leases: How long runners may give no sign of life; the default leases if None.
         measurements: Where requests are counted; a new one if None.
         is_open: Whether it listens beyond loopback: requests with a token may name any host.
+        pools: The pools whose runners this master starts.
+        certificate: Its certificate (PEM) if it is asked by TLS. Browsers may name any host then.
     """
 
     def __init__(
@@ -62,8 +66,12 @@ class Master:
         leases: Leases | None = None,
         measurements: Measurements | None = None,
         is_open: bool = False,
+        certificate: str | None = None,
+        pools: Mapping[str, tuple[PoolDefinition, Starter]] | None = None,
     ) -> None:
         self.is_open = is_open
+        self.url = url
+        self.certificate = certificate
         self.home = home
         self.measurements = measurements or Measurements()
         self.sizes = HomeSizes(home.path)
@@ -115,7 +123,7 @@ class Master:
         context = ExecutorContext(
             attempts=home.attempts_path,
             home=home.path,
-            master=MasterAddress(url=url),
+            master=MasterAddress(url=url, certificate=certificate),
             devices=tuple(devices),
         )
         self.reconciler = Reconciler(
@@ -128,6 +136,13 @@ class Master:
         )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.recorder = Recorder(self.database, home.path)
+        self.pool_runners = PoolRunners(
+            pools or {},
+            self.nodes,
+            self.tokens,
+            self.reconciler.pool_needs,
+            MasterAddress(url=url, certificate=certificate),
+        )
         self.database.on_commit(self._on_commit)
         self.is_closing = False
 
@@ -146,6 +161,7 @@ class Master:
         self.database.write(self._catch_up).result()
         self.recorder.start()
         self.reconciler.start()
+        self.pool_runners.start()
         if self._watcher is not None:
             self._watcher.start()
 
@@ -158,6 +174,7 @@ class Master:
     def close(self) -> None:
         """Stop; running attempts go on without a master."""
         self.is_closing = True
+        self.pool_runners.close()
         self.reconciler.close()
         if self._watcher is not None:
             self._watcher.close()
@@ -193,7 +210,11 @@ class Master:
             )
             for node in self.nodes.all()
         ]
-        return [NodeSlots(slots=tuple(range(len(self.devices)))), *others]
+        return [
+            NodeSlots(slots=tuple(range(len(self.devices)))),
+            *others,
+            *self.pool_runners.possible_slots(),
+        ]
 
     def _wake(self) -> None:
         self.reconciler.wake()

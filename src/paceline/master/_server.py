@@ -7,12 +7,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 import paceline
+from paceline._certificates import check_server_files
 from paceline.master._connection_limits import (
     QUEUE_LENGTH,
     ConnectionConfig,
@@ -27,6 +29,7 @@ from paceline.master._measurements import DEFAULT_SLOW_REQUEST_S, Measurements
 from paceline.master.api import create_app
 from paceline.master.executors import executor_named
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
+from paceline.master.starters import POOL_FILE, read_pool_file
 from paceline.messages.resources import Shutdown
 from paceline.runner import ArchiveLimits
 from paceline.runner.node import find_devices
@@ -54,6 +57,9 @@ def serve(
     runner_timeout_s: float = DEFAULT_LEASE_S,
     slow_request_s: float = DEFAULT_SLOW_REQUEST_S,
     unencrypted: bool = False,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    pool_file: Path | None = None,
 ) -> None:
     """Run a master until it is told to stop: SIGINT, SIGTERM or a shutdown request.
 
@@ -61,7 +67,8 @@ def serve(
 
     Args:
         home: The directory of all state.
-        host: The address to listen on: a loopback address, or any with `unencrypted`.
+        host: The address to listen on: a loopback address, or any with `tls_cert` or with
+            `unencrypted`.
         port: The port, 0 for any free one; `master.json` in the home tells which.
         num_slots: The number of slots of this machine; one per GPU or else CPU core if None. With
             0, trials run on other nodes only.
@@ -73,6 +80,11 @@ def serve(
             seconds; 3 at least. It holds for the runners of nodes as well.
         slow_request_s: Seconds until an answer begins, from which on a request is logged as slow.
         unencrypted: The network is trusted, so that a host beyond loopback is allowed.
+        tls_cert: The certificate of the master (PEM), with its chain. All requests are encrypted
+            then. Programs on this machine know the certificate from the home.
+        tls_key: Its key, without a passphrase.
+        pool_file: The pools whose runners this master starts; by default `pools.yaml` in the home,
+            if there is one.
 
     Raises:
         PortInUseError: Another program listens on the port.
@@ -83,13 +95,17 @@ def serve(
         LostDatabaseError: The home holds files that its database does not know.
         ValueError: The host is not loopback, the number of slots does not fit, `runs` is no
             directory, there is no such executor, `runner_timeout_s` is too small,
-            `slow_request_s` is not greater than 0, or a limit in the environment is no number.
+            `slow_request_s` is not greater than 0, a limit in the environment is no number, or
+            the certificate or the file of pools cannot be used.
     """
-    if host not in LOOPBACK_HOSTS and not unencrypted:
+    tls = _Tls.of(tls_cert, tls_key)
+    if pool_file is not None and not pool_file.is_file():
+        raise ValueError(f"`--pool-file` must be a file, but got {str(pool_file)!r}.")
+    if host not in LOOPBACK_HOSTS and not unencrypted and tls is None:
         raise ValueError(
             f"`host` must be a loopback address ({', '.join(LOOPBACK_HOSTS)}), but got {host!r}:"
-            " tokens, code and secrets would be sent unencrypted. Hint: use an SSH tunnel, or"
-            " `--unencrypted` in a network that you trust."
+            " tokens, code and secrets would be sent unencrypted. Hint: use `--tls-cert` and"
+            " `--tls-key`, an SSH tunnel, or `--unencrypted` in a network that you trust."
         )
     if runs is not None and runs.exists() and not runs.is_dir():
         raise ValueError(f"`runs` must be a directory, but got {str(runs)!r}.")
@@ -107,17 +123,42 @@ def serve(
     with listener, place.hold(), logging_to(place.master_log_path):
         place.prepare(set_aside=set_aside)
         port = listener.getsockname()[1]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        pool_file = pool_file or place.path / POOL_FILE
+        pools = read_pool_file(pool_file, place.cluster_id) if pool_file.exists() else {}
         measurements = Measurements(slow_request_s)
         master = Master(
             place, devices, runs and runs.absolute(), kind, url, leases, measurements,
-            is_open=host not in LOOPBACK_HOSTS,
+            is_open=host not in LOOPBACK_HOSTS, pools=pools,
+            certificate=tls.certificate if tls else None,
         )  # fmt: skip
-        _serve(master, listener, url, port)
+        _serve(master, listener, port, tls)
 
 
-def _serve(master: Master, listener: socket.socket, url: str, port: int) -> None:
-    server = _Server(master, lambda: master.home.write_address(url, port, paceline.__version__))
+@dataclass(frozen=True, slots=True)
+class _Tls:
+    """The certificate of a server (PEM, without its chain), and the files that it is read from."""
+
+    certificate: str
+    certificate_path: Path
+    key_path: Path
+
+    @classmethod
+    def of(cls, certificate: Path | None, key: Path | None) -> "_Tls | None":
+        if certificate is None and key is None:
+            return None
+        if certificate is None or key is None:
+            raise ValueError("`--tls-cert` and `--tls-key` must be given together.")
+        return cls(check_server_files(certificate, key), certificate, key)
+
+
+def _serve(master: Master, listener: socket.socket, port: int, tls: _Tls | None) -> None:
+    def announce() -> None:
+        certificate = tls.certificate if tls else None
+        master.home.write_address(master.url, port, paceline.__version__, certificate)
+
+    server = _Server(master, announce, tls=tls)
     try:
         master.start()
         # What is loaded by now stays, and need not be looked through again and again.
@@ -140,6 +181,7 @@ class _Server(uvicorn.Server):
         master: Master,
         announce: Callable[[], None],
         limits: ConnectionLimits | None = None,
+        tls: _Tls | None = None,
     ) -> None:
         app = create_app(master, self.shut_down)
         config = ConnectionConfig(
@@ -150,6 +192,8 @@ class _Server(uvicorn.Server):
             access_log=False,
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
             lifespan="on",
+            ssl_certfile=tls and tls.certificate_path,
+            ssl_keyfile=tls and tls.key_path,
         )
         app.state.connections = config.connections
         super().__init__(config)

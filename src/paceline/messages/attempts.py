@@ -58,10 +58,15 @@ class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a master answers, and the token for those whose attempt has none of its own."""
+    """Where a master answers, and the token for those whose attempt has none of its own.
+
+    `certificate` is the master's own (PEM), for those who trust it and no other; None means that
+    the authorities of this machine decide.
+    """
 
     url: str
     token: str = ""
+    certificate: str | None = None
 
 
 class StorageMark(msgspec.Struct, frozen=True):
@@ -90,6 +95,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `secret_names` are variables whose values lie in the home's file of secrets under
     `experiment_id`. For a runner elsewhere the executor hands them on in the attempt's directory.
+
+    `has_prefix` tells that `entrypoint` begins with a program of the user that runs the rest.
 
     `token` opens the routes of this attempt and no other. Attempts of earlier versions have none.
 
@@ -127,6 +134,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_shards: int | None = None
     storage_mark: StorageMark | None = None
     sends_checkpoints: bool = False
+    has_prefix: bool = False
 
 
 def runner_id(attempt_id: int, member: int) -> int:

@@ -13,6 +13,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from paceline._certificates import (
+    client_tls,
+    explain_missing_tls,
+    explain_tls_error,
+    tls_error_of,
+)
 from paceline._checked_secrets import read_secret
 from paceline._sealed_json import check_seal
 from paceline.messages.attempts import AttemptSpec, MasterAddress
@@ -31,6 +37,10 @@ _UNREACHABLE = (
 
 class UnreachableError(Exception):
     """Raised when the master cannot be reached or cannot answer now."""
+
+
+class UntrustedMasterError(UnreachableError):
+    """Raised when TLS cannot be agreed on with the master, mostly for its certificate."""
 
 
 class MasterFailedError(UnreachableError):
@@ -72,6 +82,9 @@ class MasterLink:
         self._connection: http.client.HTTPConnection | None = None
         self._token = ""
         self._prefix = ""
+        self._url = ""
+        # TLS was not spoken to an address that broke off, and it does not want it.
+        self._is_plain = False
 
     def another(self) -> "MasterLink":
         """Return a connection of its own to the same master, for another thread."""
@@ -139,7 +152,11 @@ class MasterLink:
             response = connection.getresponse()
             content = response.read()
         except _UNREACHABLE as error:
+            connection = self._connection
+            address = None if connection is None else (connection.host, connection.port)
             self.close()
+            if (explained := self._explain(error, address)) is not None:
+                raise UntrustedMasterError(explained) from error
             raise UnreachableError(str(error)) from error
         text = f"HTTP {response.status}: {content.decode(errors='replace')[:500]}"
         if response.status == _FAILED_STATUS:
@@ -154,29 +171,44 @@ class MasterLink:
             raise RefusedByMasterError(response.status, text, is_over=is_over)
         return content
 
+    def _explain(self, error: BaseException, address: tuple[str, int] | None) -> str | None:
+        """Return what is wrong with TLS, if that is what went wrong."""
+        if (found := tls_error_of(error)) is not None:
+            return explain_tls_error(found, self._url)
+        broke_off = isinstance(error, http.client.RemoteDisconnected | ConnectionResetError)
+        if not broke_off or address is None or self._is_plain or self._url.startswith("https:"):
+            return None
+        explained = explain_missing_tls(self._url, *address)
+        self._is_plain = explained is None
+        return explained
+
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._connection is None:
             address = self._read_address()
             self._token = address.token
             url = urlsplit(address.url)
             self._prefix = url.path.rstrip("/")
-            self._connection = _open(url.scheme, url.netloc)
+            self._url = address.url
+            self._connection = _open(url.scheme, url.netloc, address.certificate)
         self._connection.timeout = timeout_s
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
         return self._connection
 
 
-def _open(scheme: str, place: str) -> http.client.HTTPConnection:
-    """Return a connection; certificates are those that the system or SSL_CERT_FILE trusts."""
+def _open(scheme: str, place: str, certificate: str | None) -> http.client.HTTPConnection:
     if scheme == "https":
-        return http.client.HTTPSConnection(place)
+        return http.client.HTTPSConnection(place, context=client_tls(certificate))
     return http.client.HTTPConnection(place)
 
 
 def _address_in(home: Path, token: str | None = None) -> MasterAddress:
     address: dict[str, Any] = json.loads(check_seal((home / "master.json").read_bytes()))
-    return MasterAddress(url=address["url"], token=token or read_secret(home / "token"))
+    return MasterAddress(
+        url=address["url"],
+        token=token or read_secret(home / "token"),
+        certificate=address.get("certificate"),
+    )
 
 
 def _address_of(file: Path, token: str | None) -> MasterAddress:

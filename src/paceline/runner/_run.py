@@ -179,6 +179,7 @@ class AttemptRun:
             command=self._command(),
             environment=environment,
             working_directory=working_directory,
+            changes_session=self._spec.has_prefix,
         )
         self._fetch_start()
         group = LocalGroup(
@@ -277,7 +278,7 @@ class AttemptRun:
     def _environment(self) -> dict[str, str]:
         spec = self._spec
         python = shutil.which(spec.python)
-        if python is None:
+        if python is None and not spec.has_prefix:
             raise UnusableConfigError(
                 f"`environment.python` must be an interpreter, but {spec.python!r} is none."
             )
@@ -286,9 +287,11 @@ class AttemptRun:
             environment.pop(name, None)
         # The runner may be a task of Slurm itself; what it starts is not.
         core.forget_launcher(environment)
-        environment["PATH"] = os.pathsep.join(
-            [str(Path(python).parent), environment.get("PATH", os.defpath)]
-        )
+        if python is not None:
+            # One that is not here may be where the prefix leads to.
+            environment["PATH"] = os.pathsep.join(
+                [str(Path(python).parent), environment.get("PATH", os.defpath)]
+            )
         environment["PYTHONUNBUFFERED"] = "1"
         environment[THREADS_VARIABLE] = str(spec.num_threads)
         environment[THREADS_MARK] = str(spec.num_threads)

@@ -79,6 +79,7 @@ class Guard:
         self._scopes = Scopes()
         self._wrong_tokens = Throttle(_MAX_WRONG_TOKENS)
         self._is_open = master.is_open
+        self._has_tls = master.certificate is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it here."""
@@ -86,7 +87,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refusal = _refuse_origin(headers, is_open=self._is_open and _has_token(headers))
+        # No page of another site gets past the certificate, whatever it calls this host.
+        is_open = self._is_open and (self._has_tls or _has_token(headers))
+        refusal = _refuse_origin(headers, scope["scheme"], is_open=is_open)
         if refusal is None and not _is_api(scope["path"]):
             await self._web(scope, receive, send)
             return
@@ -186,11 +189,13 @@ def _has_token(headers: dict[bytes, bytes]) -> bool:
     return headers.get(b"authorization", b"").lower().startswith(b"bearer ")
 
 
-def _refuse_origin(headers: dict[bytes, bytes], *, is_open: bool = False) -> Response | None:
+def _refuse_origin(
+    headers: dict[bytes, bytes], scheme: str, *, is_open: bool = False
+) -> Response | None:
     host = headers.get(b"host", b"").decode("latin-1")
     if not is_open and _name_of(host) not in _LOOPBACK_NAMES:
         return problem(403, "wrong_host", f"The Host header must be loopback, not {host!r}.")
-    if b"origin" in headers and headers[b"origin"].decode("latin-1") != f"http://{host}":
+    if b"origin" in headers and headers[b"origin"].decode("latin-1") != f"{scheme}://{host}":
         return problem(403, "wrong_origin", "Requests of other origins are refused.")
     return None
 

@@ -75,7 +75,7 @@ def follow_sign_in_link(
 def create_sign_in_link(request: Request, master: MasterOf) -> resources.SignInLink:
     """Make a link that signs a browser in, once."""
     token, expires_at = master.links.make()
-    url = f"http://{request.headers['host']}{_SIGN_IN_PATH}?token={token}"
+    url = f"{request.url.scheme}://{request.headers['host']}{_SIGN_IN_PATH}?token={token}"
     return resources.SignInLink(url=url, expires_at=expires_at)
 
 
@@ -107,4 +107,5 @@ def _set_cookie(response: Response, master: Master, user: str) -> None:
         max_age=SIGN_IN_S,
         httponly=True,
         samesite="strict",
+        secure=master.certificate is not None,
     )

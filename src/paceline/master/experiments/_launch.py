@@ -107,6 +107,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
             hparams=trial.hparams,
             python=python,
             num_slots=num_slots_of(attempt),
+            prefix=environment.prefix,
         ),
         python=python,
         variables=environment.variables,
@@ -126,6 +127,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         num_members=len(parts),
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
         storage_mark=None if attempt.node_id is None else node.mark_of(storage),
+        has_prefix=bool(environment.prefix),
     )
     info = RunInfo(
         run_id=f"trial-{trial.id}",

@@ -26,6 +26,7 @@ from paceline.runner._link import (
     MasterLink,
     RefusedByMasterError,
     UnreachableError,
+    UntrustedMasterError,
     encode,
 )
 
@@ -54,16 +55,28 @@ class NodeRunner:
     Args:
         url: The address of the master.
         token_path: The file that has the runner's token; it is read again after each failure.
-        directory: The runner's own directory, which has the attempts.
+        directory: The runner's own directory, which has the attempts. If it has a certificate of
+            the master, `master.pem`, no other one is trusted.
         facts: What this machine is.
+        idle_timeout_s: After how many seconds without an attempt the runner leaves; None is never.
     """
 
-    def __init__(self, url: str, token_path: Path, directory: Path, facts: NodeFacts) -> None:
+    def __init__(
+        self,
+        url: str,
+        token_path: Path,
+        directory: Path,
+        facts: NodeFacts,
+        idle_timeout_s: float | None = None,
+    ) -> None:
         self._facts = facts
         self._directory = directory
         self._address_path = directory / "master.json"
         self._url = url.rstrip("/")
-        self._link = MasterLink(lambda: MasterAddress(url=self._url, token=read_secret(token_path)))
+        self._certificate_path = directory / "master.pem"
+        self._idle_timeout_s = idle_timeout_s
+        self._busy_at = time.monotonic()
+        self._link = MasterLink(lambda: self._address(read_secret(token_path)))
         self._processes = AttemptProcesses(directory / "attempts", directory)
         self._questions: queue.SimpleQueue[NodePoll] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[NodeWork | Exception] = queue.SimpleQueue()
@@ -85,7 +98,7 @@ class NodeRunner:
             NodeStoppedError: The master refuses this runner, or another one has taken its place.
         """
         with self._holding():
-            write_atomically(self._address_path, seal(encode(MasterAddress(url=self._url))))
+            write_atomically(self._address_path, seal(encode(self._address())))
             self._session = self._register()
             self._check_cluster()
             threading.Thread(target=self._poll_all, name="poll", daemon=True).start()
@@ -98,6 +111,11 @@ class NodeRunner:
         """Let the attempts leave, then end; a second time end at once. For signal handlers."""
         self._num_signals += 1
 
+    def _address(self, token: str = "") -> MasterAddress:
+        path = self._certificate_path
+        certificate = path.read_text() if path.exists() else None
+        return MasterAddress(url=self._url, token=token, certificate=certificate)
+
     # ---- asking --------------------------------------------------------------------------
 
     def _register(self) -> NodeSession:
@@ -105,6 +123,8 @@ class NodeRunner:
         while True:
             try:
                 reply = self._link.post("/nodes", encode(self._facts))
+            except UntrustedMasterError as error:
+                raise NodeStoppedError(str(error)) from error
             except UnreachableError as error:
                 if str(error) != trouble:
                     trouble = str(error)
@@ -178,6 +198,7 @@ class NodeRunner:
             if self._num_signals and not has_told:
                 has_told = True
                 self._let_leave()
+            self._leave_if_idle()
             if has_told and not any(map(self._processes.is_alive, self._processes.all())):
                 return
             try:
@@ -196,6 +217,13 @@ class NodeRunner:
                     logger.warning("The master gives no work: %s", answer)
                 self._recover(answer)
             self._ask()
+
+    def _leave_if_idle(self) -> None:
+        if self._processes.all() or self._wanted or self._idle_timeout_s is None:
+            self._busy_at = time.monotonic()
+        elif time.monotonic() > self._busy_at + self._idle_timeout_s and not self._num_signals:
+            logger.info("The node was idle for %.0f s and leaves.", self._idle_timeout_s)
+            self.stop()
 
     def _carry_out(self, work: NodeWork) -> None:
         self._version, self._has_strays = work.version, work.strays
@@ -267,7 +295,7 @@ class NodeRunner:
             return
         reason, kind = judge_start(error)
         end = make_end(reason, detail=f"{type(error).__name__}: {error}", kind=kind)
-        address = MasterAddress(url=self._url, token=launch.spec.token or "")
+        address = self._address(launch.spec.token or "")
         try:
             path = f"/attempts/{attempt_id}/end?member={launch.spec.member}"
             MasterLink(lambda: address).post(path, encode(end))

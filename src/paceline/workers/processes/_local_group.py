@@ -170,7 +170,11 @@ class LocalGroup:
         with self._changed:
             (worker,) = (worker for worker in self._workers if worker.spec.rank == rank)
         if worker.spec.signals_whole_group:
-            return any(member.is_stopped for member in living_members(worker.process.pgid))
+            return any(
+                member.is_stopped
+                for process_group in worker.process_groups()
+                for member in living_members(process_group)
+            )
         facts = read_process(worker.process.pid)
         return facts is not None and facts.is_stopped
 
@@ -279,7 +283,7 @@ class LocalGroup:
 
     def _spawn(self, spec: WorkerSpec) -> LocalWorker:
         handle = self._start(spec, self._environment(spec), self._on_line is not None)
-        worker = LocalWorker(spec, handle)
+        worker = LocalWorker(spec, handle, self._id)
         if handle.stdout is not None and handle.stderr is not None:
             self._reader.open(worker, handle.stdout, "stdout")
             self._reader.open(worker, handle.stderr, "stderr")
@@ -341,7 +345,7 @@ class LocalGroup:
             children = own_children()
             if children is not None and ended.issuperset(children):
                 return False
-        return bool(living_members(worker.process.pgid))
+        return any(map(living_members, worker.process_groups()))
 
     def _was_killed(self, now: float) -> bool:
         """Tell whether all workers have ended after they were killed."""
@@ -349,7 +353,8 @@ class LocalGroup:
         return is_due and all(worker.exit is not None for worker in self._workers)
 
     def _close(self, worker: LocalWorker) -> None:
-        signal_group(worker.process.pgid, signal.SIGKILL)
+        for process_group in worker.process_groups():
+            signal_group(process_group, signal.SIGKILL)
         deadline = time.monotonic() + _DRAIN_S
         # A kill takes effect a moment after it was sent.
         while self._has_members(worker) and time.monotonic() < deadline:

@@ -7,7 +7,11 @@ from contextlib import suppress
 from typing import IO
 
 from paceline.workers.processes._output_lines import LineSplitter
-from paceline.workers.processes._process_facts import read_process, signal_group
+from paceline.workers.processes._process_facts import (
+    marked_process_groups,
+    read_process,
+    signal_group,
+)
 from paceline.workers.processes._process_start import ProcessHandle
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
 
@@ -18,9 +22,10 @@ class LocalWorker:
     The group's lock guards all but `open_streams`, which belongs to the supervising thread.
     """
 
-    def __init__(self, spec: WorkerSpec, handle: ProcessHandle) -> None:
+    def __init__(self, spec: WorkerSpec, handle: ProcessHandle, group_id: str = "") -> None:
         facts = read_process(handle.pid)
         self.spec = spec
+        self._group_id = group_id
         self.handle = handle
         self.process = WorkerProcess(
             rank=spec.rank,
@@ -54,10 +59,16 @@ class LocalWorker:
             return
         self.sent_signals.add(signum)
         if self.spec.signals_whole_group or signum == signal.SIGKILL:
-            signal_group(self.process.pgid, signum)
+            for process_group in self.process_groups():
+                signal_group(process_group, signum)
         elif self.exit is None:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
+
+    def process_groups(self) -> set[int]:
+        """Return the process groups that the worker's processes are in."""
+        others = marked_process_groups(self._group_id) if self.spec.changes_session else set()
+        return {self.process.pgid} | others
 
     def close(self) -> None:
         """Reap the process; its id is free after that."""

@@ -313,17 +313,37 @@ def _is_stray(process: ProcessFacts, group_id: str, killed: Collection[int]) -> 
     return process.pid in killed or process.is_dying or _has_mark(process.pid, group_id)
 
 
+def marked_process_groups(group_id: str) -> set[int]:
+    """Return the process groups of what belongs to a group, and to no group within it.
+
+    It is empty where the system shows no environments.
+    """
+    if not _IS_LINUX:
+        return set()
+    wanted, own = group_id.encode(), os.getpgrp()
+    return {
+        process.process_group
+        for process in _living_processes()
+        if process.process_group != own and _marks(process.pid)[-1:] == [wanted]
+    }
+
+
 def _has_mark(pid: int, group_id: str) -> bool:
+    return group_id.encode() in _marks(pid)
+
+
+def _marks(pid: int) -> list[bytes]:
+    """Return the marks in a process's environment, the outermost first."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environment = file.read()
     except OSError:
-        return False
+        return []
     prefix = f"{GROUP_VARIABLE}=".encode()
     for entry in environment.split(b"\0"):
         if entry.startswith(prefix):
-            return group_id.encode() in entry[len(prefix) :].split(b"/")
-    return False
+            return entry[len(prefix) :].split(b"/")
+    return []
 
 
 def _reap(pid: int) -> None:

@@ -25,6 +25,8 @@ class WorkerSpec:
         signals_whole_group: Signals go to the worker's whole process group, as a shell needs it
             that waits for what it started. False sends them to the worker's process alone, which
             leaves its data-loading processes to it; SIGKILL always goes to the group.
+        changes_session: What the command starts may lead a session of its own, as below `setsid`.
+            Whatever has the mark of the worker's group then counts as its process group.
         descriptors: File descriptors of this process that the worker gets under the same numbers.
     """
 
@@ -36,6 +38,7 @@ class WorkerSpec:
     node_rank: int = 0
     world_size: int = 1
     signals_whole_group: bool = True
+    changes_session: bool = False
     descriptors: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -1,0 +1,191 @@
+"""The runners of pools: as many as waiting trials need, each with a token of its own."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from paceline.master.auth import Tokens
+from paceline.master.nodes import Nodes
+from paceline.master.scheduling import NodeSlots, PoolNeed
+from paceline.master.starters._base import STARTER_LABEL, RunnerOrder, Starter, StarterError
+from paceline.master.starters._pool_file import PoolDefinition
+from paceline.messages.attempts import MasterAddress
+from paceline.messages.tokens import TokenScope
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 2.0
+# How long a runner that was started may take to register; how long a pool rests after a failure.
+_START_S = 60.0
+_REST_S = 30.0
+# The slots of a runner that counts them itself, and the runners that one trial may span.
+_ASSUMED_SLOTS = 16
+_MOST_JOINED = 256
+_TOKEN_PREFIX = "runner "  # noqa: S105 - the beginning of a name, no secret
+_TOKEN_LIFE_S = 90 * 24 * 3600.0
+
+
+class PoolRunners:
+    """A thread that starts runners for waiting trials, and cancels those that wait for none.
+
+    What there is comes anew from the starters and the nodes in each pass, so another master goes
+    on with the runners of this one.
+
+    Args:
+        pools: The definitions of the pools and their starters, by name.
+        nodes: The nodes that have registered.
+        tokens: Where the runners' tokens are made.
+        needs_of: Returns what the waiting trials of each pool lack.
+        address: Where the master answers, unless a pool names another address.
+    """
+
+    def __init__(
+        self,
+        pools: Mapping[str, tuple[PoolDefinition, Starter]],
+        nodes: Nodes,
+        tokens: Tokens,
+        needs_of: Callable[[], dict[str, PoolNeed]],
+        address: MasterAddress,
+    ) -> None:
+        self._pools = pools
+        self._nodes = nodes
+        self._tokens = tokens
+        self._needs_of = needs_of
+        self._address = address
+        # Runners that were started and have not registered, with the time until when they may.
+        self._starting: dict[str, dict[str, float]] = {name: {} for name in pools}
+        self._rest_until = dict.fromkeys(pools, 0.0)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pool-runners", daemon=True)
+
+    def start(self) -> None:
+        """Begin, if there are pools."""
+        if self._pools:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop; runners go on."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def possible_slots(self) -> list[NodeSlots]:
+        """Return the slots that the pools could have, whether anything runs there or not."""
+        return [
+            NodeSlots(
+                node_id=-number,
+                slots=tuple(range(pool.slots or _ASSUMED_SLOTS)),
+                pool=name,
+                can_join=True,
+            )
+            for name, (pool, _) in self._pools.items()
+            for number in range(1, min(pool.max_runners, _MOST_JOINED) + 1)
+        ]
+
+    def _run(self) -> None:
+        while not self._closing.wait(_TICK_S):
+            try:
+                needs = self._needs_of()
+            except Exception:
+                logger.exception("The needs of pools cannot be read.")
+                continue
+            for name in self._pools:
+                self._look_after(name, needs.get(name))
+
+    def _look_after(self, name: str, need: PoolNeed | None) -> None:
+        if time.monotonic() < self._rest_until[name]:
+            return
+        try:
+            self._make_pass(name, need)
+        except StarterError as error:
+            self._rest_until[name] = time.monotonic() + _REST_S
+            logger.warning("Pool %s: %s", name, error)
+        except Exception:
+            self._rest_until[name] = time.monotonic() + _REST_S
+            logger.exception("Pool %s: its runners cannot be looked after.", name)
+
+    def _make_pass(self, name: str, need: PoolNeed | None) -> None:
+        pool, starter = self._pools[name]
+        known = starter.runners()
+        nodes = self._present(name)
+        present = nodes.keys()
+        starting = self._starting[name]
+        now = time.monotonic()
+        for runner in [one for one, until in starting.items() if until < now or one in present]:
+            del starting[runner]
+        if starter.knows_all:
+            self._revoke(name, known.keys() | starting.keys())
+            starting.update(dict.fromkeys(known.keys() - present, now + _START_S))
+        # Nodes that are idle wait for others, to which a trial goes with them.
+        num_idle = sum(nodes.values())
+        num_wanted = 0 if need is None else num_runners(need, pool.slots or 1)
+        if not num_wanted:
+            for runner in [one for one, is_running in known.items() if not is_running]:
+                logger.info("Pool %s: runner %s is not needed any more.", name, runner)
+                starter.cancel(runner)
+                starting.pop(runner, None)
+        all_ = present | known.keys() | starting.keys()
+        for _ in range(min(num_wanted - num_idle - len(starting), pool.max_runners - len(all_))):
+            runner_name = starter.new_name(all_)
+            if runner_name is None:
+                return
+            starter.start(self._order(name, pool, starter, runner_name))
+            logger.info("Pool %s: runner %s was asked for.", name, runner_name)
+            starting[runner_name] = now + _START_S
+            all_ = all_ | {runner_name}
+
+    def _present(self, pool: str) -> dict[str, bool]:
+        """Return the nodes of a pool that take attempts or are drained, and which ones are idle."""
+        is_open = {node.node_id: node.is_open for node in self._nodes.slots()}
+        return {
+            node.name: not (node.is_draining or self._nodes.reported_alive(node.id))
+            for node in self._nodes.all()
+            if node.facts.pool == pool and (is_open.get(node.id) or node.is_draining)
+        }
+
+    def _order(self, name: str, pool: PoolDefinition, starter: Starter, runner: str) -> RunnerOrder:
+        # One that came before on this host is over.
+        for token in self._tokens.list():
+            if token.name == _TOKEN_PREFIX + runner and not (token.is_revoked or token.is_expired):
+                self._tokens.revoke(token.id).result()
+        made = self._tokens.create(_TOKEN_PREFIX + runner, TokenScope.RUNNER, _TOKEN_LIFE_S)
+        _, secret = made.result()
+        url = pool.url or self._address.url
+        kind = f"{STARTER_LABEL}={pool.starter}"
+        command = [
+            pool.python, "-m", "paceline.cli", "runner", "--master", url, "--pool", name,
+            "--labels", kind, "--slots", str(pool.slots or "auto"),
+            "--idle-timeout", f"{pool.idle_timeout:g}",
+        ]  # fmt: skip
+        return RunnerOrder(
+            name=runner,
+            url=url,
+            token=secret,
+            certificate=self._address.certificate,
+            command=tuple(command),
+        )
+
+    def _revoke(self, pool: str, names: set[str]) -> None:
+        """Revoke the tokens of runners of a pool that have ended."""
+        for token in self._tokens.list():
+            runner = token.name.removeprefix(_TOKEN_PREFIX)
+            is_ours = token.name.rpartition("-")[0] == _TOKEN_PREFIX + pool
+            if is_ours and runner not in names and not (token.is_revoked or token.is_expired):
+                self._tokens.revoke(token.id).result()
+
+
+def num_runners(need: PoolNeed, num_slots: int) -> int:
+    """Return how many runners with so many slots the trials of a need fit on.
+
+    A trial that is larger than one runner gets several to itself.
+    """
+    num, free = 0, 0
+    for size in need.sizes:
+        if size > num_slots:
+            num += -(-size // num_slots)
+        elif size <= free:
+            free -= size
+        else:
+            num, free = num + 1, num_slots - size
+    return num

@@ -1,0 +1,169 @@
+"""Files of pools, how many runners a need wants, and what a pool asks of its starter."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import ConfigError
+from paceline.master.scheduling import PoolNeed
+from paceline.master.starters import (
+    PoolDefinition,
+    PoolRunners,
+    RunnerOrder,
+    Starter,
+    StarterError,
+    read_pool_file,
+)
+from paceline.master.starters._pool_runners import num_runners
+from paceline.messages.attempts import MasterAddress
+
+FILE = """
+pools:
+  boxes:
+    starter: ssh
+    max_runners: 2
+    options: {hosts: [box1, me@box2]}
+  gpu:
+    starter: slurm
+    slots: 4
+    options: {partition: gpu, gpus_per_node: 4, signal_before: 60}
+"""
+
+
+def test_a_file_gives_pools_and_their_starters(tmp_path: Path) -> None:
+    path = tmp_path / "pools.yaml"
+    path.write_text(FILE)
+    pools = read_pool_file(path, "cluster")
+    assert [(name, pool.max_runners, pool.slots) for name, (pool, _) in pools.items()] == [
+        ("boxes", 2, None),
+        ("gpu", 1, 4),
+    ]
+    assert pools["boxes"][1].new_name({"boxes-box1"}) == "boxes-me-box2"
+    assert pools["boxes"][1].new_name({"boxes-box1", "boxes-me-box2"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pools: {a: {starter: pbs}}", r"pools\.a: `starter` must be .*slurm, ssh, but got 'pbs'"),
+        ("pools: {a: {}}", r"pools\.a\.starter: Field required"),
+        ("pools: {a: {starter: ssh}}", r"pools\.a\.options\.hosts: Field required"),
+        ("pools: {a: {starter: slurm, slot: 3}}", r"pools\.a\.slot: Extra inputs"),
+        ("pools: {a: {starter: slurm, options: {signal_before: 0}}}", r"options\.signal_before"),
+        ("pools: {'a b': {starter: slurm}}", r"a b"),
+        ("pools: {a: {starter: ssh, options: {hosts: ['-oProxyCommand=x']}}}", r"hosts\.0"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_path(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "pools.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_pool_file(path, "cluster")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        read_pool_file(tmp_path / "none.yaml", "cluster")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num"), [((), 0), ((1,), 1), ((1, 1, 2), 1), ((3, 2), 2), ((8,), 2), ((9, 1), 4)]
+)
+def test_as_many_runners_as_the_trials_fit_on(sizes: tuple[int, ...], num: int) -> None:
+    assert num_runners(PoolNeed(sizes=sizes), 4) == num
+
+
+class NotedStarter(Starter):
+    """Notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.pool = "p"
+        self.orders: list[RunnerOrder] = []
+        self.jobs: dict[str, bool] = {}
+        self.fails = False
+
+    def start(self, order: RunnerOrder) -> None:
+        if self.fails:
+            raise StarterError("no room")
+        self.orders.append(order)
+        self.jobs[order.name] = False
+
+    def runners(self) -> dict[str, bool]:
+        return dict(self.jobs)
+
+    def cancel(self, name: str) -> None:
+        del self.jobs[name]
+
+
+@pytest.fixture
+def starter() -> NotedStarter:
+    return NotedStarter()
+
+
+@pytest.fixture
+def runners(make_master: Any, starter: NotedStarter) -> PoolRunners:
+    """Return the runners of a pool of two slots a runner, three runners at most."""
+    master = make_master(num_slots=0).core
+    definition = PoolDefinition(starter="noted", slots=2, max_runners=3)
+    return PoolRunners(
+        {"p": (definition, starter)}, master.nodes, master.tokens, dict,
+        MasterAddress(url="https://head:1", certificate="PEM"),
+    )  # fmt: skip
+
+
+def usable(runners: PoolRunners) -> list[str]:
+    return [token.name for token in runners._tokens.list() if not token.is_revoked]
+
+
+def test_a_need_starts_runners_once_and_up_to_the_limit(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    need = PoolNeed(sizes=(1, 1, 2))
+    runners._look_after("p", need)
+    runners._look_after("p", need)
+    assert len(starter.orders) == 2
+    runners._look_after("p", PoolNeed(sizes=(2,) * 10))
+    assert len(starter.orders) == 3
+    secrets = {order.token for order in starter.orders}
+    assert len(secrets) == 3
+    for order in starter.orders:
+        assert order.certificate == "PEM"
+        words = f"{' '.join(order.command)} {order!r}"
+        assert "https://head:1" in words
+        assert order.token not in words
+
+
+def test_runners_that_wait_for_no_trial_are_canceled_and_others_are_left(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    runners._look_after("p", PoolNeed(sizes=(2, 2)))
+    first, second = starter.jobs
+    starter.jobs[first] = True
+    runners._look_after("p", None)
+    assert list(starter.jobs) == [first]
+    runners._look_after("p", None)
+    assert usable(runners) == [f"runner {first}"]
+    assert second not in starter.jobs
+
+
+def test_the_token_of_a_runner_that_has_ended_is_revoked_and_another_one_comes(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    starter.jobs.clear()
+    runners._starting["p"] = {name: time.monotonic() - 1 for name in runners._starting["p"]}
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    assert len(starter.orders) == 2
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    assert usable(runners) == [f"runner {starter.orders[1].name}"]
+
+
+def test_a_starter_that_fails_is_told_and_rests(
+    runners: PoolRunners, starter: NotedStarter, caplog: pytest.LogCaptureFixture
+) -> None:
+    starter.fails = True
+    for _ in range(3):
+        runners._look_after("p", PoolNeed(sizes=(2,)))
+    assert [record.getMessage() for record in caplog.records] == ["Pool p: no room"]

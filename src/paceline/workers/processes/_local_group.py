@@ -170,11 +170,8 @@ class LocalGroup:
         with self._changed:
             (worker,) = (worker for worker in self._workers if worker.spec.rank == rank)
         if worker.spec.signals_whole_group:
-            return any(
-                member.is_stopped
-                for process_group in worker.process_groups()
-                for member in living_members(process_group)
-            )
+            members = (m for group in worker.process_groups() for m in living_members(group))
+            return any(member.is_stopped for member in members)
         facts = read_process(worker.process.pid)
         return facts is not None and facts.is_stopped
 

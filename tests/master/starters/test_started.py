@@ -45,14 +45,16 @@ class Pool:
         self.code = root / "code"
         definition = {"python": sys.executable, "directory": str(root / "runners")} | definition
         (root / "pools.yaml").write_text(yaml.safe_dump({"pools": {"far": definition}}))
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "paceline.cli", "up", "--home", str(self.home), "--port",
-                "0", "--slots", "0", "--pool-file", str(root / "pools.yaml"),
-            ],
-            env=os.environ | variables,
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        with (root / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "paceline.cli", "up", "--home", str(self.home), "--port",
+                    "0", "--slots", "0", "--pool-file", str(root / "pools.yaml"),
+                ],
+                env=os.environ | variables,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )  # fmt: skip
         self.wait(lambda: (self.home / "master.json").exists())
 
     def client(self) -> Any:
@@ -74,9 +76,11 @@ class Pool:
     def wait(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 120
         while not condition():
-            log = self.home / "master.log"
-            assert time.monotonic() < deadline, log.read_text() if log.exists() else ""
+            assert time.monotonic() < deadline, self.log()
             time.sleep(0.2)
+
+    def log(self) -> str:
+        return (self.home.parent / "log").read_text()
 
     def close(self) -> None:
         self.hold.unlink(missing_ok=True)
@@ -238,4 +242,4 @@ def test_a_host_that_refuses_is_told_in_the_log(
     pool = make_pool({"starter": "ssh", "options": sshd}, {})
     with pool.client() as client:
         pool.create(client)
-        pool.wait(lambda: "Pool far: `ssh` failed" in (pool.home / "master.log").read_text())
+        pool.wait(lambda: "Pool far: `ssh` failed" in pool.log())

@@ -152,8 +152,8 @@ class MasterLink:
             response = connection.getresponse()
             content = response.read()
         except _UNREACHABLE as error:
-            connection = self._connection
-            address = None if connection is None else (connection.host, connection.port)
+            opened = self._connection
+            address = None if opened is None else (opened.host, opened.port)
             self.close()
             if (explained := self._explain(error, address)) is not None:
                 raise UntrustedMasterError(explained) from error

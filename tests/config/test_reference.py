@@ -92,7 +92,7 @@ def test_the_reference_names_every_refused_field() -> None:
 
 
 def test_the_example_of_the_reference_is_valid() -> None:
-    [example] = re.findall(r"```yaml\n(.*?)```", REFERENCE.read_text(), re.DOTALL)
+    example, *_ = re.findall(r"```yaml\n(.*?)```", REFERENCE.read_text(), re.DOTALL)
     config = validate_config(parse_yaml(example))
     assert config.warnings == ()
     assert config.search_config().metric == "validation_loss"

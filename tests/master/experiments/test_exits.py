@@ -276,8 +276,8 @@ def test_a_trial_whose_runner_died_twice_waits_and_others_do_not(bench: Any) -> 
     assert len(bench.schedule()) == 1
     assert bench.live_attempt(2).number == 1
     past = time.time() - 61.0
-    newest = update(tables.attempts).where(tables.attempts.c.number == 2)
-    bench.write(lambda t: t.connection.execute(newest.values(ended_at=past)))
+    ended = update(tables.attempts).where(tables.attempts.c.trial_id == 1)
+    bench.write(lambda t: t.connection.execute(ended.values(ended_at=past)))
     bench.schedule()
     assert bench.live_attempt(1).number == 3
 

@@ -68,8 +68,11 @@ PLACES = {
     "storage.after_manifest_deleted": {0: [1]},
 }
 OF_DIRECTORIES = {"storage.before_move", "storage.before_rename"}
-# `delete_files` replaces a manifest; see `tests/storage/test_directory.py`.
-ELSEWHERE = {"storage.after_manifest_replaced"}
+# `delete_files` replaces a manifest; see `tests/storage/test_directory.py`. Others are reached by a
+# master that takes in a node's checkpoint; see `tests/system/test_node_checkpoints.py`.
+ELSEWHERE = {
+    "storage.after_manifest_replaced", "storage.piece_written", "storage.before_moved_in",
+}  # fmt: skip
 QUICK = {("directory", "storage.after_manifest:2", 0)}
 CELLS = [
     (kind, f"{point}:{count}", rank)

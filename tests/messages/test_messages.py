@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from paceline.journal import MetricsReported, StatusReported, encode_record
-from paceline.messages import resources
+from paceline.messages import resources, searches
 from paceline.messages.attempts import (
     AttemptControl,
     AttemptEnd,
@@ -31,8 +31,9 @@ REQUESTS = {
 NEEDED = {"config": {}, "password": "long enough"}
 MODELS = {
     name: model
-    for name, model in inspect.getmembers(resources, inspect.isclass)
-    if issubclass(model, BaseModel) and model.__module__ == resources.__name__
+    for module in (resources, searches)
+    for name, model in inspect.getmembers(module, inspect.isclass)
+    if issubclass(model, BaseModel) and model.__module__ == module.__name__
 }
 
 

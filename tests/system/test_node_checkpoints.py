@@ -187,7 +187,9 @@ def test_a_runner_that_was_killed_while_it_sends_leaves_the_rest_to_the_next_one
     assert not incoming.exists()
 
 
-@pytest.mark.parametrize("fault", ["storage.piece_written:3", "master.checkpoint.moved_in"])
+@pytest.mark.parametrize(
+    "fault", ["storage.piece_written:3", "storage.before_moved_in", "master.checkpoint.moved_in"]
+)
 def test_a_master_that_was_killed_while_it_takes_a_checkpoint_goes_on_with_it(
     fault: str, master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
     wait_until: Callable[..., None],

@@ -13,8 +13,9 @@ import psutil
 from paceline.client import Client
 
 _START_S = 30.0
-# What an interpreter reads when it starts.
-_OF_INTERPRETERS = ("PYTHONPATH", "LD_PRELOAD")
+# What an interpreter reads when it starts, and what others read from `/proc` to find it: that shows
+# the environment that a process was started with, which is the server's for a forked one.
+_OF_INTERPRETERS = ("PYTHONPATH", "LD_PRELOAD", "FAULT_LAB")
 _OWN = {name: os.environ.get(name) for name in _OF_INTERPRETERS}
 
 

@@ -22,9 +22,10 @@ import pytest
 from paceline.core import RunState, list_runs
 
 _WORK = Path(__file__).with_name("fault_work.py")
+# Longer than the 10 s for which a rank 0 that leaves waits for the others.
 _LAUNCHER = [
     "-m", "paceline.launch.torch_distributed", "--nproc-per-node=3",
-    "--heartbeat-timeout-s=5", "--collective-timeout-s=10",
+    "--heartbeat-timeout-s=5", "--collective-timeout-s=15",
 ]  # fmt: skip
 _COMMANDS = {
     "train": ["fault_work.py", "train_function"],

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def kill_node(node: Any) -> None:
     # None of them may see another one end.
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for process in processes:
-            process.send_signal(signum)
+            with suppress(psutil.NoSuchProcess):  # Some live for a moment only.
+                process.send_signal(signum)
     node.process.wait()
 
 

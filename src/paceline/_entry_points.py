@@ -21,6 +21,32 @@ def offered_points(group: str, own: Mapping[str, str]) -> "dict[str, EntryPoint]
     return {point.name: point for point in [*points, *entry_points(group=group)]}
 
 
+def class_named(name: str, group: str, own: Mapping[str, type], base: type, field: str) -> Any:
+    """Return a class that the master uses, by name: one of Paceline's own, or a package's.
+
+    Args:
+        name: The name.
+        group: The group of entry points in which packages offer such classes.
+        own: Paceline's own ones, by name.
+        base: What the class must derive from.
+        field: What the user has named it by, for messages.
+
+    Raises:
+        TypeError: The package that offers it names something else.
+        ValueError: Nobody offers one of this name.
+    """
+    if name in own:
+        return own[name]
+    offered = offered_points(group, {})
+    if name not in offered:
+        names = ", ".join(sorted(own.keys() | offered.keys()))
+        raise ValueError(
+            f"`{field}` must be {names}, but got {name!r}. Hint: install the package that offers"
+            " it into the environment of the master."
+        )
+    return loaded_class(offered[name], base)
+
+
 def loaded_class(point: "EntryPoint", base: type) -> Any:
     """Return the class that an entry point names.
 

@@ -1,6 +1,6 @@
 """The starters that a pool may name: Paceline's own, and those of packages."""
 
-from paceline._entry_points import loaded_class, offered_points
+from paceline._entry_points import class_named
 from paceline.master.starters._base import Starter
 from paceline.master.starters._slurm import SlurmStarter
 from paceline.master.starters._ssh import SshStarter
@@ -17,14 +17,5 @@ def starter_named(name: str) -> type[Starter]:
         TypeError: The package that offers it names something else than a `Starter`.
         ValueError: Nobody offers one of this name.
     """
-    if name in _OWN:
-        return _OWN[name]
-    offered = offered_points(ENTRY_POINTS, {})
-    if name not in offered:
-        names = ", ".join(sorted(_OWN.keys() | offered.keys()))
-        raise ValueError(
-            f"`starter` must be {names}, but got {name!r}. Hint: install the package that offers"
-            " it into the environment of the master."
-        )
-    kind: type[Starter] = loaded_class(offered[name], Starter)
+    kind: type[Starter] = class_named(name, ENTRY_POINTS, _OWN, Starter, "starter")
     return kind

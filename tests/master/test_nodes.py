@@ -283,6 +283,21 @@ def test_a_node_that_comes_back_gets_slots_once_nothing_that_was_taken_from_it_i
     assert runner.take() == [2]
 
 
+def test_a_node_that_leaves_without_attempts_is_lost_at_once_and_may_come_back(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box", key="one machine")
+    runner.work(is_leaving=True, attempts=[3])
+    assert nodes(master)["box"]["state"] == "ready"
+    runner.work(is_leaving=True)
+    assert nodes(master)["box"]["state"] == "lost"
+    # Another machine may have the name.
+    runner = join("box", key="another machine")
+    assert nodes(master)["box"]["state"] == "ready"
+    runner.work()
+    assert nodes(master)["box"]["state"] == "ready"
+
+
 def test_a_drained_node_gets_nothing_and_what_runs_is_asked_to_leave(
     master: Any, join: Callable[..., FakeRunner]
 ) -> None:

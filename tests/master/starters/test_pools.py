@@ -160,6 +160,21 @@ def test_the_token_of_a_runner_that_has_ended_is_revoked_and_another_one_comes(
     assert usable(runners) == [f"runner {starter.orders[1].name}"]
 
 
+def test_a_runner_that_leaves_is_not_taken_for_one_that_starts(
+    runners: PoolRunners, starter: NotedStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    [name] = starter.jobs
+    starter.jobs[name] = True
+    present = {name: True}
+    monkeypatch.setattr(runners, "_present", lambda _: present)
+    runners._look_after("p", None)
+    # Its job has not ended yet.
+    present.clear()
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    assert len(starter.orders) == 2
+
+
 def test_a_starter_that_fails_is_told_and_rests(
     runners: PoolRunners, starter: NotedStarter, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,7 @@ class _Heard:
     number: int = 0
     is_ready: bool = False
     is_cut_off: bool = False
+    has_left: bool = False
     seen_at: float | None = None
     attempts: frozenset[int] = frozenset()
     alive: frozenset[int] = frozenset()
@@ -174,6 +175,8 @@ class Nodes:
             self.leases.renew(node_id)
             heard.number, heard.seen_at = poll.number, time.time()
             heard.is_cut_off = False
+            # With attempts it is waited for: their runners may have something to tell.
+            heard.has_left = poll.is_leaving and not poll.attempts
             heard.attempts, heard.alive = frozenset(poll.attempts), frozenset(poll.alive)
             heard.ever |= heard.attempts
         if not was_ready:
@@ -287,9 +290,10 @@ class Nodes:
             return sorted(self._nodes.values(), key=lambda node: node.id)
 
     def is_lost(self, node_id: int) -> bool:
-        """Tell whether a node was silent for too long, or is unknown."""
+        """Tell whether a node has left or was silent for too long, or is unknown."""
         with self._lock:
-            return node_id not in self._nodes or self.leases.is_over(node_id)
+            heard = self._heard.get(node_id)
+            return heard is None or heard.has_left or self.leases.is_over(node_id)
 
     def is_cut_off(self, node_id: int) -> bool:
         """Tell whether the connection of a node's newest poll was closed before the answer."""

@@ -55,6 +55,8 @@ class PoolRunners:
         self._address = address
         # Runners that were started and have not registered, with the time until when they may.
         self._starting: dict[str, dict[str, float]] = {name: {} for name in pools}
+        # Runners that have registered: one that is still told of, but no node any more, leaves.
+        self._registered: dict[str, set[str]] = {name: set() for name in pools}
         self._rest_until = dict.fromkeys(pools, 0.0)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool-runners", daemon=True)
@@ -110,13 +112,15 @@ class PoolRunners:
         known = starter.runners()
         nodes = self._present(name)
         present = nodes.keys()
-        starting = self._starting[name]
+        starting, registered = self._starting[name], self._registered[name]
         now = time.monotonic()
         for runner in [one for one, until in starting.items() if until < now or one in present]:
             del starting[runner]
         if starter.knows_all:
             self._revoke(name, known.keys() | starting.keys())
-            starting.update(dict.fromkeys(known.keys() - present, now + _START_S))
+            registered.intersection_update(known)
+            registered.update(present)
+            starting.update(dict.fromkeys(known.keys() - registered, now + _START_S))
         # Nodes that are idle wait for others, to which a trial goes with them.
         num_idle = sum(nodes.values())
         num_wanted = 0 if need is None else num_runners(need, pool.slots or 1)

@@ -37,7 +37,7 @@ NUM_PIECES = 5 + 1 + 1 + 4
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Send small pieces, and close all links afterwards."""
-    monkeypatch.setattr(_ship_checkpoints, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(_ship_checkpoints, "MAX_PIECE_BYTES", PIECE)
     made: list[MasterLink] = []
     monkeypatch.setattr(Link, "made", made)
     yield

@@ -7,6 +7,9 @@ from paceline.messages.states import ErrorKind, ExitReason
 
 _ATTEMPT_IDS = 2**40
 
+MAX_PIECE_BYTES = 4 * 1024 * 1024
+"""How much of a file of a checkpoint one request carries at most."""
+
 
 class RecordBatch(msgspec.Struct, frozen=True):
     """Consecutive records of one rank's journal, each with its sequence number.

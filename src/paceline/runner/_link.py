@@ -28,7 +28,7 @@ _FAILED_STATUS = 500
 _JSON = {"Content-Type": "application/json"}
 # Malformed, too large, not to be processed.
 _CONTENT_STATUSES = (400, 413, 422)
-_OVER = (409, b'"attempt_over"')
+_OVER = (409, "attempt_over")
 # No answer, or no address to ask.
 _UNREACHABLE = (
     OSError, http.client.HTTPException, ValueError, KeyError, TypeError, msgspec.DecodeError,
@@ -53,18 +53,29 @@ class RefusedByMasterError(Exception):
     Args:
         status: The HTTP status of the answer.
         text: The status and what the answer says.
-        is_over: The attempt has ended for the master: this runner has lost it.
+        code: The code of the problem in the answer, None if it has none.
     """
 
-    def __init__(self, status: int, text: str, *, is_over: bool = False) -> None:
+    def __init__(self, status: int, text: str, code: str | None = None) -> None:
         super().__init__(text)
         self.status = status
-        self.is_over = is_over
+        self.code = code
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the attempt has ended for the master: this runner has lost it."""
+        return (self.status, self.code) == _OVER
 
     @property
     def is_about_content(self) -> bool:
         """Whether what was sent is to blame, and not where it was sent to."""
         return self.status in _CONTENT_STATUSES
+
+
+class _Problem(msgspec.Struct):
+    """The part of an answer that refuses a request."""
+
+    code: str | None = None
 
 
 class MasterLink:
@@ -167,8 +178,7 @@ class MasterLink:
             self.close()
             raise UnreachableError(text)
         if response.status >= 400:
-            is_over = response.status == _OVER[0] and _OVER[1] in content
-            raise RefusedByMasterError(response.status, text, is_over=is_over)
+            raise RefusedByMasterError(response.status, text, _code_of(content))
         return content
 
     def _explain(self, error: BaseException, address: tuple[str, int] | None) -> str | None:
@@ -194,6 +204,13 @@ class MasterLink:
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
         return self._connection
+
+
+def _code_of(content: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(content, type=_Problem).code
+    except msgspec.DecodeError:
+        return None
 
 
 def _open(scheme: str, place: str, certificate: str | None) -> http.client.HTTPConnection:

@@ -25,6 +25,7 @@ from paceline.journal import (
     encode_record,
 )
 from paceline.messages.attempts import (
+    MAX_PIECE_BYTES,
     CheckpointFiles,
     CheckpointNeeds,
     CheckpointOffer,
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 faults.register("runner.checkpoint.piece_sent", "runner.checkpoint.sent")
 
-PIECE_BYTES = 4 * 1024 * 1024
 # The master forces all files to disk and reads them before it answers.
 _COMMIT_S = 3600.0
 _MAX_TRIES = 5
@@ -210,14 +210,14 @@ class CheckpointShipper(ShippingLoop):
         """
         query = f"name={quote(name, safe='')}&offset={offset}"
         for number in range(_MAX_TRIES):
-            data = self._outgoing.read_file(uuid, name, offset, PIECE_BYTES)
+            data = self._outgoing.read_file(uuid, name, offset, MAX_PIECE_BYTES)
             digest = {"X-Paceline-Digest": xxhash.xxh3_128_hexdigest(data)}
             try:
                 reply = self._link.put(f"{self._path}/{uuid}/pieces?{query}", data, digest)
             except RefusedByMasterError as error:
-                if '"unknown_upload"' in str(error):
+                if error.code == "unknown_upload":
                     return None
-                if '"damaged_piece"' not in str(error) or number == _MAX_TRIES - 1:
+                if error.code != "damaged_piece" or number == _MAX_TRIES - 1:
                     raise
                 logger.warning("A piece of %s is sent again: %s", uuid, error)
                 continue

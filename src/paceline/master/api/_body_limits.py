@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline._limits import integer_setting
 from paceline.master._connection_limits import Connection
 from paceline.master.api._problems import problem
-from paceline.master.nodes import MAX_PIECE_BYTES
+from paceline.messages.attempts import MAX_PIECE_BYTES
 
 _MIB = 1024 * 1024
 MAX_CONTEXT_BYTES = 95 * _MIB

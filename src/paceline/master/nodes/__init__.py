@@ -9,10 +9,9 @@ from paceline.master.nodes._nodes import (
     UnknownNodeError,
 )
 from paceline.master.nodes._storage_marks import StorageMarks
-from paceline.master.nodes._transfers import MAX_PIECE_BYTES, Transfers
+from paceline.master.nodes._transfers import Transfers
 
 __all__ = [
-    "MAX_PIECE_BYTES",
     "NodeExecutor",
     "NodeRefusedError",
     "Nodes",

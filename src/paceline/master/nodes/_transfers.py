@@ -23,7 +23,12 @@ from paceline.master.experiments import (
     read_attempt,
 )
 from paceline.master.store import Database, Transaction, config_of, tables
-from paceline.messages.attempts import CheckpointFiles, CheckpointNeeds, CheckpointOffer
+from paceline.messages.attempts import (
+    MAX_PIECE_BYTES,
+    CheckpointFiles,
+    CheckpointNeeds,
+    CheckpointOffer,
+)
 from paceline.messages.states import LIVE_ATTEMPTS, CheckpointState
 from paceline.storage import (
     MANIFEST_NAME,
@@ -38,7 +43,6 @@ from paceline.storage import (
 
 faults.register("master.checkpoint.moved_in")
 
-MAX_PIECE_BYTES = 4 * 1024 * 1024
 _PIECES_AT_ONCE = 8
 # Of one attempt at a time; a runner sends one after the other.
 _MAX_OPEN = 4

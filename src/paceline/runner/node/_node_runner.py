@@ -39,7 +39,7 @@ _SHORT_WAIT_S = 1.0
 # How long an unwanted attempt may take to leave by itself: it has just ended, or hears of it.
 _LEAVE_S = 10.0
 # Another home of the master's, or another token in the file.
-_REGISTER_AGAIN = ((404, '"unknown_node"'), (403, '"other_token"'))
+_REGISTER_AGAIN = ((404, "unknown_node"), (403, "other_token"))
 
 
 class NodeStoppedError(Exception):
@@ -238,7 +238,7 @@ class NodeRunner:
     def _recover(self, error: Exception) -> None:
         if not isinstance(error, RefusedByMasterError):
             return
-        if any(error.status == status and code in str(error) for status, code in _REGISTER_AGAIN):
+        if (error.status, error.code) in _REGISTER_AGAIN:
             self._session = self._register()
             self._check_cluster()
             self._number = 0

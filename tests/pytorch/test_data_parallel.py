@@ -35,7 +35,9 @@ class Trial(pytorch.PyTorchTrial):
         torch.manual_seed(3)
         self.model = context.wrap_model(Net().double())
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        parameters = [*self.model.parameters(), self.scale]
+        # Without it, no gradients are left to sum after an overlapped or sharded backward pass.
+        outside = [] if changes.get("is_all_inside") else [self.scale]
+        parameters = [*self.model.parameters(), *outside]
         self.optimizer = context.wrap_optimizer(
             torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         )
@@ -48,7 +50,8 @@ class Trial(pytorch.PyTorchTrial):
             )
     def train_batch(self, batch, epoch_idx, batch_idx):
         x, y = batch
-        if batch_idx == self.changes.get("stop_at") and self.context.distributed.rank == 1:
+        stop_rank = self.changes.get("stop_rank", 1)
+        if batch_idx == self.changes.get("stop_at") and self.context.distributed.rank == stop_rank:
             self.context.set_stop_requested(True)
         if batch_idx == self.changes.get("nan_at") and self.context.distributed.rank == 2:
             x = x * float("nan")
@@ -147,7 +150,8 @@ def train(name, changes, fit, **options):
             said["raised"] = str(error)
         models = context.models
         parameters = [p for model in models for p in model.parameters()]
-        said["weights"] = [p.tolist() for p in (*parameters, trial.scale)]
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+        said["weights"] = [p.tolist() for p in (*whole, trial.scale)]
         by_rank = context.distributed.allgather(said)
         if context.distributed.rank == 0:
             with open(f"{name}.said.json", "w") as file:
@@ -173,6 +177,10 @@ CASES |= {
     "slow data": ({"slow_data": 0}, profiled, {}),
     "slow overlapped": ({"slow_data": 2}, profiled, {"data_parallel": "overlapped"}),
 }
+for kind in ("overlapped", "fsdp"):
+    for rank in (0, 2):
+        changes = {"stop_at": 6, "stop_rank": rank, "is_all_inside": True, "size": 48}
+        CASES[f"stop {kind} {rank}"] = changes, {}, {"data_parallel": kind}
 KINDS = {"": {}, " clipped": {"is_clipped": True}, " scaled": {"is_scaled": True}}
 for name, extra in KINDS.items():
     changes = {"is_gan": True, **extra}
@@ -183,6 +191,7 @@ for name in sys.argv[1:]:
 """
 
 GANS = "gan", "gan clipped", "gan scaled"
+ALONE = "stop overlapped 0", "stop overlapped 2", "stop fsdp 0", "stop fsdp 2"
 # The slow rank, and the part of a step in which it is slow.
 SLOW = {
     "slow forward": (2, "forward_s"),
@@ -231,7 +240,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
         torch_ranks, tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
         "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
-        "continued", *GANS, *SLOW,
+        "continued", *GANS, *SLOW, *ALONE,
     )  # fmt: skip
 
 
@@ -272,6 +281,13 @@ def test_ranks_hold_the_same_weights_to_the_last_bit(three: Said, case: str) -> 
 
 def test_stop_asked_for_by_one_rank_ends_all_at_the_same_step(three: Said) -> None:
     assert {(said["stop"], said["steps"]) for said in three["stop"]} == {("stop requested", 8)}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_stop_is_heard_a_step_later_where_no_gradients_take_it_along(
+    three: Said, case: str
+) -> None:
+    assert {(said["stop"], said["steps"]) for said in three[case]} == {("stop requested", 9)}
 
 
 def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said) -> None:

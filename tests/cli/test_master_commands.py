@@ -298,6 +298,20 @@ def test_the_logs_of_an_ended_experiment_are_followed_to_their_end(
     assert text == "3"
 
 
+def test_damaged_lines_of_logs_are_counted_on_the_error_stream(mastered: Any, code: Path) -> None:
+    experiment = create(mastered, code)["id"]
+    mastered("e", "wait", experiment)
+    trial = first_trial(mastered, experiment)["id"]
+    home = Path(json.loads(mastered("status", "--json").stdout)["home"])
+    path = home / "logs" / f"trial-{trial}" / "attempt-1.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"step 2", b"step 6", 1))
+    for command in (("e", "logs", experiment), ("t", "logs", trial)):
+        result = mastered(*command)
+        assert "1 damaged line is left out." in result.stderr
+        assert "step 6" not in result.stdout
+        assert "step 3" in result.stdout
+
+
 def test_the_logs_of_a_running_experiment_are_followed_from_the_tail_on(
     mastered: Any, code: Path
 ) -> None:

@@ -115,6 +115,22 @@ def test_a_kill_asks_nobody_unless_it_gives_time(
     assert not RunDirectory(tmp_path).read_control().should_preempt
 
 
+@pytest.mark.parametrize("data", [b"", b'{"version":1', b'{"best_validation":0.75}', None])
+def test_a_control_file_that_was_damaged_or_removed_is_written_again(
+    make_follower: MakeFollower, tmp_path: Path, data: bytes | None
+) -> None:
+    run = RunDirectory(tmp_path)
+    follower = make_follower(run)
+    follower._obey(AttemptControl(version=1, best_validation=0.5))
+    assert run.read_control().best_validation == 0.5
+    if data is None:
+        run.control_path.unlink()
+    else:
+        run.control_path.write_bytes(data)
+    follower._mend()
+    assert run.read_control().best_validation == 0.5
+
+
 @pytest.mark.root
 def test_a_kill_needs_no_space_on_the_disk(
     make_follower: MakeFollower, group: LocalGroup, full_disk: Path

@@ -69,8 +69,12 @@ def move(
     """Give an experiment another turn among those of its pool that are as important."""
     from paceline.cli._connection import connect
 
-    if [ahead_of is not None, behind is not None, front, end].count(True) != 1:
-        raise CommandError("Give one of `--ahead-of ID`, `--behind ID`, `--front` and `--end`.")
+    num_given = [ahead_of is not None, behind is not None, front, end].count(True)
+    if num_given != 1:
+        raise CommandError(
+            "One of `--ahead-of ID`, `--behind ID`, `--front` and `--end` must be given, but got"
+            f" {num_given}."
+        )
     to: Literal["front", "end"] | None = "front" if front else "end" if end else None
     with connect() as client:
         client.move_in_queue(experiment, ahead_of=ahead_of, behind=behind, to=to)

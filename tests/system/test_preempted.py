@@ -30,6 +30,8 @@ class Trial(pytorch.PyTorchTrial):
             time.sleep(0.02)
             if Path(os.environ["LEAVE"]).exists():
                 break
+        if batch_idx > 15 and not gate.exists():
+            time.sleep(1.0)  # until it hears that it is to leave
         loss = self.model(batch).square().mean()
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)

@@ -428,7 +428,9 @@ def test_error_that_cannot_travel_is_no_lost_worker(trainer: train.Trainer) -> N
 
     with pytest.raises(WorkerFailedError, match="cannot travel to the driver: Odd: of a kind"):
         trainer.run(function)
-    assert Path("calls-0").read_text() == Path("calls-1").read_text() == "x"
+    # The error of one rank ends the other, which may not have begun by then.
+    calls = [path.read_text() for path in Path().glob("calls-*")]
+    assert calls and set(calls) == {"x"}
 
 
 def test_reports_before_an_error_are_taken_before_it(trainer: train.Trainer) -> None:

@@ -88,8 +88,8 @@ def terabyte(directory: Path) -> dict[str, Any]:
     from paceline import data
     from paceline.data import _file_index
     from paceline.data._file_format import DataFile
+    from paceline.data._file_locations import Directory
     from paceline.data._parquet import ParquetFormat
-    from paceline.data._places import Directory
 
     shard = directory / "one" / "0.parquet"
     shard.parent.mkdir()

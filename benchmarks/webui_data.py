@@ -22,7 +22,7 @@ from paceline.journal import (
 from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.master.store import tables
-from paceline.master.store._point_columns import Points
+from paceline.master.store._point_encoding import Points
 from paceline.master.store._series_writer import store_columns
 
 NUM_LONG = 1_000_000

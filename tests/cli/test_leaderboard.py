@@ -8,7 +8,7 @@ from rich.console import Console
 
 from paceline.cli._leaderboard_table import leaderboard_table
 from paceline.client import Trial
-from paceline.client._session import HttpSession
+from paceline.client._http_session import HttpSession
 from paceline.messages.resources import Trial as TrialData
 from paceline.messages.states import TrialState
 

@@ -21,7 +21,7 @@ from paceline.client import (
     NoCheckpointError,
     read_master_file,
 )
-from paceline.client._session import HttpSession
+from paceline.client._http_session import HttpSession
 from paceline.messages.states import ExperimentState
 
 TRAIN = """

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.client import ApiError, Client, EventStream, MasterUnreachableError
 from paceline.client._events import StreamedEvent, parse_stream
-from paceline.client._session import HttpSession
+from paceline.client._http_session import HttpSession
 
 
 @pytest.mark.parametrize(

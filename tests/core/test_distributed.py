@@ -251,14 +251,14 @@ def test_killed_rank_ends_in_an_error_that_names_it(
         CALLS
         + f"""
 import os, signal
-from paceline.core import _transport
+from paceline.core import _key_value_store
 distributed.timeout_s = 600
 distributed.allgather(None)
 if distributed.rank == {victim}:
     os.kill(os.getpid(), signal.SIGKILL)
 if distributed.rank == 1:
     # On a busy machine it looks later than rank 0.
-    _transport._FAILURE_CHECK_S = 0.7
+    _key_value_store._FAILURE_CHECK_S = 0.7
 distributed.allgather(None)
 """
     )

@@ -41,7 +41,7 @@ from paceline.master.upkeep._recovery_records import append_rows, read_record
 from paceline.messages.attempts import AttemptEnd, AttemptSpec, LogEntry
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory, SecretFileError, read_secret_file
-from paceline.runner._output import OutputSpool, SpoolReader
+from paceline.runner._output_spool import OutputSpool, SpoolReader
 from paceline.runner.node import find_facts
 from paceline.storage import (
     CheckpointError,

@@ -13,9 +13,9 @@ from fault_lab.power_round import Recording
 from fault_lab.scripts import SEARCHES
 
 from paceline.core import discard_unfinished
-from paceline.core._history import read_checkpoints
+from paceline.core._attempt_history import read_checkpoints
 from paceline.journal import MetricsReported, RunDirectory
-from paceline.master._unknown_files import check_home
+from paceline.master._lost_database import check_home
 from paceline.storage import DirectoryStorage
 
 NUM_LOSSES = 60

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import launch as launch_package
-from paceline.core import _parent
+from paceline.core import _notices_to_parent
 from paceline.workers.processes import _program
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
@@ -196,5 +196,5 @@ if __name__ == "__main__":
 
 
 def test_the_wrapper_and_core_name_the_same_variable() -> None:
-    assert _program.CHANNEL_VARIABLE == _parent._CHANNEL_VARIABLE
+    assert _program.CHANNEL_VARIABLE == _notices_to_parent._CHANNEL_VARIABLE
     assert launch_package.__all__ == []

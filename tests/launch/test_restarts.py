@@ -19,7 +19,7 @@ TRAIN = """
 import glob, os, signal, sys, time
 from pathlib import Path
 
-from paceline.core._history import read_checkpoints
+from paceline.core._attempt_history import read_checkpoints
 from paceline.journal import RunDirectory
 
 

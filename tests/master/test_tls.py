@@ -25,7 +25,7 @@ from paceline._certificates import check_server_files
 from paceline.client import Client, MasterUnreachableError
 from paceline.master import serve
 from paceline.messages.attempts import MasterAddress
-from paceline.runner._link import MasterLink, UnreachableError, UntrustedMasterError
+from paceline.runner._master_link import MasterLink, UnreachableError, UntrustedMasterError
 
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)

@@ -22,7 +22,7 @@ from paceline.journal import (
 from paceline.messages.attempts import AttemptSpec, MasterAddress
 from paceline.runner import AttemptDirectory, _fetch_checkpoint, _ship_checkpoints
 from paceline.runner._fetch_checkpoint import fetch_checkpoint
-from paceline.runner._link import MasterLink, RefusedByMasterError, UnreachableError
+from paceline.runner._master_link import MasterLink, RefusedByMasterError, UnreachableError
 from paceline.runner._ship_checkpoints import CheckpointShipper, without_checkpoint
 from paceline.storage import CheckpointCorruptError, DirectoryStorage
 
@@ -470,9 +470,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def stored(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """Return a node whose checkpoint is at the master."""
-    from paceline.master.nodes import _transfers
+    from paceline.master.nodes import _checkpoint_transfers
 
-    monkeypatch.setattr(_transfers, "MAX_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(_checkpoint_transfers, "MAX_PIECE_BYTES", PIECE)
     node.store("one")
     node.shipper().ship_rest()
     return node

@@ -34,7 +34,7 @@ from paceline.journal import (
 )
 from paceline.master._runs_watcher import RunsWatcher
 from paceline.master.experiments import RecordIngest, Searches, StateChanges, Unmanaged
-from paceline.master.experiments._unmanaged_facts import config_of_run, end_of_run
+from paceline.master.experiments._unmanaged_run_facts import config_of_run, end_of_run
 from paceline.master.store import Database, LogStore, read_rows, tables
 from paceline.messages.runs import RunBatch, RunMark
 from paceline.storage import DirectoryStorage

@@ -170,7 +170,7 @@ def test_a_file_and_a_checkpoint_have_a_time_limit_too(
     s3: str, faulty: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each request is answered in time, but there are many."""
-    monkeypatch.setattr("paceline.storage._buckets._PARTS_AT_ONCE", 1)
+    monkeypatch.setattr("paceline.storage._bucket_storage._PARTS_AT_ONCE", 1)
     storage = storage_from(s3)
     store(storage, "one")
     faulty.delay(1.2)

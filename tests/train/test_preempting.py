@@ -13,7 +13,7 @@ import pytest
 
 from paceline import train
 from paceline.core import PreemptedError, RunState, list_runs
-from paceline.core._history import read_history
+from paceline.core._attempt_history import read_history
 from paceline.journal import Control, RunDirectory
 
 PROGRAM = """

@@ -13,7 +13,7 @@ import pytest
 from paceline.journal import RunInfo
 from paceline.master._home_directory import Home
 from paceline.master._master import Master
-from paceline.master.store._point_columns import Points
+from paceline.master.store._point_encoding import Points
 from paceline.master.store._series_writer import store_columns
 
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect

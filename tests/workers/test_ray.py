@@ -25,11 +25,11 @@ from paceline.workers import (
     WorkerFailedError,
     import_ray,
 )
-from paceline.workers.pools import _ray_pool, _segments
+from paceline.workers.pools import _ray_pool, _shared_memory
 from paceline.workers.remote._listener import Listener, join
-from paceline.workers.remote._ray_actor import differences
+from paceline.workers.remote._ray_actor_class import differences
 from paceline.workers.remote._ray_cluster import num_fitting
-from paceline.workers.remote._sources import mark_of, pack, unpack
+from paceline.workers.remote._script_directory import mark_of, pack, unpack
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -236,7 +236,7 @@ def test_data_of_the_driver_are_shared_on_its_machine_and_sent_to_others(
 
     expected = int(data.sum()) + 7
     assert pool.submit(use, (data,)).wait() == [(expected, True)] * 2
-    monkeypatch.setattr(_segments, "_machine", lambda: "another machine")
+    monkeypatch.setattr(_shared_memory, "_machine", lambda: "another machine")
     data[1] = 10
     assert pool.submit(use, (data,)).wait() == [(expected + 9, False)] * 2
     assert data[0] == 0

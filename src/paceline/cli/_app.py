@@ -13,15 +13,15 @@ from paceline.cli import (
     _examples_commands,
     _experiment_commands,
     _home_commands,
+    _master_commands,
     _pool_commands,
     _preview_search_command,
     _queue_commands,
     _runner_commands,
     _runs_commands,
-    _server,
-    _slot,
+    _slot_commands,
     _sync_command,
-    _token,
+    _token_commands,
     _trial_commands,
     _user_commands,
     _verify_resume_command,
@@ -90,9 +90,9 @@ def version() -> None:
     typer.echo(installed_version("paceline"))
 
 
-app.command("up")(_server.up)
-app.command("down")(_server.down)
-app.command("status")(_server.status)
+app.command("up")(_master_commands.up)
+app.command("down")(_master_commands.down)
+app.command("status")(_master_commands.status)
 app.command("backup")(_backup_commands.backup)
 app.command("restore")(_backup_commands.restore)
 app.command("login")(_user_commands.login)
@@ -106,12 +106,12 @@ for _name, _short, _group in (
     ("experiment", "e", _experiment_commands.app),
     ("trial", "t", _trial_commands.app),
     ("checkpoint", "c", _checkpoint_commands.app),
-    ("slot", "s", _slot.app),
+    ("slot", "s", _slot_commands.app),
     ("runner", None, _runner_commands.app),
     ("pool", None, _pool_commands.app),
     ("job", None, _queue_commands.app),
     ("runs", None, _runs_commands.app),
-    ("token", None, _token.app),
+    ("token", None, _token_commands.app),
     ("user", None, _user_commands.app),
     ("examples", None, _examples_commands.app),
     ("home", None, _home_commands.app),

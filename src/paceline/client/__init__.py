@@ -6,7 +6,7 @@ names (`PACELINE_HOME`, or `PACELINE_MASTER` with `PACELINE_TOKEN`); `Client` na
 
 from paceline.client._checkpoint import Checkpoint, DownloadMode
 from paceline.client._client import Client
-from paceline.client._context import (
+from paceline.client._code_context import (
     DEFAULT_IGNORES,
     IGNORE_FILE,
     MAX_CONTEXT_BYTES,
@@ -31,7 +31,7 @@ from paceline.client._location import (
     read_master_file,
     read_token,
 )
-from paceline.client._module import (
+from paceline.client._module_functions import (
     checkpoint,
     create_experiment,
     experiment,

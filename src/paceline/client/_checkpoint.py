@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.client._errors import DownloadError
-from paceline.client._session import HttpSession
+from paceline.client._http_session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.messages.resources import Checkpoint as CheckpointData

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from paceline.client._session import HttpSession
+from paceline.client._http_session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.messages.node_views import Node

@@ -12,7 +12,7 @@ import msgspec
 
 from paceline._waiting import take
 from paceline.client._errors import ApiError, MasterUnreachableError
-from paceline.client._session import HttpSession, raise_for_problem
+from paceline.client._http_session import HttpSession, raise_for_problem
 
 if TYPE_CHECKING:
     import httpx

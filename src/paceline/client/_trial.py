@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._errors import NoCheckpointError
-from paceline.client._session import HttpSession
+from paceline.client._http_session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.client._experiment import Experiment

@@ -8,6 +8,13 @@ from paceline.config._method_registry import searcher_section
 from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._problems import MISSING, ConfigError, Problem
+from paceline.config._resources_and_environment import (
+    Environment,
+    Profiling,
+    Reproducibility,
+    Resources,
+    SlotRange,
+)
 from paceline.config._schema import json_schema
 from paceline.config._searcher import (
     BATCHES,
@@ -27,13 +34,6 @@ from paceline.config._secrets import (
     without_secrets,
 )
 from paceline.config._section import Section
-from paceline.config._small_sections import (
-    Environment,
-    Profiling,
-    Reproducibility,
-    Resources,
-    SlotRange,
-)
 from paceline.config._storage import (
     CheckpointStorage,
     DirectoryStorage,

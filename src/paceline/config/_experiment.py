@@ -11,10 +11,17 @@ from paceline.config._entrypoint import (
     reference_problems,
     trial_class,
 )
+from paceline.config._hyperparameters_section import check_space
 from paceline.config._length import CONTINUOUS, UNITS, CheckpointPeriod, NumBytes, Period
 from paceline.config._method_registry import AnySearcher, on_new_methods
 from paceline.config._older import Optimizations
 from paceline.config._problems import refused, refused_parts
+from paceline.config._resources_and_environment import (
+    Environment,
+    Profiling,
+    Reproducibility,
+    Resources,
+)
 from paceline.config._section import (
     Count,
     JsonMap,
@@ -24,8 +31,6 @@ from paceline.config._section import (
     Text,
     without_effect,
 )
-from paceline.config._small_sections import Environment, Profiling, Reproducibility, Resources
-from paceline.config._space import check_space
 from paceline.config._storage import AnyStorage
 
 if TYPE_CHECKING:

@@ -16,16 +16,16 @@ from paceline.config._older import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._problems import MISSING, ConfigError, Problem, join_path
 from paceline.config._refused import REFUSED_FIELDS
-from paceline.config._searcher import REMOVED_SEARCHERS, MissingSearcher
-from paceline.config._secrets import fill_secrets
-from paceline.config._section import alias_names, field_names
-from paceline.config._small_sections import (
+from paceline.config._resources_and_environment import (
     Environment,
     Profiling,
     Reproducibility,
     Resources,
     SlotRange,
 )
+from paceline.config._searcher import REMOVED_SEARCHERS, MissingSearcher
+from paceline.config._secrets import fill_secrets
+from paceline.config._section import alias_names, field_names
 from paceline.config._storage import (
     CLOUD_TYPES,
     DefaultStorage,

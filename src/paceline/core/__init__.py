@@ -1,5 +1,12 @@
 """API for any training script: metrics, checkpoints, preemption, search, several ranks."""
 
+from paceline.core._attempt_history import (
+    MetricsRow,
+    read_alerts,
+    read_checkpoints,
+    read_history,
+    read_metrics,
+)
 from paceline.core._attempt_journal import (
     begin_journal,
     describe_error,
@@ -10,12 +17,13 @@ from paceline.core._attempt_journal import (
     record_start,
     record_time_spent,
 )
-from paceline.core._checkpoint import CheckpointContext
-from paceline.core._checkpoint_parts import (
+from paceline.core._background_commit import (
     CheckpointParts,
     commit_checkpoint,
     delete_checkpoint,
 )
+from paceline.core._checkpoint import CheckpointContext
+from paceline.core._checkpoint_failures import StoreFailures
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
 from paceline.core._context import Context, has_context
 from paceline.core._control_file import ControlFile
@@ -35,23 +43,15 @@ from paceline.core._errors import (
     NotOfferedError,
     PreemptedError,
 )
-from paceline.core._given_storage import GivenStorage, check_given_storage, given_storage
-from paceline.core._history import (
-    MetricsRow,
-    read_alerts,
-    read_checkpoints,
-    read_history,
-    read_metrics,
-)
 from paceline.core._init import init
-from paceline.core._launched import LaunchedPlace, forget_launcher, launched_place
+from paceline.core._launcher_variables import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._metric_numbers import numbers_of
 from paceline.core._new_run_storage import (
     is_storage_in_environment,
     local_directory,
     storage_of_new_run,
 )
-from paceline.core._opened_run import (
+from paceline.core._open_run import (
     OpenedRun,
     next_run_number,
     open_run,
@@ -73,8 +73,9 @@ from paceline.core._run_summaries import (
 )
 from paceline.core._search_decision import DECISION_TIMEOUT_S
 from paceline.core._searcher import SearcherContext, SearcherOperation
-from paceline.core._shards import failing_together
-from paceline.core._store_failures import StoreFailures
+from paceline.core._send_to_trackers import TrackingGroup
+from paceline.core._sharded_checkpoint_checks import failing_together
+from paceline.core._storage_argument import GivenStorage, check_given_storage, given_storage
 from paceline.core._time_account import (
     CHECKPOINT,
     LOST,
@@ -87,8 +88,7 @@ from paceline.core._time_account import (
 from paceline.core._time_summary import time_shares_of_run
 from paceline.core._tracker import MetricPoint, TrackedRun, Tracker
 from paceline.core._tracker_registry import as_trackers, tracker_named, tracker_names
-from paceline.core._tracking import TrackingGroup
-from paceline.core._train import TrainContext
+from paceline.core._train_context import TrainContext
 from paceline.core._unfinished_checkpoints import discard_unfinished
 from paceline.journal import TrialInfo
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.core._enums import EarlyExitReason, Outcome
 from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
-from paceline.core._opened_run import OpenedRun
-from paceline.core._parent import tell_run_began, tell_run_completed
+from paceline.core._notices_to_parent import tell_run_began, tell_run_completed
+from paceline.core._open_run import OpenedRun
 from paceline.core._run_summaries import summarize_run
 from paceline.core._time_account import TimeEvent
 from paceline.journal import (

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from paceline.core._checkpoint_parts import (
+from paceline.core._background_commit import (
     CheckpointParts,
     commit_checkpoint,
     delete_checkpoint,
 )
+from paceline.core._checkpoint_download import Fetching
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import DownloadMode
-from paceline.core._fetching import Fetching
 from paceline.core._plain_json import plain_json
 from paceline.core._report_checks import MAX_STEPS
-from paceline.core._shards import failing_together, merged_metadata, source_of_rank
+from paceline.core._sharded_checkpoint_checks import (
+    failing_together,
+    merged_metadata,
+    source_of_rank,
+)
 from paceline.core._time_account import CHECKPOINT, ScriptTimes
 from paceline.journal import (
     CheckpointFilesDeleted,

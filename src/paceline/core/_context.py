@@ -12,14 +12,14 @@ from paceline.core._cluster_info import ClusterInfo
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import Outcome
 from paceline.core._errors import InvalidHP
-from paceline.core._parent import tell_invalid_hp
+from paceline.core._notices_to_parent import tell_invalid_hp
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._searcher import SearcherContext
+from paceline.core._send_to_trackers import TrackingGroup
 from paceline.core._tensorboard import TensorboardFiles
 from paceline.core._time_account import ScriptTimes
-from paceline.core._tracking import TrackingGroup
-from paceline.core._train import TrainContext
+from paceline.core._train_context import TrainContext
 from paceline.journal import JournalWriter
 
 _open_contexts: WeakSet["Context"] = WeakSet()

@@ -5,9 +5,9 @@ import socket
 from typing import Any, TypeVar
 
 from paceline._listening import PortReservation
-from paceline.core._launched import LaunchedPlace, launched_place
-from paceline.core._place_checks import LOOPBACK, check_address, check_place, check_timeout
-from paceline.core._transport import Transport
+from paceline.core._key_value_store import Transport
+from paceline.core._launcher_variables import LaunchedPlace, launched_place
+from paceline.core._rank_checks import LOOPBACK, check_address, check_place, check_timeout
 
 T = TypeVar("T")
 

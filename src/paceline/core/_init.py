@@ -17,20 +17,20 @@ from paceline.core._control_file import ControlFile
 from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
-from paceline.core._given_storage import GivenStorage, check_given_storage, given_storage
-from paceline.core._opened_run import OpenedRun, open_run
-from paceline.core._parent import begin_signs_of_life
+from paceline.core._notices_to_parent import begin_signs_of_life
+from paceline.core._open_run import OpenedRun, open_run
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._run_summaries import storage_of_run
 from paceline.core._search_decision import SearchDecision
 from paceline.core._searcher import SearcherContext
+from paceline.core._send_to_trackers import TrackingGroup
+from paceline.core._storage_argument import GivenStorage, check_given_storage, given_storage
 from paceline.core._tensorboard import TensorboardFiles
 from paceline.core._time_account import ScriptTimes
 from paceline.core._tracker import Tracker
 from paceline.core._tracker_registry import as_trackers
-from paceline.core._tracking import TrackingGroup
-from paceline.core._train import TrainContext
+from paceline.core._train_context import TrainContext
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory
 from paceline.storage import CheckpointStorage
 

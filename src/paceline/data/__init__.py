@@ -10,8 +10,8 @@ from paceline.data._errors import (
     DataFormatError,
     DataNotFoundError,
 )
-from paceline.data._pieces import StreamPieces, stream_pieces
 from paceline.data._reading import read, read_images, write_index
+from paceline.data._stream_pieces import StreamPieces, stream_pieces
 
 __all__ = [
     "DataChangedError",

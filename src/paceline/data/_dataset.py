@@ -283,7 +283,7 @@ class Dataset:
         Raises:
             ValueError: This is the part of another worker, or there are too few samples.
         """
-        from paceline.data._loading import make_loader
+        from paceline.data._torch_loaders import make_loader
 
         plan = self._plan
         plan.check_own_part()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.data._errors import DataFormatError
-from paceline.data._places import FoundFile, Place
+from paceline.data._file_locations import FoundFile, Place
 
 
 class Chunk(NamedTuple):

@@ -14,7 +14,7 @@ import xxhash
 
 from paceline.data._errors import DataFormatError, DataNotFoundError
 from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile
-from paceline.data._places import Directory, FoundFile, Place
+from paceline.data._file_locations import Directory, FoundFile, Place
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from paceline.data._disk_cache import DiskCache
 from paceline.data._encoded import decoded
 from paceline.data._file_format import DataFile, FileFormat
 from paceline.data._file_index import FileIndex, cache_directory
-from paceline.data._places import Directory, Objects, Place
+from paceline.data._file_locations import Directory, Objects, Place
 from paceline.data._source import Numbers, Source
 
 MEMORY_BYTES = 48 * 1024 * 1024

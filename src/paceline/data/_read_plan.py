@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from paceline.data._partitions import PartitionedOrder, PartitionShards
+from paceline.data._partitioned_order import PartitionedOrder, PartitionShards
 from paceline.data._source import Source
 
 _PIPELINE_OPTIONS = ("length", "window")

@@ -84,8 +84,8 @@ def read_images(url: str | os.PathLike[str]) -> Dataset:
         DataError: The files cannot be reached.
     """
     _check_installed("PIL", "pillow")
-    from paceline.data._images import ImageSource
-    from paceline.data._places import place_of
+    from paceline.data._file_locations import place_of
+    from paceline.data._image_folders import ImageSource
 
     place, pattern = place_of(url)
     if pattern:
@@ -124,8 +124,8 @@ def _source(
     index_of: Callable[[Any, str, Any], Any],
 ) -> Any:
     _check_installed("pyarrow", "pyarrow")
+    from paceline.data._file_locations import place_of
     from paceline.data._file_source import FileSource
-    from paceline.data._places import place_of
 
     place, pattern = place_of(url)
     if not pattern:

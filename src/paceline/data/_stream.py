@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from paceline.data._pieces import StreamPieces, stream_pieces
+from paceline.data._stream_pieces import StreamPieces, stream_pieces
 
 _FETCHED_TOGETHER = 256
 

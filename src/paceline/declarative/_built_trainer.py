@@ -26,7 +26,9 @@ from paceline.declarative._built_parts import (
     require_fields,
 )
 from paceline.declarative._configs import TrainingConfig
-from paceline.declarative._files import (
+from paceline.declarative._hyperparameters import with_hyperparameters
+from paceline.declarative._loss_history import LossTracker
+from paceline.declarative._run_files import (
     CHECKPOINTS,
     SavedRun,
     checkpoints_in,
@@ -34,8 +36,6 @@ from paceline.declarative._files import (
     load_weights,
     read_state,
 )
-from paceline.declarative._hyperparameters import with_hyperparameters
-from paceline.declarative._loss_history import LossTracker
 from paceline.declarative._saved_outputs import Outputs
 from paceline.declarative._trial import ConfiguredTrial
 from paceline.engine import form_of, loader_of, mover_to, split

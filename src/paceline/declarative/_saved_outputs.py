@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline.declarative._files import save_weights, write_state
 from paceline.declarative._loss_history import LossTracker
+from paceline.declarative._run_files import save_weights, write_state
 from paceline.declarative._training_step import Step
 from paceline.display import plot_history
 from paceline.engine import KeptCheckpoints, export_onnx, gathered

@@ -1,6 +1,7 @@
 """The append-only record of what a training process did, and the directory that holds it."""
 
 from paceline._atomic_files import sync_directory
+from paceline.journal._metric_values import decode_value, encode_float, encode_metrics, same_value
 from paceline.journal._reader import Entry, JournalReader, JournalVersionError
 from paceline.journal._records import (
     ALERT_LEVELS,
@@ -47,7 +48,6 @@ from paceline.journal._run_directory import (
 )
 from paceline.journal._run_tail import RunTail
 from paceline.journal._time_shares import AttemptTimes, TimeShares, divide_time
-from paceline.journal._values import decode_value, encode_float, encode_metrics, same_value
 from paceline.journal._writer import JournalWriter, frame_line, segment_name
 
 __all__ = [

@@ -15,7 +15,7 @@ from paceline._checked_secrets import DamagedSecretError, make_secret, read_secr
 from paceline._private_files import open_private
 from paceline._sealed_json import seal
 from paceline.journal import write_atomically
-from paceline.master._unknown_files import LostDatabaseError, check_home
+from paceline.master._lost_database import LostDatabaseError, check_home
 
 logger = logging.getLogger(__name__)
 

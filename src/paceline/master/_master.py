@@ -8,8 +8,8 @@ from pathlib import Path
 import paceline
 from paceline.master._home_directory import Home
 from paceline.master._home_sizes import HomeSizes
-from paceline.master._kept_names import KeptNames
 from paceline.master._measurements import Measurements
+from paceline.master._name_cache import KeptNames
 from paceline.master._runs_watcher import RunsWatcher
 from paceline.master._secret_store import SecretStore
 from paceline.master._waiting_requests import WaitingRequests

@@ -1,18 +1,18 @@
 """Attempts on a machine: their processes, what they report, and the runner of a node."""
 
-from paceline.runner._archive import (
+from paceline.runner._attempt_directory import (
+    NEWEST_NAME,
+    AttemptDirectory,
+    newest_attempt,
+    note_attempt,
+)
+from paceline.runner._attempt_processes import AttemptProcesses
+from paceline.runner._code_archive import (
     ArchiveLimits,
     ArchiveTooLargeError,
     check_archive,
     members,
     open_archive,
-)
-from paceline.runner._attempt_processes import AttemptProcesses
-from paceline.runner._directory import (
-    NEWEST_NAME,
-    AttemptDirectory,
-    newest_attempt,
-    note_attempt,
 )
 from paceline.runner._secret_file import FILE_NAME as SECRET_FILE_NAME
 from paceline.runner._secret_file import SecretFileError, read_secret_file

@@ -4,8 +4,8 @@ import argparse
 import logging
 from pathlib import Path
 
-from paceline.runner._directory import AttemptDirectory
-from paceline.runner._run import run_attempt, ship_attempt
+from paceline.runner._attempt_directory import AttemptDirectory
+from paceline.runner._attempt_run import run_attempt, ship_attempt
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def _serve(control: int) -> None:
-    from paceline.runner._host import leave, serve_runners
+    from paceline.runner._fork_runners import leave, serve_runners
 
     wanted = serve_runners(control)
     if wanted is None:

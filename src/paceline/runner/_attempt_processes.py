@@ -11,8 +11,8 @@ import msgspec
 from paceline.journal import RunDirectory, RunInfo
 from paceline.messages.attempts import AttemptSpec
 from paceline.messages.states import ExitReason
-from paceline.runner._directory import AttemptDirectory
-from paceline.runner._runner_host import RunnerHost, StartedRunner
+from paceline.runner._attempt_directory import AttemptDirectory
+from paceline.runner._start_runners import RunnerHost, StartedRunner
 
 
 class AttemptProcesses:
@@ -120,7 +120,7 @@ class AttemptProcesses:
     @staticmethod
     def _end_leftovers(directory: AttemptDirectory) -> None:
         # Seldom needed, and it loads more of the runner than the master needs.
-        from paceline.runner._end import end_leftovers, leave_word, make_end
+        from paceline.runner._attempt_end import end_leftovers, leave_word, make_end
 
         end_leftovers(directory)
         leave_word(directory, make_end(ExitReason.RUNNER_LOST))

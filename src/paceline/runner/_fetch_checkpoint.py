@@ -10,7 +10,7 @@ import msgspec
 
 from paceline import faults
 from paceline.messages.attempts import CheckpointFiles
-from paceline.runner._link import Backoff, MasterLink, UnreachableError
+from paceline.runner._master_link import Backoff, MasterLink, UnreachableError
 from paceline.storage import CheckpointCorruptError, DirectoryStorage, IncomingCheckpoint
 
 logger = logging.getLogger(__name__)

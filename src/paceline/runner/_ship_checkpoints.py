@@ -31,9 +31,9 @@ from paceline.messages.attempts import (
     CheckpointOffer,
     PieceReply,
 )
-from paceline.runner._directory import AttemptDirectory
-from paceline.runner._link import MasterLink, RefusedByMasterError, encode
-from paceline.runner._loop import ShippingLoop
+from paceline.runner._attempt_directory import AttemptDirectory
+from paceline.runner._master_link import MasterLink, RefusedByMasterError, encode
+from paceline.runner._shipping_loop import ShippingLoop
 from paceline.storage import (
     MANIFEST_NAME,
     CheckpointNotFoundError,

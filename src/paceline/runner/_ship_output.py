@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 
 from paceline.messages.attempts import LogEntry, LogReply, LogRequest
-from paceline.runner._directory import AttemptDirectory
-from paceline.runner._link import Backoff, MasterLink, RefusedByMasterError, encode
-from paceline.runner._loop import ShippingLoop
-from paceline.runner._output import SpoolReader
+from paceline.runner._attempt_directory import AttemptDirectory
+from paceline.runner._master_link import Backoff, MasterLink, RefusedByMasterError, encode
+from paceline.runner._output_spool import SpoolReader
+from paceline.runner._shipping_loop import ShippingLoop
 
 logger = logging.getLogger(__name__)
 

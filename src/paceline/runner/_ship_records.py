@@ -13,17 +13,17 @@ from paceline.messages.attempts import (
     RawRecordRequest,
     RecordReply,
 )
-from paceline.runner._directory import AttemptDirectory
-from paceline.runner._link import (
+from paceline.runner._attempt_directory import AttemptDirectory
+from paceline.runner._master_link import (
     Backoff,
     MasterFailedError,
     MasterLink,
     RefusedByMasterError,
     encode,
 )
-from paceline.runner._loop import ShippingLoop
-from paceline.runner._set_aside import SetAside
+from paceline.runner._refused_records import SetAside
 from paceline.runner._ship_checkpoints import without_checkpoint
+from paceline.runner._shipping_loop import ShippingLoop
 
 logger = logging.getLogger(__name__)
 

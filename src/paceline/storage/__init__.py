@@ -2,7 +2,7 @@
 
 from paceline._atomic_files import sync_directory
 from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
-from paceline.storage._directory import DirectoryStorage
+from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -29,8 +29,7 @@ from paceline.storage._manifest import (
     done_name,
     glob_selector,
 )
-from paceline.storage._objects import ObjectStorage, StoredObject
-from paceline.storage._registry import added_schemes, scheme_of
+from paceline.storage._object_storage import ObjectStorage, StoredObject
 from paceline.storage._retention_rules import (
     Kept,
     RetentionRules,
@@ -40,6 +39,7 @@ from paceline.storage._retention_rules import (
     wanted,
 )
 from paceline.storage._spec import checkpoint_at, storage_from
+from paceline.storage._storage_registry import added_schemes, scheme_of
 
 __all__ = [
     "MANIFEST_NAME",

@@ -12,7 +12,7 @@ from paceline import faults
 from paceline._atomic_files import sync_directory
 from paceline.storage import _files
 from paceline.storage._checkpoint_storage import check_uuid
-from paceline.storage._directory import DirectoryStorage
+from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._manifest import (
     MANIFEST_NAME,
     Manifest,

@@ -7,9 +7,9 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid
-from paceline.storage._directory import DirectoryStorage
+from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._errors import StorageNotInstalledError
-from paceline.storage._registry import added_schemes, added_storage, scheme_of
+from paceline.storage._storage_registry import added_schemes, added_storage, scheme_of
 
 _LATER_TYPES = ("azure", "gcs")
 # Known, but not offered, and what to use instead.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.storage import storage_from
-from paceline.testing._contents import read_contents
+from paceline.testing._checkpoint_contents import read_contents
 from paceline.testing._run_results import RunFacts
 
 _STRAIGHT, _RESUMED = "the straight run", "the resumed one"

@@ -13,7 +13,7 @@ from paceline.testing._compare import Difference, compare_runs, first_difference
 from paceline.testing._errors import FaultMissedError, NotResumableError, ScriptFailedError
 from paceline.testing._fault import Fault, fault_variable
 from paceline.testing._run_results import RunFacts, find_run, read_facts
-from paceline.testing._running import Script, ScriptEnd, num_threads, prepare, start
+from paceline.testing._run_script import Script, ScriptEnd, num_threads, prepare, start
 from paceline.testing._verdict import FaultOutcome, Verdict
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from paceline.workers._kept_state import (
     read_parts,
     write_part,
 )
-from paceline.workers._launch_run import LaunchGroup, LaunchRun, offered_restarts
+from paceline.workers._launcher_run import LaunchGroup, LaunchRun, offered_restarts
 from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers._recovering_group import RecoveringGroup
 from paceline.workers._restart_policy import (
@@ -53,8 +53,15 @@ from paceline.workers.pools._pickling import NotSendableError, dump, load
 from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand, WorkerVariables
 from paceline.workers.pools._ray_pool import RayPool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
-from paceline.workers.processes._ending import end_without_shutdown
-from paceline.workers.processes._environment import (
+from paceline.workers.processes._fork_client import stop_fork_server
+from paceline.workers.processes._local_group import LocalGroup
+from paceline.workers.processes._output_files import WorkerOutput
+from paceline.workers.processes._output_lines import LINE_CHARACTERS, LineSplitter, OutputLine
+from paceline.workers.processes._process_facts import end_marked, kill_leftover
+from paceline.workers.processes._process_group import join_process_group
+from paceline.workers.processes._process_start import prepare_start
+from paceline.workers.processes._program import PROGRAM_FILE
+from paceline.workers.processes._rank_environment import (
     LOOPBACK,
     SHARDS_VARIABLE,
     THREADS_MARK,
@@ -66,24 +73,17 @@ from paceline.workers.processes._environment import (
     shards_of_launcher,
     thread_environment,
 )
-from paceline.workers.processes._fork_client import stop_fork_server
-from paceline.workers.processes._local_group import LocalGroup
-from paceline.workers.processes._output_files import WorkerOutput
-from paceline.workers.processes._output_lines import LINE_CHARACTERS, LineSplitter, OutputLine
-from paceline.workers.processes._process_facts import end_marked, kill_leftover
-from paceline.workers.processes._process_group import join_process_group
-from paceline.workers.processes._process_start import prepare_start
-from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_info import RankInfo
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
+from paceline.workers.processes._worker_end import end_without_shutdown
 from paceline.workers.processes._worker_spec import (
     WorkerExit,
     WorkerSpec,
     signal_name,
 )
 from paceline.workers.remote._driver_link import DriverLink, driver_link
-from paceline.workers.remote._nodes import LaunchNodes
+from paceline.workers.remote._launch_nodes import LaunchNodes
 from paceline.workers.remote._ray_cluster import RayConnection, import_ray, join_ray
 
 if TYPE_CHECKING:

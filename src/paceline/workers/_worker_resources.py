@@ -17,8 +17,8 @@ from paceline.workers._errors import ResourcesError
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._ray_pool import RayPool
 from paceline.workers.pools._worker_pool import WorkerPool
-from paceline.workers.processes._environment import num_cores
 from paceline.workers.processes._output_reader import OnLine
+from paceline.workers.processes._rank_environment import num_cores
 from paceline.workers.remote._ray_cluster import import_ray, is_ray_connected
 
 logger = logging.getLogger(__name__)

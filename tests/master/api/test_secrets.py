@@ -9,7 +9,7 @@ import pytest
 
 from paceline.master._secret_store import SecretStore
 from paceline.master.api._scopes import ROUTES
-from paceline.master.experiments._launch import build_launch
+from paceline.master.experiments._attempt_launch import build_launch
 from paceline.runner import SecretFileError
 
 SECRET, TOKEN = "hunter2-secret", "hunter2-token"

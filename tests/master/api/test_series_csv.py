@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from paceline.master.api._series_csv_route import _lines, _selection
-from paceline.master.store._point_columns import Points
+from paceline.master.store._point_encoding import Points
 from paceline.master.store._series_writer import store_columns
 
 NUM_POINTS = 250_000

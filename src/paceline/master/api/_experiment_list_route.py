@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from sqlalchemy import Connection, Text, func, select
 
-from paceline.master._kept_names import KeptNames
+from paceline.master._name_cache import KeptNames
 from paceline.master.api._common import Cursor, Limit, MasterOf, place_of
 from paceline.master.api._hyperparameter_routes import flat_space
 from paceline.master.api._problems import ApiError

@@ -1,7 +1,7 @@
 """The executors that a master may use, by name: this machine's own, and those of packages."""
 
 from paceline._entry_points import class_named
-from paceline.master.executors._base import Executor
+from paceline.master.executors._executor_base import Executor
 from paceline.master.executors._local import LocalExecutor
 
 ENTRY_POINTS = "paceline.executors"

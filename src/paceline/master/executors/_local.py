@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.master.executors._base import (
+from paceline.master.executors._executor_base import (
     AttemptStatus,
     Executor,
     ExecutorContext,

@@ -1,20 +1,13 @@
 """The life cycle of experiments and trials: what may follow what, and what makes it happen."""
 
-from paceline.master.experiments._attempt_exits import end_attempt
+from paceline.master.experiments._attempt_control import read_control_of
+from paceline.master.experiments._attempt_end import end_attempt
+from paceline.master.experiments._attempt_launch import Node, Place, checkpoint_root
 from paceline.master.experiments._best_metric import recompute_best
 from paceline.master.experiments._checkpoint_files import (
     delete_files,
     delete_matching_files,
     note_deleted_files,
-)
-from paceline.master.experiments._cluster_state import (
-    Cluster,
-    drained_slots,
-    live_attempts,
-    rank_of,
-    read_cluster,
-    read_pools,
-    waiting_trials,
 )
 from paceline.master.experiments._commands import Commands
 from paceline.master.experiments._experiment_deletion import (
@@ -28,12 +21,20 @@ from paceline.master.experiments._experiment_edits import (
     move_experiment,
     set_archived,
 )
-from paceline.master.experiments._groups import end_runner, note_begun
-from paceline.master.experiments._launch import Node, Place, checkpoint_root
-from paceline.master.experiments._leases import DEFAULT_LEASE_S, Leases
-from paceline.master.experiments._reconcile import Reconciler
+from paceline.master.experiments._multi_node_attempts import end_runner, note_begun
+from paceline.master.experiments._reconciler import Reconciler
 from paceline.master.experiments._record_ingest import RecordIngest, check_not_over, read_attempt
 from paceline.master.experiments._retention_plan import Candidate, RetentionPolicy, plan_retention
+from paceline.master.experiments._runner_leases import DEFAULT_LEASE_S, Leases
+from paceline.master.experiments._scheduler_input import (
+    Cluster,
+    drained_slots,
+    live_attempts,
+    rank_of,
+    read_cluster,
+    read_pools,
+    waiting_trials,
+)
 from paceline.master.experiments._search_views import MAX_RUNG_ENTRIES, SearchViews, thinned
 from paceline.master.experiments._searches import (
     Searches,
@@ -48,8 +49,7 @@ from paceline.master.experiments._state_transitions import (
     SearchEnd,
     TransitionError,
 )
-from paceline.master.experiments._unmanaged import Unmanaged
-from paceline.master.experiments._wanted_attempts import read_control_of
+from paceline.master.experiments._unmanaged_runs import Unmanaged
 
 __all__ = [
     "live_attempts",

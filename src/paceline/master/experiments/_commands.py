@@ -16,11 +16,11 @@ from paceline.config import (
     without_secrets,
 )
 from paceline.master._secret_store import SecretStore, text_to_store
-from paceline.master.experiments._cluster_state import read_pools
 from paceline.master.experiments._continued_configs import (
     config_of_continued_trial,
     overridden_config,
 )
+from paceline.master.experiments._scheduler_input import read_pools
 from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError

@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import Row
 
 from paceline.config import ExperimentConfig, merge_configs, validate_config
-from paceline.master.experiments._launch import checkpoint_root
+from paceline.master.experiments._attempt_launch import checkpoint_root
 from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.store import config_of
 

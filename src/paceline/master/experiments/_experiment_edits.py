@@ -4,7 +4,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select, update
 
-from paceline.master.experiments._cluster_state import waiting_trials
+from paceline.master.experiments._scheduler_input import waiting_trials
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.scheduling import Waiting, moved

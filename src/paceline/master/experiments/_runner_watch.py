@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Collection
 
 from paceline.master.executors import Executor
-from paceline.master.experiments._groups import Runner
-from paceline.master.experiments._leases import Leases
+from paceline.master.experiments._multi_node_attempts import Runner
+from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Database, Transaction
 from paceline.messages.attempts import AttemptEnd

@@ -1,5 +1,6 @@
 """Nodes: machines whose runners register, ask for attempts and carry them out."""
 
+from paceline.master.nodes._checkpoint_transfers import Transfers
 from paceline.master.nodes._node_executor import NodeExecutor
 from paceline.master.nodes._node_work import work_for
 from paceline.master.nodes._nodes import (
@@ -9,7 +10,6 @@ from paceline.master.nodes._nodes import (
     UnknownNodeError,
 )
 from paceline.master.nodes._storage_marks import StorageMarks
-from paceline.master.nodes._transfers import Transfers
 
 __all__ = [
     "NodeExecutor",

@@ -1,10 +1,11 @@
 """Which waiting trial gets which slots: pure functions over plain data."""
 
-from paceline.master.scheduling._needs import PoolNeed, needs_of
-from paceline.master.scheduling._order import moved
 from paceline.master.scheduling._placement import fits_nodes
+from paceline.master.scheduling._pool_needs import PoolNeed, needs_of
 from paceline.master.scheduling._pools import in_pools, pool_of
-from paceline.master.scheduling._queue import (
+from paceline.master.scheduling._queue_order import moved
+from paceline.master.scheduling._schedule import Schedule, decide, schedule
+from paceline.master.scheduling._scheduling_types import (
     DEFAULT_PRIORITY,
     Holding,
     NodeSlots,
@@ -16,7 +17,6 @@ from paceline.master.scheduling._queue import (
     SlotAssignment,
     Waiting,
 )
-from paceline.master.scheduling._schedule import Schedule, decide, schedule
 
 __all__ = [
     "DEFAULT_PRIORITY",

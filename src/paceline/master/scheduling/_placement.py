@@ -6,7 +6,7 @@ A trial on several nodes has equally many slots on each, unless it allows otherw
 import heapq
 from collections.abc import Iterable, Iterator
 
-from paceline.master.scheduling._queue import NodeSlots, Part
+from paceline.master.scheduling._scheduling_types import NodeSlots, Part
 
 
 class FreeSlots:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from paceline.master.scheduling._queue import Holding, PolicyName, Waiting
+from paceline.master.scheduling._scheduling_types import Holding, PolicyName, Waiting
 
 _Level = Iterable[Holding]
 

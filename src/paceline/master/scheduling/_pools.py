@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from paceline.master.scheduling._queue import NodeSlots, PoolSettings
+from paceline.master.scheduling._scheduling_types import NodeSlots, PoolSettings
 from paceline.messages.nodes import DEFAULT_POOL
 
 

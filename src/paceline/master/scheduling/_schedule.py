@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from paceline.master.scheduling._placement import FreeSlots
 from paceline.master.scheduling._policies import POLICIES
-from paceline.master.scheduling._queue import (
+from paceline.master.scheduling._scheduling_types import (
     Holding,
     NodeSlots,
     Part,

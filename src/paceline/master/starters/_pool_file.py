@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from paceline.config import Section, read_yaml_file
-from paceline.master.starters._base import Starter
-from paceline.master.starters._registry import starter_named
+from paceline.master.starters._starter_base import Starter
+from paceline.master.starters._starter_registry import starter_named
 from paceline.messages.nodes import NAME_PATTERN
 
 POOL_FILE = "pools.yaml"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from paceline.master.auth import Tokens
 from paceline.master.nodes import Nodes
 from paceline.master.scheduling import NodeSlots, PoolNeed
-from paceline.master.starters._base import STARTER_LABEL, RunnerOrder, Starter, StarterError
 from paceline.master.starters._pool_file import PoolDefinition
+from paceline.master.starters._starter_base import STARTER_LABEL, RunnerOrder, Starter, StarterError
 from paceline.messages.attempts import MasterAddress
 from paceline.messages.tokens import TokenScope
 

@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Sequence
 
-from paceline.master.starters._base import StarterError
+from paceline.master.starters._starter_base import StarterError
 
 _TIMEOUT_S = 60.0
 

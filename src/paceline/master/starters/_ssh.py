@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import Field
 
 from paceline.config import Section
-from paceline.master.starters._base import RunnerOrder, Starter
 from paceline.master.starters._programs import run_program
+from paceline.master.starters._starter_base import RunnerOrder, Starter
 
 
 class SshOptions(Section):

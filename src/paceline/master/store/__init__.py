@@ -1,8 +1,24 @@
 """The master's memory: tables, metrics in columns, and log files."""
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._api_models import (
+    attempt_views,
+    checkpoint_views,
+    decode_cursor,
+    encode_cursor,
+    experiment_views,
+    trial_views,
+)
+from paceline.master.store._attempt_members import (
+    Member,
+    num_slots_of,
+    read_members,
+    slots_by_node,
+    stored_members,
+)
 from paceline.master.store._chart_series import Curve, cut_curve, read_curve, sample_curve
 from paceline.master.store._checkpoint_metrics import measure_checkpoints
+from paceline.master.store._cluster_id import settle_cluster_id
 from paceline.master.store._configs import config_of
 from paceline.master.store._database import (
     Database,
@@ -20,38 +36,10 @@ from paceline.master.store._experiment_list import (
     json_path,
     list_rows,
 )
-from paceline.master.store._identity import settle_cluster_id
 from paceline.master.store._ids import keep_ids, new_id, raise_ids
-from paceline.master.store._kept_counts import (
-    ARCHIVED,
-    ATTEMPTS,
-    CHECKPOINTS,
-    EXPERIMENTS,
-    POINTS,
-    TRIALS,
-    checkpoint_sizes,
-    number_by_state,
-    numbers_of,
-)
-from paceline.master.store._known_files import (
-    KnownFiles,
-    adopt_contexts,
-    note_context,
-    open_copy,
-    read_known_files,
-    read_version,
-)
 from paceline.master.store._log_file import num_damaged_lines
-from paceline.master.store._log_frames import find_log_damage
 from paceline.master.store._log_lines import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
-from paceline.master.store._members import (
-    Member,
-    num_slots_of,
-    read_members,
-    slots_by_node,
-    stored_members,
-)
 from paceline.master.store._metric_names import all_metric_names, metric_names
 from paceline.master.store._metrics import (
     Conflict,
@@ -66,8 +54,8 @@ from paceline.master.store._metrics import (
     trim_summaries,
 )
 from paceline.master.store._paging import Order, Place
-from paceline.master.store._point_columns import Summary, tagged
-from paceline.master.store._row_records import (
+from paceline.master.store._point_encoding import Summary, tagged
+from paceline.master.store._recovery_rows import (
     ALL,
     ENDED,
     GONE,
@@ -87,19 +75,31 @@ from paceline.master.store._row_records import (
     rows_of_experiment,
     watch_rows,
 )
-from paceline.master.store._row_views import (
-    attempt_views,
-    checkpoint_views,
-    decode_cursor,
-    encode_cursor,
-    experiment_views,
-    trial_views,
+from paceline.master.store._referenced_files import (
+    KnownFiles,
+    adopt_contexts,
+    note_context,
+    open_copy,
+    read_known_files,
+    read_version,
 )
-from paceline.master.store._series_pieces import Selection
+from paceline.master.store._row_counts import (
+    ARCHIVED,
+    ATTEMPTS,
+    CHECKPOINTS,
+    EXPERIMENTS,
+    POINTS,
+    TRIALS,
+    checkpoint_sizes,
+    number_by_state,
+    numbers_of,
+)
+from paceline.master.store._series_reader import Selection
 from paceline.master.store._series_smoothing import smooth_at
 from paceline.master.store._time_marks import add_time_mark, time_shares
 from paceline.master.store._trial_logs import LogStore
 from paceline.master.store._trial_samples import sample_trials
+from paceline.master.store._wal_damage import find_log_damage
 
 __all__ = [
     "ALL",

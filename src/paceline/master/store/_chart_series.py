@@ -8,8 +8,8 @@ from sqlalchemy import Connection, select
 
 from paceline.journal import decode_value
 from paceline.master.store import _tables as tables
-from paceline.master.store._point_columns import FLOATS, INTEGERS
-from paceline.master.store._series_pieces import POINT_BYTES, Selection, visible_limits
+from paceline.master.store._point_encoding import FLOATS, INTEGERS
+from paceline.master.store._series_reader import POINT_BYTES, Selection, visible_limits
 
 if TYPE_CHECKING:
     import numpy as np

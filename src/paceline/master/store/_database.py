@@ -21,7 +21,7 @@ from sqlalchemy.pool import QueuePool, StaticPool
 
 from paceline._private_files import open_private
 from paceline.master.store import _tables as tables
-from paceline.master.store._row_records import watch_rows
+from paceline.master.store._recovery_rows import watch_rows
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from sqlalchemy import (
 )
 
 from paceline.master.store import _tables as tables
-from paceline.master.store._kept_counts import ARCHIVED, EXPERIMENTS, TRIALS, number_by_state
 from paceline.master.store._paging import Order, Place
+from paceline.master.store._row_counts import ARCHIVED, EXPERIMENTS, TRIALS, number_by_state
 
 _TEXT_OPERATORS = ("=", "!=", "contains")
 _PRESENCE_OPERATORS = ("empty", "not empty")

@@ -16,8 +16,8 @@ from sqlalchemy import Connection, select, update
 
 from paceline.journal import MetricsReported, same_value
 from paceline.master.store import _tables as tables
-from paceline.master.store._point_columns import Points, Summary, tagged
-from paceline.master.store._series_pieces import (
+from paceline.master.store._point_encoding import Points, Summary, tagged
+from paceline.master.store._series_reader import (
     Piece,
     Selection,
     load_points,

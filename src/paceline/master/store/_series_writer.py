@@ -6,14 +6,14 @@ from typing import Any
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
 
 from paceline.master.store import _tables as tables
-from paceline.master.store._point_columns import (
+from paceline.master.store._point_encoding import (
     Points,
     Summary,
     decode_points,
     encode_points,
     tagged,
 )
-from paceline.master.store._series_pieces import POINT_BYTES
+from paceline.master.store._series_reader import POINT_BYTES
 
 _CHUNK_POINTS = 1024
 

@@ -92,7 +92,7 @@ experiments = Table(
     # The sum of its trials' counts.
     Column("num_records_lost", BigInteger, nullable=False, default=0, server_default="0"),
     # Null is what the configuration says; the place is null in the order of arrival. See
-    # `_order.py` in `scheduling`.
+    # `_queue_order.py` in `scheduling`.
     Column("priority", Integer),
     Column("weight", Float),
     Column("queue_place", Float),
@@ -310,7 +310,7 @@ search_views = Table(
 )
 
 # How many rows there are in each state, so that nothing has to be counted; the experiment 0 stands
-# for all of them. Kept by triggers: see `_kept_counts.py`.
+# for all of them. Kept by triggers: see `_row_counts.py`.
 counts = Table(
     "counts",
     metadata,

@@ -5,8 +5,8 @@ from typing import Any
 from sqlalchemy import Connection, Row, select
 
 from paceline.master.store import _tables as tables
-from paceline.master.store._kept_counts import TRIALS, numbers_of
 from paceline.master.store._paging import Order
+from paceline.master.store._row_counts import TRIALS, numbers_of
 
 _FACTOR, _RANGE = 2_654_435_761, 2**32
 

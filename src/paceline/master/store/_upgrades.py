@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from paceline.master.store._database import copy_of_version
 from paceline.master.store._database_copy import copy_database
-from paceline.master.store._kept_counts import FIRST_COUNTS, TRIGGERS
+from paceline.master.store._row_counts import FIRST_COUNTS, TRIGGERS
 from paceline.storage import sync_directory
 
 

@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import Row, delete, select
 
 from paceline.journal import JournalVersionError, RunDirectory
-from paceline.master._unknown_files import files_of, move_aside
+from paceline.master._lost_database import files_of, move_aside
 from paceline.master.experiments import RecordIngest, Searches, StateChanges, recompute_best
 from paceline.master.store import (
     LASTING,

@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import Connection, text
 
 from paceline.master._home_directory import Home
-from paceline.master._unknown_files import LostDatabaseError, check_home, move_aside
+from paceline.master._lost_database import LostDatabaseError, check_home, move_aside
 from paceline.master.store import (
     Database,
     DatabaseVersionError,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline import faults
 from paceline.master._home_directory import RESTORING_NAME, Home
-from paceline.master._unknown_files import files_of, move_aside
+from paceline.master._lost_database import files_of, move_aside
 from paceline.master.store import RECORDS_BEGUN, check_copy, tables
 from paceline.master.upkeep._backup_selection import CHECKPOINTS, DATABASE
 from paceline.master.upkeep._backup_snapshots import (

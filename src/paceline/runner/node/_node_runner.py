@@ -21,7 +21,7 @@ from paceline.messages.attempts import MasterAddress
 from paceline.messages.nodes import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
 from paceline.runner._attempt_processes import AttemptProcesses
 from paceline.runner._checkpoint_place import place_checkpoints
-from paceline.runner._link import (
+from paceline.runner._master_link import (
     Backoff,
     MasterLink,
     RefusedByMasterError,
@@ -288,7 +288,7 @@ class NodeRunner:
     def _report_failure(self, attempt_id: int, launch: NodeLaunch | None, error: Exception) -> None:
         """Tell the master that an attempt cannot start, so that it need not wait for its lease."""
         # Loaded late: it needs much that a runner without attempts does not.
-        from paceline.runner._end import make_end
+        from paceline.runner._attempt_end import make_end
         from paceline.runner._start_errors import judge_start
 
         if launch is None:

@@ -42,7 +42,7 @@ class Kind(IntEnum):
     DRAINED = 17
     # From a program, at its end; see `_program.ProgramOutcome`.
     OUTCOME = OUTCOME_KIND
-    # From a worker: what it tells of its runs, see `_reports`.
+    # From a worker: what it tells of its runs, see `_begun_runs`.
     EVENT = EVENT_KIND
     # Between the launchers of several nodes.
     NODE = 20

@@ -7,8 +7,8 @@ from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError,
 from paceline.workers.pools._pool_worker import PoolWorker, fold_errors, observations
 from paceline.workers.pools._serve_calls import WorkerError
 from paceline.workers.pools._watchdog import detect_hang
-from paceline.workers.processes._environment import NodeLayout
 from paceline.workers.processes._exit_as_error import left_error
+from paceline.workers.processes._rank_environment import NodeLayout
 from paceline.workers.processes._worker_spec import WorkerExit
 
 # What the other ranks get to tell the same error.

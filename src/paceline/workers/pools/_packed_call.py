@@ -8,10 +8,10 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from paceline.workers.pools._buffers import Buffer
+from paceline.workers.pools._pickled_buffers import Buffer
 from paceline.workers.pools._pickling import dump, load, load_with_buffers
-from paceline.workers.pools._segments import Segment, SegmentPlace, map_segment
 from paceline.workers.pools._shared_buffers import SharedBuffers, Span
+from paceline.workers.pools._shared_memory import Segment, SegmentPlace, map_segment
 from paceline.workers.pools._worker_call import Call
 
 # Less than this is quicker in the frame.

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import IO, Any
 
 from paceline._errors import rebuilt_error
-from paceline.workers.pools._buffers import Buffer, buffer_taker, reduce_memory
+from paceline.workers.pools._pickled_buffers import Buffer, buffer_taker, reduce_memory
 
 _LONGEST_SEARCH = 8
 _READS_OF_CLASSES = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")

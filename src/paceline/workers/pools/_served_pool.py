@@ -17,13 +17,13 @@ from paceline.workers.pools._serve_calls import driver_facts
 from paceline.workers.pools._shared_buffers import SharedBuffers
 from paceline.workers.pools._worker_call import Call
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool, checked_ranks
-from paceline.workers.processes._environment import (
+from paceline.workers.processes._line_printer import LinePrinter
+from paceline.workers.processes._output_reader import OnLine
+from paceline.workers.processes._rank_environment import (
     COLLECTIVE_TIMEOUT_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,
 )
-from paceline.workers.processes._line_printer import LinePrinter
-from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._worker_spec import WorkerProcess
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from paceline.workers.pools._buffers import Buffer
-from paceline.workers.pools._segments import Segment, address_of, can_share
+from paceline.workers.pools._pickled_buffers import Buffer
+from paceline.workers.pools._shared_memory import Segment, address_of, can_share
 from paceline.workers.pools._write_watch import WriteWatch
 
 # Buffers of this size have a segment of their own, so that each is copied again only if it changed.

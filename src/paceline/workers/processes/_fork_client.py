@@ -15,7 +15,6 @@ from functools import partial
 from typing import IO, Any
 
 from paceline._waiting import wait_until
-from paceline.workers.processes._environment import THREADS_MARK, THREADS_VARIABLE
 from paceline.workers.processes._fork_messages import receive_message, send_message
 from paceline.workers.processes._fork_server import STATUS
 from paceline.workers.processes._process_start import (
@@ -26,6 +25,7 @@ from paceline.workers.processes._process_start import (
     start_process,
 )
 from paceline.workers.processes._program import PROGRAM_FILE
+from paceline.workers.processes._rank_environment import THREADS_MARK, THREADS_VARIABLE
 from paceline.workers.processes._worker_spec import WorkerSpec
 
 logger = logging.getLogger(__name__)

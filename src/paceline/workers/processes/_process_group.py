@@ -3,7 +3,7 @@
 import os
 
 from paceline._listening import await_listener
-from paceline.workers.processes._environment import group_timeout
+from paceline.workers.processes._rank_environment import group_timeout
 
 # After so long torch waits for rank 0 itself, and says what is wrong.
 _LISTEN_S = 60.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.workers.processes._environment import NodeLayout, log_threads, rank_environment
+from paceline.workers.processes._rank_environment import NodeLayout, log_threads, rank_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers._restart_policy import ElasticLimits
 from paceline.workers.pools._outer_launcher_pool import JoinedPool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
-from paceline.workers.processes._environment import shards_of_launcher
 from paceline.workers.processes._output_files import WorkerOutput
+from paceline.workers.processes._rank_environment import shards_of_launcher
 from paceline.workers.runs._run_group import GroupSettings, InlineGroup, TrainGroup
 from paceline.workers.runs._run_spec import Job
 

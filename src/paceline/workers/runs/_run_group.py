@@ -13,8 +13,8 @@ from paceline.workers._restart_policy import ElasticLimits, RestartPolicy
 from paceline.workers._worker_resources import WorkerSettings, num_gpus
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
-from paceline.workers.processes._environment import num_cores
 from paceline.workers.processes._output_files import WorkerOutput
+from paceline.workers.processes._rank_environment import num_cores
 from paceline.workers.runs._group_config import ElasticConfig, TorchConfig
 from paceline.workers.runs._run_spec import Instance, Job
 

@@ -1,0 +1,305 @@
+"""Checkpoints of which each rank stores a part in the background, and the chief commits the whole.
+
+No rank waits for another one to store its part: that the parts are there shows in the storage.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from paceline._waiting import join, wait_until
+from paceline.core._checkpoint_failures import StoreFailures
+from paceline.core._notices_to_parent import tell_checkpoint_stored
+from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter, RunDirectory
+from paceline.storage import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointStorage,
+    CheckpointWriteError,
+)
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 0.005
+_LONGEST_INTERVAL_S = 0.1
+# How much longer than necessary it may take to see that a checkpoint is whole.
+_LATE_SHARE = 0.1
+_WARN_AFTER_S = 10.0
+# A checkpoint that is not whole by then is given up.
+_LIMIT_S = 3600.0
+# From then on it is asked whether a later checkpoint is whole, which tells that one is lost.
+_LOOK_LATER_S = 1.0
+
+
+def commit_checkpoint(
+    storage: CheckpointStorage,
+    journal: JournalWriter,
+    uuid: str,
+    metadata: dict[str, Any],
+    *,
+    num_shards: int,
+) -> CheckpointStored:
+    """Make a checkpoint exist whose files are all there, record it, and tell the parent process.
+
+    What was reported before is forced to disk first, and the record of the checkpoint at the end.
+    After a power cut, a run that goes on from the checkpoint so lacks no report that led to it.
+
+    Raises:
+        CheckpointCorruptError: A shard is missing, or two shards disagree about a file.
+        CheckpointWriteError: The manifest cannot be written.
+    """
+    journal.sync()
+    manifest = storage.commit(uuid, metadata, num_shards=num_shards)
+    record = CheckpointStored(
+        time=time.time(),
+        uuid=uuid,
+        steps_completed=metadata["steps_completed"],
+        metadata=metadata,
+        resources=manifest.resources,
+        storage=storage.url,
+    )
+    journal.append(record)
+    journal.sync()
+    tell_checkpoint_stored(journal)
+    return record
+
+
+def delete_checkpoint(
+    run: RunDirectory, storage: CheckpointStorage, journal: JournalWriter, uuid: str
+) -> None:
+    """Delete a checkpoint of a run and record that.
+
+    If the process is killed meanwhile, whoever goes on with the run removes the rest. It is no
+    error if the checkpoint is gone already.
+    """
+    run.note_checkpoint(uuid, storage.url)
+    # A chief that was killed before the record has deleted it already.
+    with suppress(CheckpointNotFoundError):
+        storage.delete(uuid)
+    journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
+    run.forget_checkpoint(uuid)
+
+
+class CheckpointParts:
+    """Store this rank's part of each checkpoint; the chief's also commits those that are whole.
+
+    They are committed in their order, each when all ranks have stored their part. A thread of the
+    chief looks for the parts while there is something to wait for; its error is raised by the next
+    `check` or `finish`. A checkpoint that a rank could not store is given up when a later one is
+    whole, or after an hour; then training goes on, as `StoreFailures` has it.
+
+    Args:
+        run: The run directory, which tells what is being written.
+        storage: Where the checkpoints are; all ranks must see the same.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        commit: Called on the chief, in any thread, with the UUID and the metadata of a checkpoint
+            whose parts are all there.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        storage: CheckpointStorage,
+        *,
+        rank: int,
+        world_size: int,
+        commit: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._run = run
+        self._storage = storage
+        self._rank = rank
+        self._world_size = world_size
+        self._commit = commit
+        self._pending: list[tuple[str, dict[str, Any]]] = []
+        # In their order; those before one that is committed are lost, and no rank stores them now.
+        self._begun: list[str] = []
+        self._failures = StoreFailures()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def num_pending(self) -> int:
+        """How many checkpoints wait for parts, as the chief knows."""
+        return len(self._pending)
+
+    @property
+    def is_newest_lost(self) -> bool:
+        """Whether the newest checkpoint was given up, as the chief knows."""
+        return self._failures.is_newest_lost
+
+    @contextmanager
+    def store(self, uuid: str, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+        """Yield an empty directory for this rank's files of a checkpoint, and its UUID.
+
+        Leaving the block stores the part; leaving it by an exception removes it.
+
+        Args:
+            uuid: The checkpoint's UUID, the same on all ranks.
+            metadata: The checkpoint's metadata; the chief's counts.
+
+        Raises:
+            FileExistsError: Another rank has stored another file of the same name.
+            CheckpointWriteError: The files cannot be written, for example on a full disk.
+        """
+        # The commit takes it back; what a killed group leaves is for others to remove.
+        self._run.note_checkpoint(uuid, self._storage.url, is_part=self._rank != 0)
+        if self._rank == 0:
+            with self._changed:
+                self._begun.append(uuid)
+        with self._storage.store_shard(uuid, self._rank) as path:
+            yield path, uuid
+        if self._rank == 0:
+            self._add(uuid, dict(metadata))
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be committed."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def finish(self, num_unfinished: int = 0, timeout_s: float | None = None) -> int:
+        """Wait until no more than so many checkpoints lack parts; return how many do.
+
+        Args:
+            num_unfinished: How many may lack parts.
+            timeout_s: For how long to wait, in seconds; None for ever.
+
+        Raises:
+            CheckpointWriteError: The newest checkpoint was given up or cannot be committed.
+        """
+
+        def is_over() -> bool:
+            return len(self._pending) <= num_unfinished or self._error is not None
+
+        with self._changed:
+            wait_until(lambda slice_s: self._changed.wait_for(is_over, slice_s), timeout_s)
+        self.check()
+        self._failures.check_newest()
+        return len(self._pending)
+
+    def close(self) -> None:
+        """Give up what still waits."""
+        with self._changed:
+            self._is_closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            join(thread)
+
+    def _add(self, uuid: str, metadata: dict[str, Any]) -> None:
+        with self._changed:
+            self._is_closed = False
+            self._pending.append((uuid, metadata))
+            if self._world_size == 1:
+                try:
+                    self._commit_next()
+                except BaseException:
+                    self._pending.clear()
+                    raise
+            elif self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._commit_pending, name="paceline-commit", daemon=True
+                )
+                self._thread.start()
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _commit_pending(self) -> None:
+        try:
+            while self._handle_next():
+                pass
+        except BaseException as error:  # raised in the training thread
+            with self._changed:
+                self._error = error
+                self._pending.clear()
+                self._thread = None
+                self._changed.notify_all()
+
+    def _handle_next(self) -> bool:
+        """Commit or give up the next checkpoint; False if there is none or nobody waits."""
+        try:
+            if not self._await_parts():
+                return False
+            with self._changed:
+                self._commit_next()
+        except CheckpointWriteError as error:
+            with self._changed:
+                self._pending.pop(0)
+                self._failures.note_lost(error)
+                self._changed.notify_all()
+        return True
+
+    def _await_parts(self) -> bool:
+        """Wait for the parts of the next checkpoint; False if there is none or nobody waits.
+
+        Raises:
+            CheckpointWriteError: It will never be whole.
+        """
+        began, has_warned = time.monotonic(), False
+        while True:
+            with self._changed:
+                if self._is_closed or not self._pending:
+                    self._thread = None
+                    return False
+                (uuid, metadata), *later = self._pending
+            missing = self._missing(uuid)
+            if not missing:
+                return True
+            waited_s = time.monotonic() - began
+            is_lost = waited_s > _LOOK_LATER_S and not all(self._missing(each) for each, _ in later)
+            if is_lost or waited_s > _LIMIT_S:
+                raise CheckpointWriteError(_lacking(metadata["steps_completed"], missing))
+            if not has_warned and waited_s > _WARN_AFTER_S:
+                has_warned = True
+                logger.warning(
+                    "The checkpoint of step %d waits for rank(s) %s: all ranks must store their"
+                    " part of it, in a storage that all of them see.",
+                    metadata["steps_completed"],
+                    ", ".join(map(str, missing)),
+                )
+            with self._changed:
+                interval_s = max(_LOOK_INTERVAL_S, _LATE_SHARE * waited_s)
+                self._changed.wait_for(
+                    lambda: self._is_closed, min(interval_s, _LONGEST_INTERVAL_S)
+                )
+
+    def _missing(self, uuid: str) -> Sequence[int]:
+        """Return the ranks that have not stored their part.
+
+        Raises:
+            CheckpointWriteError: The storage does not answer.
+        """
+        try:
+            return self._storage.missing_shards(uuid, self._world_size)
+        except CheckpointCorruptError:
+            raise
+        except CheckpointError as error:
+            raise CheckpointWriteError(
+                f"The chief cannot see which ranks have stored checkpoint {uuid}. {error}"
+            ) from error
+
+    def _commit_next(self) -> None:
+        uuid, metadata = self._pending[0]
+        self._commit(uuid, metadata)
+        self._run.forget_checkpoint(uuid)
+        self._pending.pop(0)
+        self._failures.note_stored()
+        while (lost := self._begun.pop(0)) != uuid:
+            # What cannot be removed is swept later.
+            with suppress(CheckpointError):
+                self._storage.discard(lost)
+                self._run.forget_checkpoint(lost)
+        self._changed.notify_all()
+
+
+def _lacking(steps_completed: int, missing: Sequence[int]) -> str:
+    ranks = ", ".join(map(str, missing))
+    return f"The checkpoint of step {steps_completed} is not whole: rank(s) {ranks} did not store."

@@ -1,0 +1,187 @@
+"""The key-value store through which the ranks of an attempt exchange small values.
+
+It is torch's TCPStore, the one at MASTER_ADDR:MASTER_PORT: torchrun's agent hosts it already, and
+rank 0 hosts it otherwise. A server in one process is shared with `init_process_group`, whichever
+of the two comes first.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from paceline._listening import await_listener
+from paceline.core._errors import DistributedPeerError, DistributedTimeoutError
+from paceline.core._rank_liveness import Peers
+
+_FAILED_KEY = "failed"
+_FIRST_PAUSE_S = 0.00005
+_LONGEST_PAUSE_S = 0.01
+_FAILURE_CHECK_S = 0.2
+_LEAVE_S = 10.0
+_LEAVE_AFTER_FAILURE_S = 2.0
+
+_num_opened: dict[tuple[str, int], int] = {}
+# A server lives as long as its process: another rank may have come to the next context already
+# while this one leaves the last.
+_hosted: list[Any] = []
+
+
+class Transport:
+    """One rank's connection to the store."""
+
+    def __init__(self, *, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._size = size
+        self.timeout_s = timeout_s
+        self._is_host, self._store = _connect(host, port, rank, timeout_s)
+        self._peers = Peers(self._store, rank, size)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are there."""
+        values: list[bytes] = self._call(lambda: self._store.multi_get(list(keys)))
+        return values
+
+    def add(self, key: str) -> int:
+        """Increment a counter and return its new value."""
+        return int(self._call(lambda: self._store.add(key, 1)))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete keys."""
+        self._call(lambda: [self._store.delete_key(key) for key in keys])
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Tell whether all keys are there."""
+        return bool(self._call(lambda: self._store.check(list(keys))))
+
+    def wait(self, keys: Sequence[str], *, explain: Callable[[], str]) -> None:
+        """Wait until all keys are there.
+
+        Args:
+            keys: What to wait for.
+            explain: Returns the text of the timeout error: which call, and who is missing.
+
+        Raises:
+            DistributedTimeoutError: The timeout passed.
+            DistributedPeerError: Another rank has left by an exception, or its process has ended.
+        """
+        start = time.monotonic()
+        next_failure_check = _FAILURE_CHECK_S
+        while not self.has(keys):
+            waited = time.monotonic() - start
+            if waited >= next_failure_check:
+                self.raise_if_peer_failed()
+                self._raise_if_peer_ended(keys)
+                next_failure_check = waited + _FAILURE_CHECK_S
+            if waited > self.timeout_s:
+                raise DistributedTimeoutError(explain())
+            # A pause in proportion to the wait adds little to it and spares the processor.
+            time.sleep(min(max(waited / 8, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one leaves by an exception; never raises."""
+        try:
+            if not self._store.check([_FAILED_KEY]):
+                name = type(error).__name__
+                text = f"{name}\nrank {self._rank} failed: {name}: {error}"
+                self._store.set(_FAILED_KEY, text.encode())
+        except RuntimeError:
+            return
+
+    def raise_if_peer_failed(self) -> None:
+        """Raise if another rank has left by an exception.
+
+        Raises:
+            DistributedPeerError: It has; the message names the rank and its error.
+        """
+        if self.has([_FAILED_KEY]):
+            name, _, text = self.get([_FAILED_KEY])[0].decode(errors="replace").partition("\n")
+            raise DistributedPeerError(
+                f"All ranks must take part in every call, but {text}", error_type=name
+            )
+
+    def _raise_if_peer_ended(self, keys: Sequence[str]) -> None:
+        ended = self._call(self._peers.ended)
+        if not ended or self.has(keys):
+            return
+        # It may have had the time to say why.
+        self.raise_if_peer_failed()
+        if self._is_host:
+            # The store may end with this process before the others have looked who has ended.
+            time.sleep(5 * _FAILURE_CHECK_S)
+        raise DistributedPeerError(
+            f"All ranks must take part in every call, but the process of rank {ended[0]} has ended"
+            " without a word: it was killed, or left by os._exit()."
+        )
+
+    def close(self, *, is_failure: bool = False) -> None:
+        """Leave; the rank that hosts the store waits a bounded time for the others to leave."""
+        try:
+            self._peers.leave()
+            self._store.add("left", 1)
+            if not self._is_host:
+                return
+            deadline = time.monotonic() + (_LEAVE_AFTER_FAILURE_S if is_failure else _LEAVE_S)
+            while self._store.add("left", 0) < self._size and time.monotonic() < deadline:
+                if self._store.check([_FAILED_KEY]):
+                    deadline = min(deadline, time.monotonic() + _LEAVE_AFTER_FAILURE_S)
+                    time.sleep(_LONGEST_PAUSE_S)
+                time.sleep(_LONGEST_PAUSE_S)
+        except RuntimeError:
+            return
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except RuntimeError as error:
+            raise DistributedPeerError(
+                "The store of this attempt's ranks must be reachable, but the connection broke"
+                f" ({_first_line(error)}). The process that hosts it has ended: rank 0, or its"
+                " launcher."
+            ) from error
+
+
+def _connect(host: str, port: int, rank: int, timeout_s: float) -> tuple[bool, Any]:
+    # torch takes seconds to import, and its stubs omit the stores.
+    from torch import distributed
+
+    store_class: Any = distributed.TCPStore  # type: ignore[attr-defined]
+    prefix_class: Any = distributed.PrefixStore  # type: ignore[attr-defined]
+
+    number = _num_opened.get((host, port), 0)
+    _num_opened[(host, port)] = number + 1
+    # Later contexts of the same processes, and torchrun's restarts, must not meet old keys.
+    prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}/"
+    timeout = timedelta(seconds=timeout_s)
+    is_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if rank == 0 and not is_agent_store:
+        try:
+            store = store_class(host, port, None, True, timeout, False, multi_tenant=True)
+        except RuntimeError:
+            # Some other process of this job hosts a store there: join it like everyone else.
+            pass
+        else:
+            _hosted.append(store)
+            return True, prefix_class(prefix, store)
+    _await_store(host, port, timeout_s)
+    store = store_class(host, port, None, False, timeout, False)
+    return False, prefix_class(prefix, store)
+
+
+def _await_store(host: str, port: int, timeout_s: float) -> None:
+    error = await_listener(host, port, timeout_s)
+    if error is not None:
+        raise DistributedTimeoutError(
+            f"Rank 0 must host a store at {host}:{port}, but nothing answered there for"
+            f" {timeout_s:g} s ({error.strerror}). Missing ranks: 0. Hint: check that"
+            " rank 0 has started, and MASTER_ADDR, MASTER_PORT or `chief_ip`."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -1,0 +1,368 @@
+"""Deciding where a process writes, which attempt it is, and what it goes on from."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from paceline.core._attempt_history import History, read_history
+from paceline.core._heartbeat import beating
+from paceline.core._new_run_storage import (
+    RESUME_VARIABLE,
+    RUNS_VARIABLE,
+    StartingPoint,
+    is_checkpoint_url,
+    starting_point,
+    storage_of_new_run,
+)
+from paceline.core._recorded_settings import drawn_seed, recordable, tell_of_changes
+from paceline.core._run_names import checked_name, make_run_directory, run_name
+from paceline.core._run_summaries import (
+    RUNS_DIRECTORY,
+    RunState,
+    latest_checkpoint,
+    newest_run_named,
+    newest_whole_checkpoint,
+    run_state,
+    storage_of_run,
+)
+from paceline.core._unfinished_checkpoints import discard_unfinished
+from paceline.journal import HEARTBEAT_LIMIT_S, RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
+from paceline.storage import CheckpointStorage
+
+logger = logging.getLogger(__name__)
+
+GENERATION_VARIABLE = "PACELINE_GENERATION"
+
+_run_numbers = count(1)
+_NO_CHECKPOINT = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRun:
+    """Run that the chief opened or created, for all ranks."""
+
+    path: Path
+    info: RunInfo
+    seed: int
+    attempt: int
+    generation: int
+    latest_checkpoint: str | None
+    steps_completed: int
+    completed_length: int = 0
+    last_steps: dict[str, int] = field(default_factory=dict)
+
+
+def next_run_number() -> int:
+    """Return which run of this process the next one is, from 1, and count it."""
+    return next(_run_numbers)
+
+
+_resume_hint: ContextVar[str] = ContextVar(
+    "resume_hint", default=', or pass resume="auto" to init()'
+)
+
+
+@contextmanager
+def resuming_by(hint: str) -> Iterator[None]:
+    """Have a hint about an earlier run end with what the caller's users can write."""
+    token = _resume_hint.set(hint)
+    try:
+        yield
+    finally:
+        _resume_hint.reset(token)
+
+
+def open_run(
+    *,
+    name: str | None = None,
+    number: int = 1,
+    directory: Path | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    storage: CheckpointStorage | None = None,
+    seed: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    is_resumable: bool = True,
+    lock: ExitStack,
+) -> OpenedRun:
+    """Decide where an attempt writes and what it goes on from, and mark the run as alive.
+
+    Args:
+        name: The run's name; the stem of the script by default. A master has its own names.
+        number: Which run of its process it is, see `next_run_number`. Later ones have their number
+            in the name, so that each finds its own when the process is repeated; under a master
+            they go on counting steps in the one run directory.
+        directory: The run directory, for a new run or to go on in; below ``./paceline_runs`` by
+            default. A master has its own.
+        resume: "auto" for the newest unfinished run of this name, a run directory, or the URL of a
+            checkpoint, which a new run goes on from. The variable PACELINE_RESUME goes before it.
+        storage: Where checkpoints go; by default the run directory, or below the URL that
+            PACELINE_RUNS names.
+        seed: The seed of a run without a master; drawn by default.
+        hparams: The hyperparameters of a run without a master.
+        is_resumable: Whether what writes here can take up a stored state. Else PACELINE_RESUME is
+            not for it, and nothing is said of an earlier run that failed.
+        lock: Holds the run's lock until it is closed.
+
+    Raises:
+        ValueError: `name` cannot be part of a file name.
+        RuntimeError: The run to resume is still running.
+        NotARunDirectoryError: The run to resume does not exist.
+    """
+    cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
+    if not cluster_path:
+        if is_resumable:
+            resume = os.environ.get(RESUME_VARIABLE) or resume
+        if number > 1:
+            name = f"{name or run_name()}-{number}"
+            # A run directory or checkpoint that is named is that of the first.
+            resume = resume if resume == "auto" else None
+        return open_run_by_name(
+            name=name,
+            directory=directory,
+            resume=resume,
+            storage=storage,
+            seed=seed,
+            hparams=hparams,
+            is_resumable=is_resumable,
+            lock=lock,
+        )
+    opened = open_run_of_attempt(Path(cluster_path), seed)
+    run = RunDirectory(opened.path)
+    # A runner may hold the lock itself; then it is what tells that the run is alive.
+    lock.enter_context(run.hold_attempt_lock())
+    if number > 1:
+        last_step = max(read_history(run).last_steps.values(), default=0)
+        return replace(opened, latest_checkpoint=None, steps_completed=last_step)
+    return opened
+
+
+def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
+    """Take up the run directory that a runner has prepared; a trial has its own seed.
+
+    Raises:
+        NotARunDirectoryError: There is none at `path`.
+        RunVersionError: It has another format version.
+        ValueError: PACELINE_GENERATION is no number.
+    """
+    run = RunDirectory(path)
+    info = run.read_info()
+    generation = _generation(info)
+    if info.trial is not None:
+        seed = info.trial.trial_seed
+    elif seed is None:
+        seed = drawn_seed()
+    taken = [key.generation for key in run.journal_keys() if key.attempt == info.attempt]
+    if not taken:
+        return OpenedRun(
+            path=path,
+            info=info,
+            seed=seed,
+            attempt=info.attempt,
+            generation=generation,
+            latest_checkpoint=info.latest_checkpoint,
+            steps_completed=info.steps_completed,
+        )
+    # The entrypoint has run another process before this one, or its group has formed again.
+    history = read_history(run)
+    uuid, steps = newest_whole_checkpoint(storage_of_run(run, info), history)
+    if uuid is None:
+        uuid, steps = info.latest_checkpoint, info.steps_completed
+    return OpenedRun(
+        path=path,
+        info=info,
+        seed=seed,
+        attempt=info.attempt,
+        generation=max(generation, max(taken) + 1),
+        latest_checkpoint=uuid,
+        steps_completed=steps,
+        completed_length=history.completed_length,
+        last_steps=_steps_up_to(history, steps),
+    )
+
+
+def open_run_by_name(
+    *,
+    name: str | None,
+    directory: Path | None,
+    resume: str | os.PathLike[str] | None,
+    storage: CheckpointStorage | None,
+    seed: int | None,
+    hparams: Mapping[str, Any] | None,
+    is_resumable: bool = True,
+    lock: ExitStack,
+) -> OpenedRun:
+    """Make a run directory, or go on in an earlier one, and lock it.
+
+    A new run records its seed and hyperparameters; an earlier one has its own seed, unless another
+    one is given.
+
+    Raises:
+        CheckpointError: The object store of a new run does not answer.
+        CheckpointNotFoundError: There is no checkpoint at the URL to resume from.
+        ValueError: `name` cannot be part of a file name, `resume` names no run directory, or
+            PACELINE_RUNS no storage.
+        RuntimeError: The run to resume is still running.
+    """
+    name = run_name() if name is None else checked_name(name)
+    root = Path.cwd() / RUNS_DIRECTORY
+    if directory is not None and (directory / "run.json").exists():
+        resume = directory
+    start = None
+    if is_checkpoint_url(resume):
+        start = starting_point(str(resume), storage)
+        storage, run = start.storage, None
+        seed = start.seed if seed is None else seed
+    else:
+        run = _run_to_resume(root, name, resume)
+    if run is None:
+        if is_resumable and not resume and directory is None:
+            _tell_of_earlier_run(root, name)
+        # Before there is a directory, as it may be refused.
+        place = storage or storage_of_new_run(root)
+        if place.is_remote and is_resumable:
+            # A bucket that is not there is told now, not at the first checkpoint.
+            place.exists(_NO_CHECKPOINT)
+        path = (
+            make_run_directory(root, name)
+            if directory is None
+            else Path(os.path.abspath(directory))
+        )
+        info = RunInfo(
+            run_id=uuid4().hex,
+            name=name,
+            created=time.time(),
+            checkpoint_storage=(storage or storage_of_new_run(path)).url,
+            arguments=list(sys.argv),
+            seed=drawn_seed() if seed is None else seed,
+            hparams=None if hparams is None else recordable(hparams),
+        )
+        return _place_new(path, info, start, lock)
+    tell_of_changes(run.read_info(), hparams)
+    return _place_resumed(run, storage, seed, lock)
+
+
+def _run_to_resume(
+    root: Path, name: str, resume: str | os.PathLike[str] | None
+) -> RunDirectory | None:
+    if not resume:
+        return None
+    if resume != "auto":
+        return RunDirectory.open(Path(os.path.abspath(resume)))
+    run = newest_run_named(root, name)
+    if run is None:
+        elsewhere = (
+            f" To go on with a run of another machine, set {RESUME_VARIABLE} to the URL of its"
+            " checkpoint."
+        )
+        hint = elsewhere if os.environ.get(RUNS_VARIABLE) else ""
+        logger.info("No earlier run %r in %s: starting a new one.%s", name, root, hint)
+        return None
+    state = run_state(run, read_history(run))
+    if state in (RunState.COMPLETED, RunState.INVALID_HP):
+        logger.info("The last run %r (%s) is %s: starting a new one.", name, run.path, state.value)
+        return None
+    return run
+
+
+def _place_new(
+    path: Path, info: RunInfo, start: StartingPoint | None, lock: ExitStack
+) -> OpenedRun:
+    _take_lock(RunDirectory.create(path, info), lock)
+    assert info.seed is not None
+    return OpenedRun(
+        path=path,
+        info=info,
+        seed=info.seed,
+        attempt=0,
+        generation=0,
+        latest_checkpoint=None if start is None else start.uuid,
+        steps_completed=0 if start is None else start.steps_completed,
+    )
+
+
+def _place_resumed(
+    run: RunDirectory, storage: CheckpointStorage | None, seed: int | None, lock: ExitStack
+) -> OpenedRun:
+    info = run.read_info()
+    # Runs of earlier versions have recorded none.
+    recorded = drawn_seed() if info.seed is None else info.seed
+    _take_lock(run, lock)
+    discard_unfinished(run)
+    # What was said to the last attempt does not concern this one.
+    run.control_path.unlink(missing_ok=True)
+    history = read_history(run)
+    uuid, steps = newest_whole_checkpoint(storage or storage_of_run(run, info), history)
+    return OpenedRun(
+        path=run.path,
+        info=info,
+        seed=recorded if seed is None else seed,
+        attempt=history.num_attempts,
+        generation=0,
+        latest_checkpoint=uuid,
+        steps_completed=steps,
+        completed_length=history.completed_length,
+        last_steps=_steps_up_to(history, steps),
+    )
+
+
+def _take_lock(run: RunDirectory, lock: ExitStack) -> None:
+    if not lock.enter_context(run.hold_attempt_lock()):
+        raise RuntimeError(
+            f"A run must not be resumed while it is running, but {str(run.path)!r} is. Hint: stop"
+            " that process first, or start a run of another `name`."
+        )
+    if run.is_beating_elsewhere():
+        logger.warning(
+            "The run %s was at work on another machine less than %d s ago. Make sure that it has"
+            " ended there: two processes of one run spoil each other's results.",
+            run.path,
+            HEARTBEAT_LIMIT_S,
+        )
+    lock.enter_context(beating(run))
+
+
+def _tell_of_earlier_run(root: Path, name: str) -> None:
+    run = newest_run_named(root, name)
+    if run is None:
+        return
+    history = read_history(run)
+    state = run_state(run, history)
+    if state not in (RunState.CRASHED, RunState.PREEMPTED):
+        return
+    uuid, steps = latest_checkpoint(storage_of_run(run, run.read_info()), history)
+    found = f"its latest checkpoint is {uuid} at step {steps}" if uuid else "it has no checkpoint"
+    logger.warning(
+        "The last run %r (%s) %s at step %d; %s. This start begins a new run. To go on with that"
+        " one instead, set %s=%s%s.",
+        name,
+        run.path,
+        "crashed" if state is RunState.CRASHED else "was preempted",
+        max(history.last_steps.values(), default=0),
+        found,
+        RESUME_VARIABLE,
+        run.path,
+        _resume_hint.get(),
+    )
+
+
+def _generation(info: RunInfo) -> int:
+    text = os.environ.get(GENERATION_VARIABLE)
+    if text is None:
+        return info.generation
+    if not text.isdecimal():
+        raise ValueError(f"{GENERATION_VARIABLE} must be a number, but got {text!r}.")
+    return int(text)
+
+
+def _steps_up_to(history: History, steps_completed: int) -> dict[str, int]:
+    """Return the last step of each group that stands for an attempt that goes on from a step."""
+    return {group: min(step, steps_completed) for group, step in history.last_steps.items()}

@@ -1,0 +1,304 @@
+"""Sending what a run records to trackers, without training ever waiting for one.
+
+The journal is the queue: a thread per tracker reads it in pieces of limited size. It notes in the
+run directory how far it is, so that a process that goes on with the run sends the rest.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.core._enums import Outcome
+from paceline.core._metric_numbers import numbers_of
+from paceline.core._open_run import OpenedRun
+from paceline.core._tracker import MetricPoint, TrackedRun, Tracker
+from paceline.journal import (
+    CheckpointDeleted,
+    CheckpointStored,
+    Entry,
+    JournalKey,
+    MetricsReported,
+    RunDirectory,
+    RunInfo,
+    RunTail,
+)
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "trackers"
+_INTERVAL_S = 0.5
+# A call with one piece lasts as long as a server takes for it.
+_ENTRIES = 500
+_LONGEST_DELAY_S = 60.0
+# About two minutes, besides what the library itself repeats.
+_NUM_TRIES = 8
+# The end of a run waits for these.
+_TRIES_AT_THE_END = 3
+_DELAY_AT_THE_END_S = 0.1
+_BEYOND_ALL = 1 << 62
+
+
+class TrackingGroup:
+    """What sends a run to its trackers, from here to `finish`.
+
+    Args:
+        trackers: The trackers.
+        run: The run directory; what is in its journals already is sent only if an earlier attempt
+            was to send it and has not.
+        opened: The attempt that begins.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], run: RunDirectory, opened: OpenedRun) -> None:
+        names: dict[str, int] = {}
+        self._all = []
+        for tracker in trackers:
+            names[tracker.name] = number = names.get(tracker.name, 0) + 1
+            name = tracker.name if number == 1 else f"{tracker.name}-{number}"
+            self._all.append(_Tracking(tracker, name, run, opened))
+        for tracking in self._all:
+            tracking.start()
+
+    def finish(self, outcome: Outcome, error: str | None) -> None:
+        """End: send the rest, as far as the trackers take it in time.
+
+        Args:
+            outcome: How the run has ended.
+            error: The exception that has ended it, as text.
+        """
+        began = time.monotonic()
+        for tracking in self._all:
+            tracking.end(outcome, error)
+        for tracking in self._all:
+            tracking.join(began)
+
+
+class _Tracking:
+    """One tracker of one run."""
+
+    def __init__(self, tracker: Tracker, name: str, run: RunDirectory, opened: OpenedRun) -> None:
+        self._tracker = tracker
+        self._name = name
+        self._run = run
+        self._path = run.path / _FOLDER / f"{name}.json"
+        state = _read_state(self._path)
+        # Other ranks may have begun already.
+        now = (opened.attempt, opened.generation)
+        earlier = [key for key in run.journal_keys() if (key.attempt, key.generation) < now]
+        there = dict.fromkeys(earlier, _BEYOND_ALL)
+        if state:
+            sent = state["marks"]
+            there = {key: sent.get(key.directory_name, -1) for key in there}
+        self._marks: dict[JournalKey, int] = there
+        self._checkpoints: dict[str, str] = state.get("checkpoints", {})
+        info = opened.info
+        self._run_facts = TrackedRun(
+            run_id=info.run_id,
+            name=_name_of(info),
+            run_dir=run.path,
+            config=(info.trial.hparams if info.trial is not None else info.hparams) or {},
+            attempt=opened.attempt,
+            tracked_as=state.get("tracked_as"),
+        )
+        self._tracked_as = self._run_facts.tracked_as
+        self._ending: tuple[Outcome, str | None] | None = None
+        self._has_ended = threading.Event()
+        self._is_given_up = False
+        self._has_warned = False
+        self._thread = threading.Thread(target=self._work, name=f"paceline-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def end(self, outcome: Outcome, error: str | None) -> None:
+        """Have the thread come to its end, but do not wait for it."""
+        self._ending = outcome, error
+        self._has_ended.set()
+
+    def join(self, began: float) -> None:
+        """Wait for the thread, not longer than the tracker may take, and tell what is lost."""
+        left_s = began + self._tracker.close_timeout_s - time.monotonic()
+        self._thread.join(max(left_s, 0.0))
+        tracker = self._tracker
+        if self._thread.is_alive():
+            self._is_given_up = True
+            tracker.num_lost += self._count_rest()
+            logger.warning(
+                "The tracker %r has not come to its end within %g s and is left behind.",
+                self._name,
+                tracker.close_timeout_s,
+            )
+            try:
+                tracker.abandon()
+            except Exception:
+                logger.exception("The tracker %r cannot be left behind.", self._name)
+        if tracker.num_lost:
+            logger.warning(
+                "The tracker %r lacks %d report(s) or checkpoint(s) of the run. All of them are in"
+                " the run directory %s.",
+                self._name,
+                tracker.num_lost,
+                self._run.path,
+            )
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            with self._tracker.turn:
+                self._tracker.num_lost = 0
+                if self._try(self._start, tries=None):
+                    self._follow()
+                    assert self._ending is not None
+                    outcome, error = self._ending
+                    self._try(lambda: self._tracker.finish(outcome, error))
+                else:
+                    self._lose(self._count_rest())
+        except Exception:
+            # A defect here must not look like one of training.
+            logger.exception("Tracking by %r has failed.", self._name)
+
+    def _start(self) -> None:
+        self._tracked_as = self._tracker.start(self._run_facts)
+        self._write_state()
+
+    def _follow(self) -> None:
+        tail = RunTail(self._run, dict(self._marks))
+        while not self._is_given_up:
+            # All that is to be sent was written before the end.
+            is_last = self._has_ended.is_set()
+            found = tail.read(_ENTRIES)
+            if found:
+                self._send(found)
+            elif is_last:
+                return
+            if not is_last:
+                self._has_ended.wait(_INTERVAL_S)
+
+    def _send(self, found: Sequence[tuple[JournalKey, Sequence[Entry]]]) -> None:
+        points: list[MetricPoint] = []
+        num_reports = num_checkpoints = 0
+        newest = None
+        for key, entries in found:
+            for entry in entries:
+                record = entry.decode()
+                if isinstance(record, MetricsReported):
+                    new = list(self._points(key.rank, record))
+                    points += new
+                    num_reports += bool(new)
+                elif isinstance(record, CheckpointStored):
+                    self._checkpoints[record.uuid] = f"{record.storage}/{record.uuid}"
+                    newest = record.uuid
+                    num_checkpoints += 1
+                elif isinstance(record, CheckpointDeleted):
+                    self._checkpoints.pop(record.uuid, None)
+        if points and not self._try(lambda: self._tracker.log_metrics(points)):
+            self._lose(num_reports)
+        if newest is not None:
+            last, there = newest, dict(self._checkpoints)
+            if not self._try(lambda: self._tracker.log_checkpoints(there, last)):
+                self._lose(num_checkpoints)
+        for key, entries in found:
+            self._marks[key] = entries[-1].sequence
+        self._write_state()
+
+    def _points(self, rank: int, record: MetricsReported) -> Iterator[MetricPoint]:
+        group = record.group.removesuffix(f"_rank_{rank}") if rank else record.group
+        if self._tracker.takes(group, rank):
+            prefix = f"rank_{rank}/" if rank else ""
+            if group != "training":
+                prefix += f"{group}/"
+            for name, value in numbers_of(record.metrics, prefix):
+                yield MetricPoint(name, value, record.steps_completed, record.time)
+
+    def _try(self, call: Callable[[], object], tries: int | None = _NUM_TRIES) -> bool:
+        """Call the tracker, again after a while if it fails; tell whether it has succeeded.
+
+        Args:
+            call: What to call.
+            tries: How often at most; None for as long as the run lasts.
+        """
+        number = num_at_the_end = 0
+        while not self._is_given_up:
+            number += 1
+            num_at_the_end += self._has_ended.is_set()
+            try:
+                call()
+            except BaseException as error:
+                # A library may leave by `sys.exit()`, or cancel a task: here that is a failure too.
+                self._warn(error)
+                if number == tries or num_at_the_end == _TRIES_AT_THE_END:
+                    return False
+                if num_at_the_end:
+                    time.sleep(_DELAY_AT_THE_END_S)
+                else:
+                    self._has_ended.wait(min(2.0 ** (number - 1), _LONGEST_DELAY_S))
+            else:
+                return True
+        return False
+
+    def _warn(self, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The tracker %r has failed: %s: %s. Training goes on, and the tracker is tried"
+                " again; further failures are not logged.",
+                self._name,
+                type(error).__name__,
+                error,
+            )
+
+    # ---- small parts ---------------------------------------------------------------------
+
+    def _lose(self, count: int) -> None:
+        # Whoever has given up has counted all that was left.
+        if not self._is_given_up:
+            self._tracker.num_lost += count
+
+    def _count_rest(self) -> int:
+        """Return how many reports and checkpoints are not sent."""
+        tail = RunTail(self._run, dict(self._marks))
+        num_lost = 0
+        while found := tail.read():
+            for key, entries in found:
+                for entry in entries:
+                    record = entry.decode()
+                    if isinstance(record, MetricsReported):
+                        num_lost += any(True for _ in self._points(key.rank, record))
+                    else:
+                        num_lost += isinstance(record, CheckpointStored)
+        return num_lost
+
+    def _write_state(self) -> None:
+        state = {
+            "tracked_as": self._tracked_as,
+            "marks": {key.directory_name: mark for key, mark in self._marks.items()},
+            "checkpoints": self._checkpoints,
+        }
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            written = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            written.write_text(json.dumps(state))
+            written.replace(self._path)
+        except OSError as error:
+            # On a full disk a later attempt may send some of it twice.
+            logger.debug("%s cannot be written: %s", self._path, error)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    is_known = isinstance(state, dict) and isinstance(state.get("marks"), dict)
+    return state if is_known else {}
+
+
+def _name_of(info: RunInfo) -> str:
+    trial = info.trial
+    return info.name if trial is None else f"{info.name}-trial-{trial.trial_id}"

@@ -1,0 +1,382 @@
+"""Reporting what happens in training."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline import faults
+from paceline.core._attempt_history import last_steps, read_history, standing_metrics
+from paceline.core._attempt_journal import record_metrics, record_time_spent
+from paceline.core._control_file import ControlFile
+from paceline.core._enums import EarlyExitReason, TensorboardMode
+from paceline.core._plain_json import plain_json
+from paceline.core._report_checks import (
+    MAX_STEPS,
+    check_group,
+    checked_steps,
+    group_of_rank,
+    new_metrics,
+)
+from paceline.core._search_decision import SearchDecision
+from paceline.core._tensorboard import PathMangler, PathSelector, TensorboardFiles
+from paceline.core._time_account import CHECKPOINT, OTHER, VALIDATION, ScriptTimes, TimeEvent
+from paceline.journal import (
+    EarlyExitReported,
+    JournalWriter,
+    ProgressReported,
+    RunDirectory,
+    RunMetadataSet,
+    StatusReported,
+    decode_value,
+    encode_metrics,
+)
+
+faults.register("core.report")
+
+_TRAINING, _VALIDATION = "training", "validation"
+_MAX_METADATA_BYTES = 64 * 1024
+
+
+class TrainContext:
+    """Report metrics, progress and status: each call appends to this process's journal.
+
+    Every rank may report metrics, from any thread. Those of another rank than the chief (rank 0)
+    are in a group of its own, such as "training_rank_2"; a search looks at the chief's. All else
+    is for the chief to report. A step of a group may be reported again: values that are the same
+    pass, new names are added, and a different value is an error.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: RunDirectory,
+        journal: JournalWriter,
+        control: ControlFile,
+        decision: SearchDecision,
+        rank: int,
+        last_steps: dict[str, int],
+        searcher: dict[str, Any],
+        tensorboard: TensorboardFiles,
+        times: ScriptTimes,
+    ) -> None:
+        self._run = run
+        self._journal = journal
+        self._control = control
+        self._decision = decision
+        self._rank = rank
+        self._lock = threading.Lock()
+        # Steps of earlier attempts have no remembered metrics: they are read back when needed.
+        self._last: dict[str, tuple[int, dict[str, Any] | None]] = {
+            group: (step, None) for group, step in last_steps.items()
+        }
+        self._checked_groups = {_TRAINING, _VALIDATION}
+        self._is_history_read = rank == 0
+        self._searched_metric = searcher.get("metric")
+        self._is_smaller_better = bool(searcher.get("smaller_is_better", True))
+        self._best_here: float | None = None
+        self._has_reported_exit = False
+        self._metadata: dict[str, Any] | None = None
+        self._steps_completed = 0
+        self._is_fault_wanted = faults.is_active()
+        self._tensorboard = tensorboard
+        self._times = times
+        self._writes_tensorboard = tensorboard.mode is TensorboardMode.AUTO
+
+    @property
+    def steps_completed(self) -> int:
+        """The largest step that this process has reported, 0 before the first report."""
+        return self._steps_completed
+
+    def report_training_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Report metrics of training.
+
+        Args:
+            steps_completed: The number of batches that training has completed.
+            metrics: Names to numbers, strings, booleans, lists, nested dictionaries, NumPy
+                scalars or 0-d tensors; NaN and infinities are kept.
+
+        Raises:
+            TypeError: A value, or `steps_completed`, has another type.
+            ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1.
+        """
+        self._report(_TRAINING, steps_completed, metrics)
+
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Report metrics of validation; see `report_training_metrics`.
+
+        Raises:
+            TypeError: A value, or `steps_completed`, has another type.
+            ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1.
+        """
+        encoded = self._report(_VALIDATION, steps_completed, metrics)
+        if self._rank == 0 and self._searched_metric in encoded:
+            self._note_best(decode_value(encoded[self._searched_metric]))
+
+    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        """Report metrics of a group of your own; see `report_training_metrics`.
+
+        Args:
+            group: A name without dots.
+            steps_completed: The number of batches that training has completed.
+            metrics: Names to values.
+
+        Raises:
+            TypeError: A value, or `steps_completed`, has another type.
+            ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1; or
+                the group's name is empty, reserved or has a dot.
+        """
+        if group == _VALIDATION:
+            self.report_validation_metrics(steps_completed, metrics)
+            return
+        if group not in self._checked_groups:
+            check_group(group)
+            self._checked_groups.add(group)
+        self._report(group, steps_completed, metrics)
+
+    def report_progress(self, progress: float) -> None:
+        """Report the fraction of the whole training that is done.
+
+        Args:
+            progress: From 0 to 1 inclusive.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            ValueError: `progress` is out of range.
+        """
+        self._check_chief()
+        if not 0 <= progress <= 1:
+            raise ValueError(f"`progress` must be from 0 to 1 inclusive, but got {progress}.")
+        self._journal.append(ProgressReported(time=time.time(), progress=float(progress)))
+
+    def report_early_exit(self, reason: EarlyExitReason | str) -> None:
+        """Say that no further attempt of this trial makes sense.
+
+        Args:
+            reason: Why.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            ValueError: `reason` is no `EarlyExitReason`.
+        """
+        self._check_chief()
+        value = EarlyExitReason(reason).value
+        with self._lock:
+            if not self._has_reported_exit:
+                self._has_reported_exit = True
+                self._journal.append(EarlyExitReported(time=time.time(), reason=value))
+
+    def set_status(self, status: str) -> None:
+        """Say what the process is doing, in a few words for people.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            TypeError: `status` is no string.
+        """
+        self._check_chief()
+        if not isinstance(status, str):
+            raise TypeError(f"`status` must be a string, but got {status!r}.")
+        self._journal.append(StatusReported(time=time.time(), status=status))
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Say something of the run as a whole, in place of what was said before.
+
+        Later attempts read it by `get_metadata`; a trial shows it.
+
+        Args:
+            metadata: JSON-able values, 64 KiB at most.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+            TypeError: `metadata` is not JSON-able.
+            ValueError: It is too large.
+        """
+        self._check_chief()
+        plain = plain_json(metadata)
+        size = len(msgspec.json.encode(plain))
+        if size > _MAX_METADATA_BYTES:
+            raise ValueError(
+                f"`metadata` must have {_MAX_METADATA_BYTES} bytes as JSON at most, but has {size}."
+                " Hint: keep large things in a checkpoint."
+            )
+        with self._lock:
+            self._metadata = plain
+            self._journal.append(RunMetadataSet(time=time.time(), metadata=plain))
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return what was last given to `set_metadata`, by this attempt or an earlier one.
+
+        On another node than the chief's without a shared run directory, it is what earlier
+        attempts have set.
+        """
+        metadata = self._metadata
+        if metadata is None:
+            metadata = read_history(self._run).metadata or self._run.read_info().metadata or {}
+        return deepcopy(metadata)
+
+    def time_spent_on(self, what: str) -> AbstractContextManager[None]:
+        """Count the time of a `with` block as no training, for the goodput of a loop of your own.
+
+        On other ranks than the chief, in other threads and under a trainer it does nothing.
+
+        Args:
+            what: "validation", "checkpoint" or "other". `store_path` and `upload` count as
+                "checkpoint" without it.
+
+        Raises:
+            ValueError: `what` is something else.
+        """
+        if what not in (VALIDATION, CHECKPOINT, OTHER):
+            raise ValueError(
+                f"`what` must be {VALIDATION!r}, {CHECKPOINT!r} or {OTHER!r}, but got {what!r}."
+            )
+        return self._times.spent_on(what)
+
+    def note_time_spent(
+        self, event: TimeEvent, steps_completed: int, seconds: dict[str, float]
+    ) -> None:
+        """Record what training has spent its time on so far; trainers call it.
+
+        Args:
+            event: What has happened, as `journal.TimeSpent` says.
+            steps_completed: The number of batches that training has completed.
+            seconds: Sums since the start, by what the time was spent on.
+
+        Raises:
+            RuntimeError: This process is not the chief.
+        """
+        self._check_chief()
+        self._times.stop()
+        record_time_spent(self._journal, event, steps_completed, seconds)
+
+    def get_experiment_best_validation(self) -> float | None:
+        """Return the best known value of the searched metric in the whole experiment.
+
+        It is the better of what the runner last said and what this process reported. Without a
+        searcher config there is no searched metric, hence None.
+        """
+        told = self._control.read().best_validation
+        if told is None:
+            return self._best_here
+        best = float(decode_value(told))
+        if self._best_here is None:
+            return best
+        return self._better(best, self._best_here)
+
+    def get_tensorboard_path(self) -> Path | None:
+        """Return this rank's directory of TensorBoard files, or None in `TensorboardMode.OFF`.
+
+        Whatever writes there shows in TensorBoard, such as a `SummaryWriter` or a torch profiler.
+        """
+        return self._tensorboard.make_path()
+
+    def upload_tensorboard_files(
+        self, selector: PathSelector | None = None, mangler: PathMangler | None = None
+    ) -> None:
+        """Upload this rank's TensorBoard files that have changed, in `TensorboardMode.MANUAL`.
+
+        Any rank may call. Files that are in a directory which stays are not copied.
+
+        Args:
+            selector: Called with the path of each file, relative to the directory; tells whether
+                to upload it.
+            mangler: Called with that path and the rank; returns the path to upload it to.
+
+        Raises:
+            RuntimeError: The mode is another one.
+            OSError: The storage does not take the files.
+            NotImplementedError: The storage keeps checkpoints alone.
+        """
+        if self._tensorboard.mode is not TensorboardMode.MANUAL:
+            raise RuntimeError(
+                "`upload_tensorboard_files()` needs `TensorboardMode.MANUAL`, but the mode is"
+                f" {self._tensorboard.mode.name}. Hint: AUTO uploads files by itself."
+            )
+        self._tensorboard.upload(selector, mangler)
+
+    def keep_trace(self, name: str, write: Callable[[Path], object]) -> Path:
+        """Write a trace of a profiler among this rank's TensorBoard files; trainers call it.
+
+        It is uploaded if the storage is no directory. What fails is logged.
+
+        Args:
+            name: The name of the file; if there is one already, a number is added.
+            write: Writes the trace to a path.
+
+        Returns:
+            Where it is.
+        """
+        return self._tensorboard.add_trace(name, write)
+
+    def standing(self, group: str, steps_completed: int) -> dict[str, Any]:
+        """Return what was reported of a step already, by this attempt or an earlier one."""
+        with self._lock:
+            return self._standing(group_of_rank(group, self._rank), steps_completed)
+
+    def _standing(self, group: str, steps_completed: int) -> dict[str, Any]:
+        if not self._is_history_read:
+            self._read_history()
+        last_step, known = self._last.get(group, (-1, None))
+        if steps_completed > last_step:
+            return {}
+        if known is None or steps_completed < last_step:
+            known = standing_metrics(self._run, group, steps_completed, self._rank)
+        return known
+
+    def _report(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        if type(steps_completed) is not int or not 0 <= steps_completed <= MAX_STEPS:
+            steps_completed = checked_steps(steps_completed)
+        encoded = encode_metrics(metrics)
+        if self._rank:
+            group = group_of_rank(group, self._rank)
+        with self._lock:
+            if steps_completed > self._steps_completed:
+                self._steps_completed = steps_completed
+            if not self._is_history_read:
+                self._read_history()
+            last_step = self._last.get(group, (-1, None))[0]
+            if steps_completed > last_step:
+                news, merged = encoded, encoded
+            else:
+                known = self._standing(group, steps_completed)
+                news = new_metrics(group, steps_completed, known, encoded)
+                merged = {**known, **news}
+            if news or steps_completed > last_step:
+                sequence = record_metrics(self._journal, group, steps_completed, news)
+                if self._writes_tensorboard:
+                    self._tensorboard.write(group, steps_completed, news)
+                if group == _VALIDATION:
+                    self._decision.reported(sequence, steps_completed, merged)
+                if self._is_fault_wanted:
+                    faults.reach("core.report")
+            if steps_completed >= last_step:
+                self._last[group] = (steps_completed, merged)
+        self._times.reported(steps_completed)
+        return encoded
+
+    def _read_history(self) -> None:
+        """Read what this rank has reported in earlier attempts; the chief was given it."""
+        self._is_history_read = True
+        found = last_steps(self._run, self._rank)
+        self._last = {group: (step, None) for group, step in found.items()}
+
+    def _note_best(self, value: Any) -> None:
+        if isinstance(value, (int, float)) and value == value:
+            with self._lock:
+                best = self._best_here
+                self._best_here = float(value) if best is None else self._better(best, float(value))
+
+    def _better(self, left: float, right: float) -> float:
+        return min(left, right) if self._is_smaller_better else max(left, right)
+
+    def _check_chief(self) -> None:
+        if self._rank != 0:
+            raise RuntimeError(
+                f"Only the chief may report this, but rank {self._rank} did."
+                " Hint: guard the call by `if context.distributed.rank == 0:`."
+            )

@@ -1,0 +1,183 @@
+"""Torch's view of a data set."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from paceline.data._decoding_loader import DecodingLoader
+from paceline.data._memory import MemorySource
+from paceline.data._stream import Stream
+from paceline.data._stream_pieces import StreamPieces
+
+if TYPE_CHECKING:
+    from paceline.data._dataset import Dataset
+
+_DRAWN_AT_ONCE = 4096
+
+
+class SampleView(torch.utils.data.Dataset[Any]):
+    """The samples of a data set by their numbers, as a loader fetches them for one batch.
+
+    Args:
+        dataset: The data set, none that is a stream.
+    """
+
+    def __init__(self, dataset: "Dataset") -> None:
+        self.dataset = dataset
+        self._length = len(dataset)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> Any:
+        return self.dataset[number]
+
+    def __getitems__(self, numbers: Sequence[int]) -> Any:
+        return self.dataset.fetch(numbers)
+
+    def epoch_order(self, **options: Any) -> Sequence[Sequence[int]] | None:
+        """Return the order of an epoch; see `Dataset.epoch_order`."""
+        return self.dataset.epoch_order(**options)
+
+    def identity(self) -> Mapping[str, Any] | None:
+        """Return what tells these samples from others."""
+        return self.dataset.identity()
+
+
+class OrderSampler(torch.utils.data.Sampler[int]):
+    """The order of samples that lie in pieces, for loaders outside of a run.
+
+    Each iteration is an epoch, whose order comes from torch's seed; see `set_epoch`.
+
+    Args:
+        dataset: The data set.
+    """
+
+    is_order_of_dataset = True
+
+    def __init__(self, dataset: "Dataset") -> None:
+        self.is_shuffled = dataset.plan.is_shuffled
+        self._dataset = dataset
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of an epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        shards = self._dataset.epoch_order(
+            seed=torch.initial_seed(),
+            epoch=self._epoch,
+            num_shards=1,
+            shard_size=_DRAWN_AT_ONCE,
+            drop_last=False,
+            is_shuffled=self.is_shuffled,
+        )
+        assert shards is not None
+        self._epoch += 1
+        return (number for shard in shards for number in shard)
+
+
+class _Collate:
+    """Makes a batch of what was fetched: columns become tensors at once.
+
+    Args:
+        collate: The user's, of a list of samples.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any] | None) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        if self._collate is not None:
+            return self._collate(list(samples))
+        to_torch = getattr(samples, "to_torch", None)
+        return default_collate(samples) if to_torch is None else to_torch()
+
+
+class StreamView(IterableDataset[Any]):
+    """The samples of a stream.
+
+    Args:
+        stream: The stream.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._stream)
+
+    def stream_pieces(self) -> StreamPieces | None:
+        """Return the stream in pieces, or None if it can only be read whole."""
+        return self._stream.pieces()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream the epoch, if it wants to know."""
+        set_epoch = getattr(self._stream.data, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+class PlacedStreamView(StreamView):
+    """The samples of a stream that can tell its place."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the place."""
+        data: Any = self._stream.data
+        state: Mapping[str, Any] = data.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a place."""
+        data: Any = self._stream.data
+        data.load_state_dict(state)
+
+
+def make_loader(
+    dataset: "Dataset",
+    batch_size: int,
+    num_workers: int,
+    collate: Callable[[Any], Any] | None,
+    options: dict[str, Any],
+) -> "DataLoader[Any]":
+    """Return a torch loader of a data set; see `Dataset.to_torch`."""
+    options = {**options, "num_workers": num_workers, "collate_fn": collate}
+    source = dataset.source
+    if isinstance(source, Stream):
+        return DataLoader(_stream_view(source), batch_size, **options)
+    data: Any = SampleView(dataset)
+    kind: Any = DataLoader
+    if source.is_encoded:
+        finish: Callable[[Any], Any] | None = None
+        if collate is not None or dataset.has_stages:
+            finish = partial(_finished, dataset, collate or default_collate)
+        kind = partial(DecodingLoader, source=source, finish=finish)
+    if source.chunk_sizes() is not None:
+        options.update(collate_fn=_Collate(collate), sampler=OrderSampler(dataset))
+    else:
+        options["shuffle"] = dataset.plan.is_shuffled
+        if isinstance(source, MemorySource) and not dataset.has_stages:
+            data = source.data
+    loader: DataLoader[Any] = kind(data, batch_size=batch_size, **options)
+    return loader
+
+
+def _finished(dataset: "Dataset", collate: Callable[[Any], Any], samples: Any) -> Any:
+    return collate(dataset.apply_stages(samples))
+
+
+def _stream_view(stream: Stream) -> IterableDataset[Any]:
+    data: Any = stream.data
+    if isinstance(data, IterableDataset) and not stream.steps:
+        return data
+    # Those of Hugging Face do not keep what they promise, see the engine's `ShardedData`.
+    is_trusted = not type(data).__module__.startswith("datasets.")
+    has_place = hasattr(data, "state_dict") and is_trusted and not stream.holds_samples
+    return PlacedStreamView(stream) if has_place else StreamView(stream)

@@ -1,0 +1,166 @@
+"""Launch data for the runner and the processes of an attempt."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy import Connection, select
+
+from paceline.config import ExperimentConfig, build_command, hide_secrets
+from paceline.journal import RunInfo, TrialInfo
+from paceline.master.executors import Launch
+from paceline.master.experiments._attempt_control import read_control_of
+from paceline.master.experiments._runner_leases import DEFAULT_LEASE_S
+from paceline.master.store import config_of, num_slots_of, slots_by_node, tables
+from paceline.messages.attempts import AttemptSpec, StorageMark
+from paceline.messages.nodes import LOCAL_NAME
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The machine on which an attempt runs.
+
+    Attributes:
+        name: Its name among the nodes.
+        devices: One entry per slot: "cpu" or a GPU's id.
+        num_cores: Its CPU cores.
+        python: The interpreter of attempts that name none.
+        address: Where other nodes reach it.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    num_cores: int
+    python: str
+    address: str = _LOOPBACK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The master's own machine; what gives an attempt its place, its token and its secrets.
+
+    `devices` has one entry per slot, "cpu" or a GPU's id. `place_of` gives the place of another
+    node by its id, None if there is none. `mark_of` marks a storage directory for nodes.
+    """
+
+    home: Path
+    cluster_id: str
+    devices: tuple[str, ...]
+    token_of: Callable[[int], str] = field(repr=False)
+    secrets_of: Callable[[int], dict[str, str]] = field(default=lambda _: {}, repr=False)
+    place_of: Callable[[int], Place | None] = field(default=lambda _: None, repr=False)
+    mark_of: Callable[[str], StorageMark | None] = field(default=lambda _: None, repr=False)
+    lease_s: float = DEFAULT_LEASE_S
+
+    @property
+    def default_storage(self) -> str:
+        """Where checkpoints go unless the configuration says otherwise."""
+        return str(self.home / "checkpoints")
+
+    def place(self, node_id: int | None) -> Place:
+        """Return where an attempt runs.
+
+        Raises:
+            LookupError: There is no such node.
+        """
+        if node_id is None:
+            return Place(
+                name=LOCAL_NAME, devices=self.devices, num_cores=_num_cores(), python=sys.executable
+            )
+        place = self.place_of(node_id)
+        if place is None:
+            raise LookupError(f"There is no node {node_id}.")
+        return place
+
+
+def build_launch(connection: Connection, node: Node, attempt_id: int, member: int = 0) -> Launch:
+    """Return what starts an attempt on one of its nodes.
+
+    It depends on the database and the nodes alone.
+    """
+    attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
+    attempt = connection.execute(select(attempts).where(attempts.c.id == attempt_id)).one()
+    trial = connection.execute(select(trials).where(trials.c.id == attempt.trial_id)).one()
+    experiment = connection.execute(
+        select(experiments).where(experiments.c.id == trial.experiment_id)
+    ).one()
+    config = config_of(experiment)
+    environment = config.environment
+    # A master with more slots may have placed the attempt and died before it started it.
+    parts = [(node.place(node_id or None), s) for node_id, s in slots_by_node(attempt).items()]
+    place, slots = parts[member]
+    devices = [place.devices[slot] for slot in slots if slot < len(place.devices)]
+    num_threads = place.num_cores * len(devices) // max(1, len(place.devices))
+    python = environment.python or place.python
+    fewest = config.resources.fewest_slots
+    storage = checkpoint_root(config) or node.default_storage
+    spec = AttemptSpec(
+        attempt_id=attempt.id,
+        trial_id=trial.id,
+        number=attempt.number,
+        entrypoint=build_command(
+            config.entrypoint,
+            hparams=trial.hparams,
+            python=python,
+            num_slots=num_slots_of(attempt),
+            prefix=environment.prefix,
+        ),
+        python=python,
+        variables=environment.variables,
+        working_dir=environment.working_dir,
+        context_digest=experiment.context_digest,
+        slot_ids=slots,
+        num_threads=max(1, num_threads),
+        gpu_ids=[device for device in devices if device != "cpu"],
+        keep_directory=config.debug,
+        control=read_control_of(connection, attempt.id),
+        lease_s=node.lease_s,
+        mark=f"{node.cluster_id}.{attempt.id}",
+        token=node.token_of(attempt.id),
+        experiment_id=experiment.id,
+        secret_names=sorted(environment.secrets),
+        member=member,
+        num_members=len(parts),
+        num_shards=most if (most := config.resources.most_slots) > fewest else None,
+        storage_mark=None if attempt.node_id is None else node.mark_of(storage),
+        has_prefix=bool(environment.prefix),
+    )
+    info = RunInfo(
+        run_id=f"trial-{trial.id}",
+        name=experiment.name,
+        created=attempt.created_at,
+        attempt=attempt.number,
+        trial=TrialInfo(
+            trial_id=trial.id,
+            experiment_id=experiment.id,
+            trial_seed=trial.seed,
+            hparams=trial.hparams,
+            # The trial gets the values as variables; its directory may be copied and shown.
+            config=hide_secrets(experiment.config),
+        ),
+        latest_checkpoint=attempt.resumed_from,
+        steps_completed=attempt.resumed_steps,
+        checkpoint_storage=storage,
+        cluster_id=node.cluster_id,
+        agent_id=place.name,
+        slot_ids=slots,
+        container_addrs=[_LOOPBACK] if len(parts) == 1 else [one.address for one, _ in parts],
+        container_rank=member,
+        container_slot_counts=[] if len(parts) == 1 else [len(held) for _, held in parts],
+        judged_metrics=config.searcher.judged_metrics,
+        metadata=trial.metadata,
+    )
+    return Launch(spec=spec, info=info, secrets=node.secrets_of(experiment.id))
+
+
+def checkpoint_root(config: ExperimentConfig) -> str | None:
+    """Return the directory or URL of a configuration's checkpoint storage, if it names one."""
+    return None if config.checkpoint_storage is None else config.checkpoint_storage.root
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

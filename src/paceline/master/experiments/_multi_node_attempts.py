@@ -1,0 +1,182 @@
+"""Attempts on several nodes: their members begin together, and end together.
+
+Each member has a runner on its node. Nothing runs until all of them have said that they are there.
+The attempt ends once all members have. The first one that fails ends the others.
+"""
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row
+
+from paceline.master.experiments._attempt_end import describe_end, end_attempt
+from paceline.master.experiments._record_ingest import check_not_over, read_attempt
+from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import NotFoundError
+from paceline.master.store import Member, Transaction, read_members, stored_members
+from paceline.messages.attempts import AttemptEnd, runner_id
+from paceline.messages.states import AttemptState, ExitReason
+
+_NODE = re.compile(r"Node (\d{1,4}): (.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runner:
+    """A runner that an attempt has or is to have; `id` tells it from others of the attempt."""
+
+    id: int
+    attempt_id: int
+    member: int
+    trial_id: int
+    number: int
+    should_kill: bool
+    control_version: int
+
+
+def runners_of(attempt: Row[Any]) -> list[Runner]:
+    """Return the runners to look after: one, or those of the members that have not ended."""
+    members = read_members(attempt)
+    return [
+        Runner(
+            id=runner_id(attempt.id, number),
+            attempt_id=attempt.id,
+            member=number,
+            trial_id=attempt.trial_id,
+            number=attempt.number,
+            should_kill=bool(attempt.should_kill),
+            control_version=attempt.control_version,
+        )
+        for number in range(len(members) or 1)
+        if not members or members[number].exit is None
+    ]
+
+
+def note_begun(
+    changes: StateChanges, transaction: Transaction, attempt_id: int, member: int, port: int
+) -> None:
+    """Note that the runner of a member is there; once all are, tell them where they meet.
+
+    Raises:
+        NotFoundError: There is no such attempt or member.
+        RefusedError: It has ended.
+    """
+    attempt = read_attempt(transaction.connection, attempt_id)
+    check_not_over(attempt)
+    members = read_members(attempt)
+    if not members and member == 0:
+        return
+    if member >= len(members):
+        raise NotFoundError(f"Attempt {attempt_id} has no member {member}.")
+    if attempt.meeting_port is not None:
+        return
+    begun_at = members[member].begun_at or time.time()
+    members[member] = msgspec.structs.replace(members[member], begun_at=begun_at, port=port)
+    values: dict[str, Any] = {"members": stored_members(members)}
+    if all(one.begun_at is not None for one in members):
+        changes.change_attempt(transaction, attempt_id, meeting_port=members[0].port or 0, **values)
+    else:
+        changes.update_attempt(transaction, attempt_id, **values)
+
+
+def end_runner(
+    changes: StateChanges,
+    transaction: Transaction,
+    attempt_id: int,
+    member: int,
+    end: AttemptEnd,
+    *,
+    is_lost: bool = False,
+) -> None:
+    """Record the end of an attempt's runner, and decide what follows; again changes nothing.
+
+    Args:
+        changes: Writes what follows.
+        transaction: The transaction.
+        attempt_id: The attempt.
+        member: Which of its runners.
+        end: How it ended.
+        is_lost: Its node cannot be reached.
+
+    Raises:
+        NotFoundError: There is no such attempt or member.
+    """
+    attempt = read_attempt(transaction.connection, attempt_id)
+    members = read_members(attempt)
+    if not members:
+        end_attempt(changes, transaction, attempt_id, end)
+        return
+    if member >= len(members):
+        raise NotFoundError(f"Attempt {attempt_id} has no member {member}.")
+    if attempt.state == AttemptState.ENDED.value or members[member].exit is not None:
+        return
+    members[member] = msgspec.structs.replace(
+        members[member], exit=end, ended_at=time.time(), is_lost=is_lost
+    )
+    changes.update_attempt(transaction, attempt_id, members=stored_members(members))
+    if is_lost:
+        text = f"{_name(members, member)} is lost with its part of the attempt: {end.detail}."
+        changes.note(transaction, attempt.trial_id, attempt.number, "WARNING", text)
+    if all(one.exit is not None for one in members):
+        end_attempt(changes, transaction, attempt_id, _end_of_all(members))
+        return
+    if _has_failed(end) and not attempt.should_kill:
+        changes.note(
+            transaction,
+            attempt.trial_id,
+            attempt.number,
+            "WARNING",
+            f"{_name(members, member)} has ended ({describe_end(end, None)}); the other nodes of"
+            " the attempt end, too.",
+        )
+        changes.change_attempt(transaction, attempt_id, should_kill=True)
+    transaction.after_commit(changes.wake)
+
+
+def give_back(
+    changes: StateChanges, transaction: Transaction, attempt_id: int, timeout_s: float
+) -> None:
+    """End an attempt whose nodes have not all begun in time, so that others get its slots."""
+    attempt = read_attempt(transaction.connection, attempt_id)
+    members = read_members(attempt)
+    if attempt.state == AttemptState.ENDED.value or attempt.meeting_port is not None:
+        return
+    missing = [one.name for one in members if one.begun_at is None]
+    end = AttemptEnd(
+        reason=ExitReason.NOT_FORMED,
+        code=None,
+        signal=None,
+        time=time.time(),
+        detail=f"of its {len(members)} nodes, {', '.join(missing)} did not begin within"
+        f" {timeout_s:g} s (`resources.start_timeout`)",
+    )
+    end_attempt(changes, transaction, attempt_id, end)
+
+
+def _end_of_all(members: list[Member]) -> AttemptEnd:
+    """Return how an attempt ended: as its first member that failed, or as that of rank 0."""
+    failed = [n for n, one in enumerate(members) if one.exit is not None and _has_failed(one.exit)]
+    lost = [n for n in failed if members[n].is_lost]
+    # What others say then only answers the loss of the node.
+    first = min(lost or failed, key=lambda n: members[n].ended_at or 0.0, default=0)
+    end = members[first].exit
+    assert end is not None
+    if not failed:
+        return end
+    # The launchers agree on what failed first, and say on which node.
+    told = _NODE.match(end.detail or "")
+    if told is not None and int(told[1]) < len(members):
+        text = f"{_name(members, int(told[1]))}: {told[2]}"
+    else:
+        text = ": ".join(filter(None, (_name(members, first), end.detail)))
+    return msgspec.structs.replace(end, detail=text)
+
+
+def _has_failed(end: AttemptEnd) -> bool:
+    return end.reason is not ExitReason.KILLED and end.code != 0
+
+
+def _name(members: list[Member], number: int) -> str:
+    return f"Node {number} ({members[number].name})"

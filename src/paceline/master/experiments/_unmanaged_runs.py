@@ -1,0 +1,378 @@
+"""Runs made without a master, shown as experiments.
+
+A run is an experiment with one trial. Each start of its script is an attempt of that trial, counted
+from 1 as all attempts are; so is each generation, as rows are superseded attempt by attempt.
+Nothing here is scheduled: states follow from what the journals say and whether the run is alive.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, Table, insert, select, update
+
+from paceline.config import without_secrets
+from paceline.journal import RunInfo
+from paceline.master.experiments._best_metric import recompute_best
+from paceline.master.experiments._record_ingest import RecordIngest
+from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import (
+    NotFoundError,
+    SearchEnd,
+    end_of_experiment,
+)
+from paceline.master.experiments._unmanaged_run_facts import (
+    VANISHED,
+    RunEnd,
+    attempt_started,
+    check_run,
+    config_of_run,
+    end_of_run,
+    hparams_of_run,
+    seed_of_run,
+)
+from paceline.master.store import Transaction, new_id, tables
+from paceline.messages.attempts import AttemptEnd, RecordBatch
+from paceline.messages.runs import RunBatch, RunMark, RunReply
+from paceline.messages.states import (
+    AttemptState,
+    ErrorKind,
+    ExitReason,
+    ExperimentState,
+    TrialState,
+)
+
+# A journal without its first line tells no step from which it went on, so it supersedes nothing.
+_SUPERSEDES_NOTHING = 2**62
+
+
+class Unmanaged:
+    """Take up runs made without a master; used in the writer thread, inside a transaction."""
+
+    def __init__(self, changes: StateChanges, ingest: RecordIngest) -> None:
+        self._changes = changes
+        self._ingest = ingest
+
+    def register(self, transaction: Transaction, info: RunInfo, path: str) -> RunReply:
+        """Make a run known, and say what is stored of it; a second call only updates its path.
+
+        Raises:
+            RefusedError: A master started the run, or it has another format version.
+            paceline.config.ConfigError: The run holds a configuration that is not valid.
+        """
+        connection = transaction.connection
+        known = _experiment_of(connection, info.run_id)
+        if known is None:
+            check_run(info)
+            experiment_id = self._create(transaction, info, path)
+            known = self._changes.experiment(connection, experiment_id)
+        elif known.external_path != path:
+            _update_experiment(connection, known.id, external_path=path)
+        return self._reply(connection, known.id)
+
+    def take(
+        self,
+        transaction: Transaction,
+        run_id: str,
+        batches: Sequence[RunBatch],
+        *,
+        is_alive: bool,
+        moved: Mapping[str, str] | None = None,
+    ) -> RunReply:
+        """Store a run's further records and bring its states up to date.
+
+        Records that are known are dropped, so sending twice changes nothing.
+
+        Args:
+            transaction: Everything happens in it, or nothing.
+            run_id: The run, which was registered before.
+            batches: Records by journal, earlier attempts first.
+            is_alive: Whether more may follow: the run goes on, or it wrote more than this.
+            moved: Checkpoint storages that the journals name, and where they are now.
+
+        Raises:
+            NotFoundError: The run was not registered.
+        """
+        connection = transaction.connection
+        experiment = _experiment_of(connection, run_id)
+        if experiment is None:
+            raise NotFoundError(f"There is no run {run_id!r}. Hint: register it first.")
+        trial = _trial_of(connection, experiment.id)
+        full = sorted((batch for batch in batches if batch.records), key=_place)
+        for key, group in groupby(full, lambda batch: (batch.attempt, batch.generation)):
+            self._store(transaction, trial.id, key, list(group))
+        for old, new in (moved or {}).items():
+            _move_checkpoints(connection, experiment.id, old, new)
+        attempts = _attempts_of(connection, trial.id)
+        newest = attempts[-1] if attempts else None
+        for attempt in attempts:
+            is_over = attempt is not newest or attempt.outcome is not None or not is_alive
+            if is_over and attempt.state != AttemptState.ENDED.value:
+                self._end_attempt(transaction, attempt)
+        run_end = end_of_run(
+            is_alive=is_alive,
+            has_begun=newest is not None,
+            outcome=newest and newest.outcome,
+            error=newest and newest.error,
+        )
+        ended_at = newest.last_record_at if newest else experiment.created_at
+        self._bring_to(transaction, experiment.id, run_end, ended_at)
+        self._follow_progress(transaction, experiment.id)
+        return self._reply(connection, experiment.id)
+
+    # ---- rows ------------------------------------------------------------------------------
+
+    def _create(self, transaction: Transaction, info: RunInfo, path: str) -> int:
+        config = config_of_run(info)
+        state = ExperimentState.ACTIVE.value
+        experiment_id = _insert(
+            transaction.connection,
+            tables.experiments,
+            name=info.name,
+            description=config.description,
+            labels=config.labels,
+            state=state,
+            config=without_secrets(config.to_json()),
+            warnings=[],
+            seed=config.reproducibility.experiment_seed or 0,
+            created_at=info.created,
+            # Nothing is searched, so there is no search to ask or to wait for.
+            search_end=SearchEnd.COMPLETED.value,
+            external_id=info.run_id,
+            external_path=path,
+        )
+        hparams = hparams_of_run(info)
+        trial_id = _insert(
+            transaction.connection,
+            tables.trials,
+            experiment_id=experiment_id,
+            request_id=info.run_id,
+            state=TrialState.ACTIVE.value,
+            hparams=hparams,
+            seed=seed_of_run(info),
+            created_at=info.created,
+        )
+        transaction.emit("experiment_state", experiment_id, state=state, error=None)
+        transaction.emit("trial_created", experiment_id, trial_id, hparams=hparams)
+        return experiment_id
+
+    def _store(
+        self,
+        transaction: Transaction,
+        trial_id: int,
+        key: tuple[int, int],
+        batches: list[RunBatch],
+    ) -> None:
+        connection = transaction.connection
+        known = {
+            (row.run_attempt, row.run_generation): row for row in _attempts_of(connection, trial_id)
+        }
+        attempt = known.get(key)
+        started_at = None
+        if attempt is None:
+            attempt = self._begin_attempt(transaction, trial_id, key, batches)
+            started_at = attempt.created_at
+        elif not _has_news(connection, attempt.id, batches):
+            return
+        elif attempt.state == AttemptState.ENDED.value:
+            # It looked dead: its lock cannot be seen from another machine, for example.
+            _update_attempt(
+                connection, attempt.id, state=AttemptState.RUNNING.value, ended_at=None, exit=None
+            )
+        self._ingest.store(
+            transaction,
+            attempt.id,
+            [RecordBatch(b.generation, b.rank, b.records) for b in batches],
+        )
+        newest = max(record.time for batch in batches for _, record in batch.records)
+        values = {"last_record_at": max(newest, attempt.last_record_at or 0.0)}
+        if started_at is not None:
+            values["started_at"] = started_at
+        _update_attempt(connection, attempt.id, **values)
+        if known and attempt.number < max(row.number for row in known.values()):
+            # Late records may lie beyond the step from which a later attempt went on.
+            recompute_best(self._changes, transaction, self._changes.trial(connection, trial_id))
+
+    def _begin_attempt(
+        self,
+        transaction: Transaction,
+        trial_id: int,
+        key: tuple[int, int],
+        batches: list[RunBatch],
+    ) -> Row[Any]:
+        connection = transaction.connection
+        trial = self._changes.trial(connection, trial_id)
+        number = trial.num_attempts + 1
+        started = attempt_started(batches)
+        first = batches[0].records[0][1]
+        connection.execute(
+            insert(tables.attempts).values(
+                trial_id=trial_id,
+                experiment_id=trial.experiment_id,
+                number=number,
+                state=AttemptState.PENDING.value,
+                slots=[],
+                created_at=first.time if started is None else started.time,
+                resumed_from=started and started.resumed_from,
+                resumed_steps=started.steps_completed if started else _SUPERSEDES_NOTHING,
+                run_attempt=key[0],
+                run_generation=key[1],
+            )
+        )
+        self._changes.update_trial(transaction, trial_id, num_attempts=number)
+        if started is not None:
+            where = f"process {started.pid} on {started.host}, {started.world_size} rank(s)"
+            text = f"Attempt {number} of the run began at step {started.steps_completed}: {where}."
+            self._changes.note(transaction, trial_id, number, "INFO", text)
+        return _attempts_of(connection, trial_id)[-1]
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def _end_attempt(self, transaction: Transaction, attempt: Row[Any]) -> None:
+        """End an attempt at its last sign of life."""
+        ended_at = attempt.last_record_at
+        error = attempt.error or (VANISHED if attempt.outcome is None else None)
+        kind = ErrorKind.USER if attempt.error else None
+        end = AttemptEnd(reason=ExitReason.EXITED, code=None, signal=None, time=ended_at, kind=kind)
+        stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
+        _update_attempt(
+            transaction.connection,
+            attempt.id,
+            state=AttemptState.ENDED.value,
+            ended_at=ended_at,
+            exit=stored,
+        )
+        transaction.emit(
+            "attempt_ended", attempt.experiment_id, attempt.trial_id,
+            number=attempt.number, exit=stored,
+        )  # fmt: skip
+        if error is not None:
+            self._changes.note(transaction, attempt.trial_id, attempt.number, "ERROR", error)
+
+    def _bring_to(
+        self, transaction: Transaction, experiment_id: int, run_end: RunEnd, ended_at: float
+    ) -> None:
+        changes, connection = self._changes, transaction.connection
+        experiment = changes.experiment(connection, experiment_id)
+        trial = _trial_of(connection, experiment_id)
+        present = (experiment.state, trial.state, experiment.error)
+        if present == (run_end.experiment.value, run_end.trial.value, run_end.error):
+            return
+        self._activate(transaction, experiment, trial)
+        if run_end.experiment is ExperimentState.PAUSED:
+            changes.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
+        elif run_end.trial.is_terminal:
+            active = changes.trial(connection, trial.id)
+            trial_error = run_end.error if run_end.trial is TrialState.ERROR else None
+            changes.set_trial_state(
+                transaction,
+                active,
+                run_end.trial,
+                reason=run_end.reason,
+                error=trial_error,
+                kind=ErrorKind.USER if trial_error else None,
+            )
+            has_failed = run_end.experiment is ExperimentState.ERROR
+            stopping = (
+                ExperimentState.STOPPING_ERROR if has_failed else ExperimentState.STOPPING_COMPLETED
+            )
+            changes.set_experiment_state(transaction, experiment_id, stopping, error=run_end.error)
+            changes.set_experiment_state(transaction, experiment_id, end_of_experiment(stopping))
+            changes.update_trial(transaction, trial.id, ended_at=ended_at)
+            _update_experiment(connection, experiment_id, ended_at=ended_at)
+
+    def _activate(self, transaction: Transaction, experiment: Row[Any], trial: Row[Any]) -> None:
+        changes = self._changes
+        if TrialState(trial.state).is_terminal:
+            changes.set_trial_state(transaction, trial, TrialState.ACTIVE, reason="resumed")
+            changes.update_trial(
+                transaction, trial.id, ended_at=None, error=None, error_kind=None, stop_reason=None
+            )
+        if experiment.state != ExperimentState.ACTIVE.value:
+            _update_experiment(transaction.connection, experiment.id, ended_at=None, error=None)
+            changes.set_experiment_state(transaction, experiment.id, ExperimentState.ACTIVE)
+
+    def _follow_progress(self, transaction: Transaction, experiment_id: int) -> None:
+        """Let the experiment's progress be its trial's; a completed run is all done."""
+        connection = transaction.connection
+        experiment = self._changes.experiment(connection, experiment_id)
+        progress = _trial_of(connection, experiment_id).progress or 0.0
+        if experiment.state == ExperimentState.COMPLETED.value:
+            progress = 1.0
+        if progress != experiment.progress:
+            _update_experiment(connection, experiment_id, progress=progress)
+            transaction.emit("progress", experiment_id, progress=progress)
+
+    @staticmethod
+    def _reply(connection: Connection, experiment_id: int) -> RunReply:
+        marks, attempts = tables.journal_marks, tables.attempts
+        rows = connection.execute(
+            select(attempts.c.run_attempt, marks.c.generation, marks.c.rank, marks.c.sequence)
+            .join(attempts, attempts.c.id == marks.c.attempt_id)
+            .where(attempts.c.experiment_id == experiment_id)
+            .order_by(attempts.c.number, marks.c.rank)
+        )
+        return RunReply(
+            experiment_id=experiment_id,
+            trial_id=_trial_of(connection, experiment_id).id,
+            marks=[RunMark(*row) for row in rows],
+        )
+
+
+def _place(batch: RunBatch) -> tuple[int, int, int]:
+    return batch.attempt, batch.generation, batch.rank
+
+
+def _has_news(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
+    marks = tables.journal_marks
+    rows = connection.execute(
+        select(marks.c.rank, marks.c.sequence).where(marks.c.attempt_id == attempt_id)
+    )
+    stored = {row.rank: row.sequence for row in rows}
+    return any(batch.records[-1][0] > stored.get(batch.rank, -1) for batch in batches)
+
+
+def _experiment_of(connection: Connection, run_id: str) -> Row[Any] | None:
+    experiments = tables.experiments
+    return connection.execute(
+        select(experiments).where(experiments.c.external_id == run_id)
+    ).first()
+
+
+def _trial_of(connection: Connection, experiment_id: int) -> Row[Any]:
+    trials = tables.trials
+    return connection.execute(select(trials).where(trials.c.experiment_id == experiment_id)).one()
+
+
+def _attempts_of(connection: Connection, trial_id: int) -> list[Row[Any]]:
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    return list(connection.execute(query))
+
+
+def _insert(connection: Connection, table: Table, **values: Any) -> int:
+    row_id = new_id(connection, table)
+    connection.execute(insert(table).values(id=row_id, **values))
+    return row_id
+
+
+def _update_experiment(connection: Connection, experiment_id: int, **values: Any) -> None:
+    experiments = tables.experiments
+    connection.execute(
+        update(experiments).where(experiments.c.id == experiment_id).values(**values)
+    )
+
+
+def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
+    attempts = tables.attempts
+    connection.execute(update(attempts).where(attempts.c.id == attempt_id).values(**values))
+
+
+def _move_checkpoints(connection: Connection, experiment_id: int, old: str, new: str) -> None:
+    checkpoints = tables.checkpoints
+    connection.execute(
+        update(checkpoints)
+        .where(checkpoints.c.experiment_id == experiment_id, checkpoints.c.storage == old)
+        .values(storage=new)
+    )

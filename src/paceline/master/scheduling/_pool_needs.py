@@ -1,0 +1,48 @@
+"""How many more slots each pool could use: for executors that start runners by need."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.master.scheduling._scheduling_types import Holding, Reason, SchedulingResult
+
+# What these lack is no node.
+_NO_NODE_HELPS = frozenset({Reason.MAX_SLOTS, Reason.POOL_LIMIT, Reason.PREEMPTING, Reason.PAUSING})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolNeed:
+    """What the waiting trials of a pool lack.
+
+    `sizes` has the number of slots of each of them, in the order in which they get some.
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Return the slots that all of them need."""
+        return sum(self.sizes)
+
+
+def needs_of(
+    results: Iterable[SchedulingResult], holding: Iterable[Holding]
+) -> dict[str, PoolNeed]:
+    """Return of each pool what further nodes would be used for; pools that need none are absent.
+
+    The limits of experiments count: of one that may use three more slots, trials for three do.
+    """
+    used: Counter[int] = Counter()
+    for holder in holding:
+        used[holder.experiment_id] += holder.num_slots
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for result in results:
+        trial = result.waiting
+        if result.reason in _NO_NODE_HELPS:
+            continue
+        used[trial.experiment_id] += trial.num_slots
+        if trial.max_slots is not None and used[trial.experiment_id] > trial.max_slots:
+            used[trial.experiment_id] -= trial.num_slots
+        elif result.reason is not None:
+            sizes[trial.pool].append(trial.num_slots)
+    return {pool: PoolNeed(sizes=tuple(found)) for pool, found in sizes.items()}

@@ -1,0 +1,300 @@
+"""Reading rows as the API's models."""
+
+import base64
+import json
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+from sqlalchemy import Connection, Row, case, func, select
+
+from paceline.config import MissingSearcher, hide_secrets, searcher_section
+from paceline.journal import encode_float
+from paceline.master.store import _tables as tables
+from paceline.master.store._attempt_members import read_members
+from paceline.master.store._configs import config_of
+from paceline.master.store._metrics import read_summary
+from paceline.master.store._point_encoding import Summary, tagged
+from paceline.master.store._row_counts import ATTEMPTS, TRIALS, checkpoint_sizes, numbers_of
+from paceline.messages import resources
+from paceline.messages.nodes import LOCAL_NAME
+from paceline.messages.states import AttemptState, CheckpointState, ExperimentState
+
+
+def experiment_views(
+    connection: Connection,
+    rows: list[Row[Any]],
+    *,
+    values: Sequence[dict[str, Any]] = (),
+    is_brief: bool = False,
+) -> list[resources.Experiment]:
+    """Return experiments as the API shows them.
+
+    Args:
+        connection: A connection to the database.
+        rows: The experiments.
+        values: The columns that a list shows of each, if any.
+        is_brief: Leave the configurations empty.
+    """
+    ids = [row.id for row in rows]
+    num_trials = numbers_of(connection, TRIALS, ids)
+    num_running = numbers_of(connection, ATTEMPTS, ids, state=AttemptState.RUNNING)
+    stored = checkpoint_sizes(connection, ids)
+    return [
+        resources.Experiment(
+            id=row.id,
+            name=row.name,
+            description=row.description,
+            labels=row.labels,
+            state=row.state,
+            progress=row.progress,
+            created_at=row.created_at,
+            ended_at=row.ended_at,
+            # As it is stored: a list also shows what this version could not read.
+            searcher=row.config["searcher"]["name"],
+            metric=row.config["searcher"]["metric"],
+            smaller_is_better=row.config["searcher"]["smaller_is_better"],
+            has_rungs=searcher_section(row.config["searcher"]["name"]).has_rungs,
+            num_trials=num_trials.get(row.id, 0),
+            num_running=num_running.get(row.id, 0),
+            best_trial_id=row.best_trial_id,
+            best_metric=_number(row.best_metric),
+            error=row.error,
+            parent_trial_id=row.parent_trial_id,
+            config={} if is_brief else hide_secrets(row.config),
+            warnings=[*row.warnings, *_missing_method(row)],
+            is_unmanaged=row.external_id is not None,
+            run_dir=row.external_path,
+            is_archived=row.is_archived,
+            forked_from=row.forked_from,
+            has_code=row.context_digest is not None,
+            num_checkpoints=stored.get(row.id, (0, 0))[0],
+            checkpoint_bytes=stored.get(row.id, (0, 0))[1],
+            num_records_lost=row.num_records_lost,
+            values=shown,
+        )
+        for row, shown in zip(rows, values or repeat({}), strict=False)
+    ]
+
+
+def _missing_method(experiment: Row[Any]) -> list[str]:
+    """Say that an experiment waits for its search method, if it does."""
+    if experiment.ended_at is not None or experiment.external_id is not None:
+        return []
+    searcher = config_of(experiment).searcher
+    if not isinstance(searcher, MissingSearcher):
+        return []
+    return [
+        f"It waits, as its search method `{searcher.name}` is not installed on the master, or takes"
+        " other fields now. Hint: install the package that has it, and start the master again."
+    ]
+
+
+def trial_views(
+    connection: Connection, rows: list[Row[Any]], *, has_details: bool = False
+) -> list[resources.Trial]:
+    """Return trials as the API shows them; with details for few of them only."""
+    ids = [row.id for row in rows]
+    started = _starts(connection, ids)
+    latest = _latest_checkpoints(connection, ids)
+    experiment_states = _experiment_states(connection, {row.experiment_id for row in rows})
+    return [
+        resources.Trial(
+            id=row.id,
+            experiment_id=row.experiment_id,
+            request_id=row.request_id,
+            state=row.state,
+            experiment_state=experiment_states[row.experiment_id],
+            is_running=row.id in started and started[row.id][1] > 0,
+            hparams=row.hparams,
+            seed=row.seed,
+            restarts=row.restarts,
+            retries=row.retries,
+            num_attempts=row.num_attempts,
+            steps_completed=row.steps_completed,
+            progress=row.progress,
+            status=row.status,
+            best_metric=_number(row.best_metric),
+            best_step=row.best_step,
+            latest_metric=row.latest_metric,
+            created_at=row.created_at,
+            started_at=started[row.id][0] if row.id in started else None,
+            ended_at=row.ended_at,
+            stop_reason=row.stop_reason,
+            error=row.error,
+            error_kind=row.error_kind,
+            latest_checkpoint=latest.get(row.id),
+            target_length=row.target_length,
+            num_records_lost=row.num_records_lost,
+            metadata=row.metadata if has_details else None,
+            alerts=(row.alerts or []) if has_details else [],
+            summary=_summaries(connection, row.id) if has_details else {},
+            attempts=attempt_views(connection, row.id) if has_details else [],
+        )
+        for row in rows
+    ]
+
+
+def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attempt]:
+    """Return a trial's attempts, oldest first."""
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    nodes = tables.nodes.c
+    names = {row.id: row.name for row in connection.execute(select(nodes.id, nodes.name))}
+    return [
+        resources.Attempt(
+            id=row.id,
+            trial_id=row.trial_id,
+            number=row.number,
+            state=row.state,
+            slots=row.slots,
+            created_at=row.created_at,
+            started_at=row.started_at,
+            ended_at=row.ended_at,
+            resumed_from=row.resumed_from,
+            resumed_steps=row.resumed_steps,
+            preempt_reason=row.preempt_reason,
+            exit=_exit(row.exit),
+            nodes=_nodes_of(row, names),
+        )
+        for row in connection.execute(query)
+    ]
+
+
+def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[resources.AttemptNode]:
+    if members := read_members(attempt):
+        return [resources.AttemptNode(name=one.name, slots=one.slots) for one in members]
+    if attempt.run_attempt is not None:
+        return []
+    name = LOCAL_NAME
+    if attempt.node_id is not None:
+        name = names.get(attempt.node_id, f"node {attempt.node_id}, which is forgotten")
+    return [resources.AttemptNode(name=name, slots=attempt.slots)]
+
+
+def checkpoint_views(rows: list[Row[Any]]) -> list[resources.Checkpoint]:
+    """Return checkpoints with the searched metric at their step."""
+    return [
+        resources.Checkpoint(
+            uuid=row.uuid,
+            trial_id=row.trial_id,
+            experiment_id=row.experiment_id,
+            attempt=row.attempt,
+            steps_completed=row.steps_completed,
+            state=row.state,
+            metadata=row.metadata,
+            resources=row.resources,
+            size=row.size,
+            storage=row.storage,
+            created_at=row.created_at,
+            metric=_number(row.metric),
+        )
+        for row in rows
+    ]
+
+
+def encode_cursor(*position: Any) -> str:
+    """Return a position in a list as an opaque cursor."""
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> list[Any]:
+    """Return what `encode_cursor` was given.
+
+    Raises:
+        ValueError: The cursor was made elsewhere.
+    """
+    try:
+        position = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"`cursor` must be the `next_cursor` of an earlier answer, but got {cursor!r}."
+        ) from error
+    if not isinstance(position, list):
+        raise ValueError(f"`cursor` must be the `next_cursor` of an answer, but got {cursor!r}.")
+    return position
+
+
+def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, ExperimentState]:
+    experiments = tables.experiments.c
+    query = select(experiments.id, experiments.state).where(experiments.id.in_(ids))
+    return {row.id: ExperimentState(row.state) for row in connection.execute(query)}
+
+
+def _starts(connection: Connection, trial_ids: list[int]) -> dict[int, tuple[float | None, int]]:
+    """Return when each trial that has attempts first started, and how many of them run."""
+    attempts = tables.attempts.c
+    is_running = attempts.state == AttemptState.RUNNING.value
+    query = (
+        select(
+            attempts.trial_id,
+            func.min(attempts.started_at),
+            func.sum(case((is_running, 1), else_=0)),
+        )
+        .where(attempts.trial_id.in_(trial_ids))
+        .group_by(attempts.trial_id)
+    )
+    return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
+
+
+def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[int, str]:
+    trials, checkpoints = tables.trials.c, tables.checkpoints.c
+    # Of each trial the last one alone is read, however many there are.
+    latest = (
+        select(checkpoints.uuid)
+        .where(
+            checkpoints.trial_id == trials.id,
+            checkpoints.state == CheckpointState.COMPLETED.value,
+        )
+        .order_by(
+            checkpoints.steps_completed.desc(),
+            checkpoints.attempt.desc(),
+            checkpoints.created_at.desc(),
+        )
+        .limit(1)
+        .scalar_subquery()
+    )
+    query = select(trials.id, latest.label("uuid")).where(trials.id.in_(trial_ids))
+    return {row.id: row.uuid for row in connection.execute(query) if row.uuid is not None}
+
+
+def _summaries(
+    connection: Connection, trial_id: int
+) -> dict[str, dict[str, resources.MetricSummary]]:
+    return {
+        group: {key: _summary(summary) for key, summary in sorted(by_key.items())}
+        for group, by_key in sorted(read_summary(connection, trial_id).items())
+    }
+
+
+def _summary(summary: Summary) -> resources.MetricSummary:
+    mean = summary.sum / summary.num_numbers if summary.num_numbers else None
+    return resources.MetricSummary(
+        count=summary.count,
+        last=tagged(summary.last),
+        last_step=summary.last_step,
+        min=_number(summary.min),
+        max=_number(summary.max),
+        mean=_number(mean),
+    )
+
+
+def _exit(stored: dict[str, Any] | None) -> resources.AttemptExit | None:
+    if stored is None:
+        return None
+    detail = stored.get("error") or stored.get("detail")
+    return resources.AttemptExit(
+        reason=stored["reason"],
+        kind=stored.get("kind"),
+        code=stored["code"],
+        signal=stored["signal"],
+        outcome=stored.get("outcome"),
+        error=detail,
+        time=stored["time"],
+    )
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return encode_float(float(value))

@@ -1,0 +1,331 @@
+"""Running an attempt: prepare, start the entrypoint, ship and follow, report the end."""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from paceline import core, faults
+from paceline.journal import RUN_DIRECTORY_VARIABLE
+from paceline.messages.attempts import AttemptControl, AttemptEnd, AttemptSpec
+from paceline.messages.states import ExitReason
+from paceline.runner._attempt_directory import AttemptDirectory
+from paceline.runner._attempt_end import (
+    leave_word,
+    make_end,
+    read_end,
+    read_finish,
+    report_failed_start,
+    ship_end,
+    ship_leftovers,
+)
+from paceline.runner._code_archive import ArchiveLimits, ArchiveTooLargeError, unpack
+from paceline.runner._fetch_checkpoint import fetch_checkpoint
+from paceline.runner._master_follower import MasterFollower
+from paceline.runner._master_link import Backoff, MasterLink, UnreachableError
+from paceline.runner._node_group import NodeGroup
+from paceline.runner._output_spool import OutputSpool
+from paceline.runner._secret_file import FILE_NAME, read_secret_file
+from paceline.runner._shipper import Shipper
+from paceline.runner._start_errors import UnusableConfigError, judge_start
+from paceline.workers import (
+    SHARDS_VARIABLE,
+    THREADS_MARK,
+    THREADS_VARIABLE,
+    LocalGroup,
+    WorkerExit,
+    WorkerSpec,
+)
+
+logger = logging.getLogger(__name__)
+
+faults.register("runner.started", "runner.ended")
+
+# How long an entrypoint may be stopped, as by SIGSTOP, until it counts as lost.
+_STOPPED_S = 30.0
+_PRIVATE_VARIABLES = (
+    "PACELINE_TOKEN",
+    "PACELINE_MASTER",
+    "PACELINE_HOME",
+    "PACELINE_RESUME",
+    "PACELINE_TEST_MODE",
+)
+# Which last words of an attempt count for more than that it was told to end. One that was killed
+# outright may have left by the way, but one that had done all its work must not be trained again.
+_OUTCOMES_THAT_COUNT = {
+    ExitReason.KILLED: ("completed",),
+    ExitReason.PREEMPTION_TIMEOUT: ("completed", "preempted"),
+}
+
+
+def run_attempt(directory: AttemptDirectory) -> None:
+    """Run the attempt of a directory to its end; does nothing if another runner has it."""
+    with directory.hold_lock() as is_mine:
+        if not is_mine:
+            return
+        if directory.was_started or read_end(directory) is not None:
+            ship_leftovers(directory)
+            return
+        try:
+            spec = directory.read_spec()
+        except Exception as error:
+            logger.exception("The attempt's specification cannot be read.")
+            report_failed_start(directory, error)
+            return
+        AttemptRun(directory, spec).run()
+
+
+def ship_attempt(directory: AttemptDirectory) -> None:
+    """Send what a runner that died or left has not sent; the attempt is over."""
+    with directory.hold_lock() as is_mine:
+        if is_mine:
+            ship_leftovers(directory)
+
+
+class AttemptRun:
+    """One attempt: a worker group of one, threads that ship, and one that follows the master."""
+
+    def __init__(self, directory: AttemptDirectory, spec: AttemptSpec) -> None:
+        self._directory = directory
+        self._spec = spec
+        self._link = MasterLink.of_attempt(spec)
+        self._shipper = Shipper(
+            directory,
+            spec.attempt_id,
+            self._link.another(),
+            member=spec.member,
+            on_judged=self._pass_on,
+            is_first=True,
+            sends_checkpoints=spec.sends_checkpoints,
+        )
+        self._group = NodeGroup(directory.run, spec)
+        self._spool: OutputSpool | None = None
+        self._secrets: dict[str, str] = {}
+        self._begun_at = time.monotonic()
+        # What the processes report may be judged as soon as they run.
+        self._follower = MasterFollower(
+            directory.run,
+            spec.attempt_id,
+            self._link.another(),
+            member=spec.member,
+            port=self._group.port,
+            first=spec.control,
+            give_sign=directory.give_sign,
+            on_return=self._shipper.doubt_positions,
+        )
+
+    def run(self) -> None:
+        """Run to the end and send everything, or leave it where the next master finds it."""
+        self._shipper.start()
+        end = self._run_entrypoint()
+        self._follower.stop()
+        self._group.close()
+        core.discard_unfinished(self._directory.run)
+        leave_word(self._directory, end)
+        faults.reach("runner.ended")
+        lost = None if self._spool is None else self._spool.finish()
+        self._shipper.stop()
+        if self._follower.has_lost:
+            logger.error("The master has ended the attempt; nothing is sent for it any more.")
+        else:
+            ship_end(self._shipper, end, lost)
+        if self._spool is not None:
+            with contextlib.suppress(OSError):
+                self._spool.close()
+
+    def _pass_on(self, control: AttemptControl | None, judged: tuple[int, int]) -> None:
+        self._follower.pass_on(control, judged)
+
+    def _run_entrypoint(self) -> AttemptEnd:
+        # From here on, as the directory of a large context takes its time.
+        self._follower.start()
+        try:
+            group = self._start()
+        except Exception as error:
+            logger.exception("The attempt cannot start.")
+            with contextlib.suppress(OSError):
+                self._directory.mark_started()
+            reason, kind = judge_start(error)
+            return make_end(reason, detail=str(error) or type(error).__name__, kind=kind)
+        if group is None:
+            return make_end(self._follower.kill_reason or ExitReason.KILLED, detail="not started")
+        process = group.processes[0]
+        try:
+            self._directory.write_process(process.pgid, process.start_time)
+        except OSError as error:
+            logger.warning("The attempt's process cannot be noted: %s", error)
+        faults.reach("runner.started")
+        signal.signal(signal.SIGTERM, lambda _number, _frame: self._follower.terminate())
+        exits = group.wait()
+        self._follower.stop()
+        assert exits is not None
+        return self._end(exits[0], self._follower.kill_reason)
+
+    def _start(self) -> LocalGroup | None:
+        """Start the entrypoint; None if it is not wanted any more."""
+        self._secrets = self._read_secrets()
+        self._spool = OutputSpool(self._directory.output_path, self._secrets.values())
+        environment = self._environment()
+        working_directory = self._prepare_directory()
+        if self._group.has_others:
+            self._follower.await_others()
+            if self._follower.meeting_port is None:
+                return None
+            environment |= self._group.variables(self._follower.meeting_port, environment)
+        worker = WorkerSpec(
+            command=self._command(),
+            environment=environment,
+            working_directory=working_directory,
+            changes_session=self._spec.has_prefix,
+        )
+        self._fetch_start()
+        group = LocalGroup(
+            [worker],
+            self._spool.add,
+            adopt_strays=True,
+            heartbeat_timeout_s=_STOPPED_S,
+            mark=self._spec.mark,
+        )
+        self._directory.mark_started()
+        self._follower.await_permission(self._spec.lease_s, self._begun_at)
+        if self._is_unwanted:
+            return None
+        self._follower.lead(group)
+        group.start()
+        return group
+
+    def _end(self, exit_: WorkerExit, kill_reason: ExitReason | None) -> AttemptEnd:
+        if kill_reason is not None and _is_ours(exit_):
+            finish = read_finish(self._directory.run)
+            if finish is not None and finish.outcome in _OUTCOMES_THAT_COUNT[kill_reason]:
+                # Only a shell around it, or what came after, was ended by the signal.
+                return make_end(ExitReason.EXITED, code=0, detail=exit_.error)
+        reason = kill_reason or ExitReason.EXITED
+        detail = exit_.error or exit_.silence
+        if self._group.has_others:
+            detail = self._directory.run.read_launch_error() or detail
+        return make_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
+
+    def _read_secrets(self) -> dict[str, str]:
+        spec = self._spec
+        if not spec.secret_names:
+            return {}
+        if spec.home is None:
+            found = self._directory.take_secrets()
+        else:
+            path = Path(spec.home) / FILE_NAME
+            found = read_secret_file(path).get(spec.experiment_id or 0, {})
+        missing = [name for name in spec.secret_names if name not in found]
+        if missing:
+            raise UnusableConfigError(
+                f"`environment.secrets` must have a value for each name, but {', '.join(missing)}"
+                f" has none in {FILE_NAME!r}, which no backup holds. Hint: fork the experiment"
+                " with the values."
+            )
+        return {name: found[name] for name in spec.secret_names}
+
+    def _prepare_directory(self) -> Path:
+        spec = self._spec
+        target = self._directory.context_path
+        target.mkdir(mode=0o700, exist_ok=True)
+        if spec.context_digest is not None:
+            name = f"{spec.context_digest}.tar.gz"
+            if spec.home is not None:
+                _unpack(Path(spec.home) / "contexts" / name, target)
+            else:
+                archive = self._directory.path / name
+                archive.write_bytes(self._fetch(f"/contexts/{spec.context_digest}"))
+                _unpack(archive, target)
+                archive.unlink()
+        if spec.working_dir is None:
+            return target
+        if not Path(spec.working_dir).is_dir():
+            raise UnusableConfigError(
+                f"`environment.working_dir` must be a directory, but got {spec.working_dir!r}."
+            )
+        return Path(spec.working_dir)
+
+    def _fetch_start(self) -> None:
+        """Fetch the checkpoint that the attempt goes on from, if the master has it alone."""
+        uuid = self._directory.run.read_info().latest_checkpoint
+        if self._spec.sends_checkpoints and uuid is not None:
+            target = self._directory.run.checkpoints_path
+            fetch_checkpoint(
+                self._link, self._spec.attempt_id, uuid, target, lambda: not self._is_unwanted
+            )
+
+    @property
+    def _is_unwanted(self) -> bool:
+        return self._follower.has_lost or self._follower.kill_reason is not None
+
+    def _fetch(self, path: str) -> bytes:
+        """Return what the master has at a path; wait for the master if it does not answer."""
+        pauses = Backoff()
+        while True:
+            try:
+                return self._link.get(path)
+            except UnreachableError as error:
+                logger.warning("The master cannot be reached: %s", error)
+                time.sleep(pauses.next_s())
+
+    def _command(self) -> list[str]:
+        entrypoint = self._spec.entrypoint
+        return ["sh", "-c", entrypoint] if isinstance(entrypoint, str) else list(entrypoint)
+
+    def _environment(self) -> dict[str, str]:
+        spec = self._spec
+        python = shutil.which(spec.python)
+        if python is None and not spec.has_prefix:
+            raise UnusableConfigError(
+                f"`environment.python` must be an interpreter, but {spec.python!r} is none."
+            )
+        environment = dict(os.environ)
+        for name in (*_PRIVATE_VARIABLES, faults.FAULT_VARIABLE):
+            environment.pop(name, None)
+        # The runner may be a task of Slurm itself; what it starts is not.
+        core.forget_launcher(environment)
+        if python is not None:
+            # One that is not here may be where the prefix leads to.
+            environment["PATH"] = os.pathsep.join(
+                [str(Path(python).parent), environment.get("PATH", os.defpath)]
+            )
+        environment["PYTHONUNBUFFERED"] = "1"
+        environment[THREADS_VARIABLE] = str(spec.num_threads)
+        environment[THREADS_MARK] = str(spec.num_threads)
+        if spec.gpu_ids:
+            if "CUDA_VISIBLE_DEVICES" not in os.environ:
+                # The numbers are then those of nvidia-smi, which CUDA counts in another order.
+                environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpu_ids)
+        if spec.num_shards is not None:
+            # An attempt on another number of slots goes on with the same global batches.
+            environment[SHARDS_VARIABLE] = str(spec.num_shards)
+        environment |= spec.variables | self._secrets
+        if THREADS_VARIABLE in spec.variables:
+            # The mark lets a launcher divide the number among its workers; the user's stays.
+            environment.pop(THREADS_MARK, None)
+        environment[RUN_DIRECTORY_VARIABLE] = str(self._directory.run.path)
+        return environment
+
+
+def _is_ours(exit_: WorkerExit) -> bool:
+    """Tell whether a process that was told to end did so by that alone."""
+    ends = (signal.SIGTERM, signal.SIGKILL)
+    return exit_.signal in ends or exit_.code in (0, *(128 + number for number in ends))
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    limits = ArchiveLimits.from_environment()
+    try:
+        unpack(archive, target, limits)
+    except ArchiveTooLargeError:
+        raise
+    except Exception as error:
+        # An archive that is cut short or damaged inside raises the decompressor's own errors.
+        raise ValueError(
+            f"The context {str(archive)!r} must be an archive that can be unpacked, but got"
+            f" {type(error).__name__}: {error}. Hint: create the experiment again."
+        ) from error

@@ -1,0 +1,263 @@
+"""Checkpoints in a bucket or container, reached by obstore."""
+
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import quote, unquote, urlsplit
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    GenericError,
+    NotFoundError,
+    PreconditionError,
+)
+from obstore.store import AzureStore, S3Store
+
+from paceline.storage._errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriteError,
+)
+from paceline.storage._manifest import FileEntry
+from paceline.storage._object_storage import ObjectStorage, StoredObject
+from paceline.storage._upload import Upload
+from paceline.storage._upload_limits import UploadLimits, limit_hint
+
+Client: TypeAlias = S3Store | AzureStore
+
+# A file's parts are sent at once; the largest file is 10,000 of them, which all stores allow.
+_PART_BYTES = 8 * 1024 * 1024
+_LARGEST_PARTS = 10_000
+_PARTS_AT_ONCE = 8
+_CONNECT = timedelta(seconds=10)
+_MAX_RETRIES = 8
+# For how long a part is tried again, in times of what one try may take.
+_RETRY_FACTOR = 2
+_PART = re.compile(r"[?&]partNumber=(\d+)")
+_BEGINNING = re.compile(r"[?&]uploads\b")
+_STORE_NAME = re.compile(r"^Generic \w+ error: ")
+
+
+class BucketStorage(ObjectStorage):
+    """Keep checkpoints as objects below a prefix of a bucket.
+
+    Implementers override `scheme`, `_make_client` and what the store calls things.
+
+    Args:
+        bucket: The bucket, which must be there.
+        prefix: What all keys begin with, without slashes at its ends; empty for none.
+    """
+
+    scheme: str
+    # What a user calls it, and how its errors tell that there is none.
+    _kind = "bucket"
+    _missing: str
+    # Words of the store's errors, and what to do then.
+    _hints: Mapping[str, str]
+    _server_hint: str
+    _credentials: str
+
+    def __init__(self, bucket: str, prefix: str = "") -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._made: tuple[int, Client] | None = None
+
+    @classmethod
+    def from_url(cls, url: str) -> "BucketStorage":
+        """Return the storage of ``SCHEME://BUCKET`` or ``SCHEME://BUCKET/PREFIX``.
+
+        Raises:
+            ValueError: It is another URL.
+        """
+        parts = urlsplit(url)
+        if not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError(
+                f"`checkpoint_storage` must be like {cls.scheme}://{cls._kind}/prefix, but got"
+                f" {url!r}. Hint: credentials and the server come from the environment"
+                f" ({cls._credentials})."
+            )
+        return cls(parts.netloc, unquote(parts.path).strip("/"))
+
+    @property
+    def url(self) -> str:
+        """The bucket and the prefix."""
+        return f"{self.scheme}://{self._bucket}/{quote(self._prefix)}".rstrip("/")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether every machine with credentials reaches it, as it does."""
+        return True
+
+    @abstractmethod
+    def _make_client(self, options: Any) -> Client:
+        """Return a client with options for requests and retries."""
+
+    # ---- writing -------------------------------------------------------------------------
+
+    def put(self, key: str, file: Path) -> None:
+        """Send a file, in parts at once if it is large.
+
+        Raises:
+            CheckpointWriteError: The store does not take it, within the time that it has.
+        """
+        self._send(key, file, UploadLimits.from_environment().file_s)
+
+    def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
+        part_bytes = max(_PART_BYTES, -(-file.stat().st_size // _LARGEST_PARTS))
+        with (
+            Upload(file, part_bytes, timeout_s) as upload,
+            self._errors(f"{key!r} ({upload.size} bytes) must be stored", upload=upload),
+        ):
+            source: Any = upload
+            obstore.put(
+                self._client, key, source, chunk_size=part_bytes, max_concurrency=_PARTS_AT_ONCE
+            )
+            return upload.entry()
+
+    def _put_new(self, key: str, data: bytes) -> None:
+        with self._errors(f"{key!r} must be stored", writes=True):
+            try:
+                obstore.put(self._client, key, data, mode="create")
+            except AlreadyExistsError:
+                # A request may have succeeded whose response was lost, so that it was repeated.
+                if bytes(obstore.get(self._client, key).bytes()) != data:
+                    raise FileExistsError(f"In {self.url}, {key!r} is there already.") from None
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects, many at once."""
+        with self._errors(f"{len(keys)} objects must be removed", writes=True):
+            if keys:
+                obstore.delete(self._client, list(keys))
+
+    # ---- reading -------------------------------------------------------------------------
+
+    def read(self, key: str, offset: int, size: int) -> bytes:
+        """Return a piece of an object."""
+        with self._errors(f"{key!r} must be read"):
+            try:
+                found = obstore.get_range(self._client, key, start=offset, length=size)
+            except (GenericError, ValueError):
+                # There is nothing beyond the end.
+                if offset < obstore.head(self._client, key)["size"]:
+                    raise
+                return b""
+            return bytes(found)
+
+    def read_unchanged(self, key: str, offset: int, size: int, mark: str) -> bytes:
+        """Return a piece of an object that has an ETag."""
+        if not mark or not size:
+            return self.read(key, offset, size)
+        options: Any = {"range": (offset, offset + size), "if_match": mark}
+        with self._errors(f"{key!r} must be read"):
+            try:
+                return bytes(obstore.get(self._client, key, options=options).bytes())
+            except PreconditionError as error:
+                raise CheckpointCorruptError(f"In {self.url}, {key!r} was changed.") from error
+
+    def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
+        """Yield an object in one request."""
+        with self._errors(f"{key!r} must be read"):
+            for chunk in obstore.get(self._client, key).stream(min_chunk_size=size):
+                yield memoryview(chunk)
+
+    def objects(self, prefix: str) -> Sequence[StoredObject]:
+        """Return the objects whose keys begin with a prefix, which is empty or ends in a slash."""
+        with self._errors(f"the {self._kind} must be listed"):
+            found = [each for page in obstore.list(self._client, prefix) for each in page]
+        return [
+            StoredObject(
+                each["path"],
+                each["size"],
+                each["last_modified"].timestamp(),
+                each["e_tag"] or "",
+            )
+            for each in found
+        ]
+
+    # ---- the client ----------------------------------------------------------------------
+
+    @property
+    def _client(self) -> Client:
+        """The client of this process: a forked one needs its own."""
+        if self._made is None or self._made[0] != os.getpid():
+            part = timedelta(seconds=min(UploadLimits.from_environment()))
+            options = {
+                "client_options": {"timeout": part, "connect_timeout": _CONNECT},
+                "retry_config": {
+                    "max_retries": _MAX_RETRIES,
+                    "retry_timeout": _RETRY_FACTOR * part,
+                },
+            }
+            with self._errors(f"the {self._kind} must be opened"):
+                self._made = os.getpid(), self._make_client(options)
+        return self._made[1]
+
+    @contextmanager
+    def _errors(
+        self, must: str, *, writes: bool = False, upload: Upload | None = None
+    ) -> Iterator[None]:
+        """Turn what the client raises into errors of storages.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            CheckpointError: The store does not answer as it should.
+        """
+        writes = writes or upload is not None
+        try:
+            yield
+        except FileExistsError:
+            raise
+        except (BaseError, OSError) as error:
+            # A missing object is told by either.
+            is_missing = isinstance(error, (NotFoundError, FileNotFoundError))
+            if is_missing and not writes and self._missing not in str(error):
+                raise FileNotFoundError(str(error)) from error
+            kind = CheckpointWriteError if writes else CheckpointError
+            reason = self._reason(error, upload)
+            raise kind(f"In {self.url}, {must}, but {reason}") from error
+
+    def _reason(self, error: Exception, upload: Upload | None) -> str:
+        """Return what a store has said, of which part, and what to do."""
+        if upload is not None and upload.is_late:
+            return (
+                f"after {upload.timeout_s:g} s only {upload.num_sent} of its {upload.num_parts}"
+                f" parts were read to be sent. {limit_hint('file')}"
+            )
+        text = str(error)
+        if self._missing in text:
+            return (
+                f"there is no such {self._kind} ({self._missing}). Hint: make the {self._kind}, or"
+                " correct the URL (`checkpoint_storage` for checkpoints)."
+            )
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        reason = _STORE_NAME.sub("", lines[0]).rstrip(".") if lines else repr(error)
+        cause, hint = self._cause_and_hint(text)
+        place = "" if upload is None else f"{_part_of(text, upload)}: "
+        return f"{place}{cause}{reason}.{hint}"
+
+    def _cause_and_hint(self, text: str) -> tuple[str, str]:
+        """Return what the client's error means in plain words, and what to do."""
+        if "kind: Timeout" in text:
+            return "no answer came in time: ", f" {limit_hint('part')}"
+        if "kind: Connect" in text:
+            return "the server is not reached: ", f" Hint: {self._server_hint}"
+        hint = next((hint for words, hint in self._hints.items() if words in text), "")
+        return "", f" Hint: {hint}" if hint else ""
+
+
+def _part_of(text: str, upload: Upload) -> str:
+    """Return the part of a file that an error is about."""
+    found = _PART.search(text)
+    if found is not None:
+        return f"part {found[1]} of {upload.num_parts}"
+    if upload.num_parts == 1:
+        return "part 1 of 1"
+    where = "before part 1" if _BEGINNING.search(text) else "a part"
+    return f"{where} of {upload.num_parts}"

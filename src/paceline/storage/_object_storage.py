@@ -1,0 +1,361 @@
+"""Checkpoints in a store of objects by key, such as a bucket or a table."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from paceline import faults
+from paceline.storage import _files
+from paceline.storage._checkpoint_storage import (
+    CheckpointStorage,
+    UuidList,
+    check_uuid,
+    raise_if_damaged,
+)
+from paceline.storage._errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+)
+from paceline.storage._manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    Selector,
+    ShardDone,
+    check_names,
+    decode_done,
+    decode_manifest,
+    done_name,
+    encode,
+)
+from paceline.storage._temporary import temporary_directory
+from paceline.storage._upload_limits import UploadLimits, limit_hint
+
+_CHUNK_BYTES = 8 * 1024 * 1024
+# Before the UUIDs of checkpoints that are not whole, each the key of an empty object.
+_OPEN = ".open/"
+
+
+class StoredObject(NamedTuple):
+    """One object: its key, its size in bytes, and its last change in seconds since the epoch.
+
+    The mark is another one for another content, such as an ETag; empty where the store has none.
+    """
+
+    key: str
+    size: int
+    changed: float
+    mark: str = ""
+
+
+class ObjectStorage(CheckpointStorage):
+    """Keep each file of a checkpoint as an object with the key ``<uuid>/<path>``.
+
+    Files pass through a temporary directory (TMPDIR). Implementers override the five abstract
+    methods, `url` and `from_url`; an object that was put must be there for all processes, as a
+    whole, once `put` returns.
+    """
+
+    @abstractmethod
+    def put(self, key: str, file: Path) -> None:
+        """Store a file's content under a key, in place of what is there."""
+
+    @abstractmethod
+    def read(self, key: str, offset: int, size: int) -> bytes:
+        """Return a piece of an object, shorter at its end.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+
+    @abstractmethod
+    def objects(self, prefix: str) -> Sequence[StoredObject]:
+        """Return the objects whose keys begin with a prefix."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects; a key without one is no error."""
+
+    def read_unchanged(self, key: str, offset: int, size: int, mark: str) -> bytes:
+        """Return a piece of an object that has a mark; override it if the store can tell.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            CheckpointCorruptError: It has another mark.
+        """
+        return self.read(key, offset, size)
+
+    def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
+        """Yield an object in pieces of about `size` bytes; override it if one request can do.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+        offset = 0
+        while data := self.read(key, offset, size):
+            offset += len(data)
+            yield data
+
+    # ---- storing -------------------------------------------------------------------------
+
+    @contextmanager
+    def store_path(self, uuid: str, *, rank: int = 0) -> Iterator[Path]:
+        """Yield a temporary directory, whose files are put afterwards."""
+        try:
+            with self.store_shard(uuid, rank) as path:
+                yield path
+        except FileExistsError:
+            raise
+        except BaseException:
+            # What a store keeps that does not answer is swept later.
+            with suppress(CheckpointError):
+                self.discard(uuid)
+            raise
+
+    @contextmanager
+    def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
+        """Yield a temporary directory, whose files are put afterwards."""
+        self._check_new(uuid, rank)
+        with temporary_directory() as path:
+            with _files.write_errors(uuid, path):
+                yield path
+            self._put_all(uuid, rank, path)
+
+    def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
+        """Put a directory's files; links to regular files as what they refer to."""
+        source = Path(source)
+        if not source.is_dir():
+            raise NotADirectoryError(
+                f"A checkpoint must be stored from a directory, but got {str(source)!r}."
+            )
+        self._check_new(uuid, rank)
+        self._put_all(uuid, rank, source, follow_links=True)
+
+    def _put_all(self, uuid: str, rank: int, source: Path, *, follow_links: bool = False) -> None:
+        limits = UploadLimits.from_environment()
+        began = time.monotonic()
+        faults.reach("storage.begun")
+        entries: dict[str, FileEntry] = {}
+        names = check_names(_files.list_files(source, follow_links=follow_links))
+        for name in names:
+            if entries:
+                faults.reach("storage.between_files")
+            left_s = began + limits.checkpoint_s - time.monotonic()
+            with _naming(uuid, rank, repr(name)):
+                if left_s <= 0:
+                    raise CheckpointWriteError(
+                        f"After {limits.checkpoint_s:g} s only {len(entries)} of the rank's"
+                        f" {len(names)} files were stored in {self.url}."
+                        f" {limit_hint('checkpoint')}"
+                    )
+                entries[name] = self._send(
+                    f"{uuid}/{name}", source / name, min(limits.file_s, left_s)
+                )
+        faults.reach("storage.before_done")
+        done = encode(ShardDone(rank=rank, files=entries))
+        with _naming(uuid, rank, "the list of its files"):
+            try:
+                self._put_new(f"{uuid}/{done_name(rank)}", done)
+            except FileExistsError as error:
+                raise _stored_before(uuid, rank) from error
+        faults.reach("storage.after_done")
+
+    def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
+        """Store a file within a time, if the store can tell, and return its size and digest."""
+        entry = _files.digest_file(file)
+        self.put(key, file)
+        return entry
+
+    def _put_new(self, key: str, data: bytes) -> None:
+        """Store an object, if the store can tell only unless there is another one.
+
+        Raises:
+            FileExistsError: There is one with other content.
+        """
+        self._put_data(key, data)
+
+    def _put_data(self, key: str, data: bytes) -> None:
+        with temporary_directory() as directory:
+            path = directory / "data"
+            path.write_bytes(data)
+            self.put(key, path)
+
+    def _check_new(self, uuid: str, rank: int) -> None:
+        check_uuid(uuid)
+        with _naming(uuid, rank, "the beginning"):
+            keys = {each.key for each in self.objects(f"{uuid}/")}
+        if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
+            raise _stored_before(uuid, rank)
+        with _naming(uuid, rank, "the beginning"):
+            self._mark_open(uuid)
+
+    def _mark_open(self, uuid: str) -> None:
+        """Note that objects are ours and not whole: others may keep theirs here as well."""
+        self._put_data(f"{_OPEN}{uuid}", b"")
+
+    def discard(self, uuid: str) -> None:
+        """Remove what is there of a checkpoint that has no manifest."""
+        keys = [each.key for each in self.objects(f"{check_uuid(uuid)}/")]
+        if f"{uuid}/{MANIFEST_NAME}" not in keys:
+            self.remove([*keys, f"{_OPEN}{uuid}"])
+
+    def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+        data = self._read_whole(f"{uuid}/{done_name(rank)}")
+        return None if data is None else decode_done(data, uuid, rank)
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        key = f"{manifest.uuid}/{MANIFEST_NAME}"
+        faults.reach("storage.before_manifest")
+        try:
+            self._put_new(key, encode(manifest))
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"A checkpoint must be committed once, but another process has committed"
+                f" {manifest.uuid} in {self.url!r}."
+            ) from error
+        except BaseException:
+            # It may be there although the answer was lost, and nobody will know of it.
+            with suppress(CheckpointError):
+                self.remove([key])
+            raise
+        faults.reach("storage.after_manifest")
+        # Otherwise it is removed by the next sweep.
+        with suppress(CheckpointError):
+            self.remove([f"{_OPEN}{manifest.uuid}"])
+
+    # ---- restoring -----------------------------------------------------------------------
+
+    def manifest(self, uuid: str) -> Manifest:
+        """Read the object ``manifest.json``."""
+        data = self._read_whole(f"{check_uuid(uuid)}/{MANIFEST_NAME}")
+        if data is None:
+            raise CheckpointNotFoundError(
+                f"Checkpoint {uuid} must be committed in {self.url!r}, but there is none."
+            )
+        return decode_manifest(data, uuid)
+
+    def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
+        """Return a piece of a file of a checkpoint."""
+        return self.read(f"{check_uuid(uuid)}/{name}", offset, size)
+
+    def problems(self, manifest: Manifest) -> dict[str, str]:
+        """Read every file, and compare its size and digest with the manifest's."""
+        return self._fetched(manifest, None)
+
+    @contextmanager
+    def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
+        """Yield a temporary directory with verified copies of the files."""
+        with temporary_directory() as path:
+            self.download(uuid, path, selects=selects)
+            yield path
+
+    def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
+        """Copy the files and compare what was read with the manifest."""
+        manifest = self.manifest(uuid).selected(selects)
+        raise_if_damaged(uuid, self._fetched(manifest, Path(target)))
+        return manifest
+
+    def _fetched(self, manifest: Manifest, target: Path | None) -> dict[str, str]:
+        """Read all files, into a directory if there is one, and return what is wrong with them."""
+        problems = {}
+        for name, entry in manifest.files.items():
+            path = None if target is None else target / name
+            try:
+                found = self._fetch(f"{manifest.uuid}/{name}", path)
+            except FileNotFoundError:
+                problems[name] = "is missing"
+                continue
+            if found != entry:
+                problems[name] = entry.difference(found)
+        return problems
+
+    def _fetch(self, key: str, path: Path | None) -> FileEntry:
+        hasher, size = xxhash.xxh3_128(), 0
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with nullcontext() if path is None else path.open("wb") as file:
+            for data in self.chunks(key, _CHUNK_BYTES):
+                hasher.update(data)
+                size += len(data)
+                if file is not None:
+                    file.write(data)
+        return FileEntry(size, hasher.hexdigest())
+
+    def _read_whole(self, key: str) -> bytes | None:
+        try:
+            return b"".join(self.chunks(key, _CHUNK_BYTES))
+        except FileNotFoundError:
+            return None
+
+    def put_file(self, name: str, file: Path) -> None:
+        """Put a file that belongs to no checkpoint."""
+        self.put(name, file)
+
+    # ---- removing ------------------------------------------------------------------------
+
+    def delete(self, uuid: str) -> None:
+        """Remove the manifest, then the files."""
+        if self._read_whole(f"{check_uuid(uuid)}/{MANIFEST_NAME}") is None:
+            raise CheckpointNotFoundError(
+                f"Checkpoint {uuid} must be committed in {self.url!r} to be deleted, but there is"
+                " none."
+            )
+        self._mark_open(uuid)
+        self.remove([f"{uuid}/{MANIFEST_NAME}"])
+        faults.reach("storage.after_manifest_deleted")
+        self.discard(uuid)
+
+    def replace_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest, then remove the objects that it does not name any more."""
+        self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode(manifest))
+        faults.reach("storage.after_manifest_replaced")
+        self.remove([f"{manifest.uuid}/{name}" for name in manifest.deleted])
+
+    def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
+        """Remove what was begun or being deleted here, has no manifest and is old enough."""
+        swept = []
+        for marker in sorted(self.objects(_OPEN)):
+            uuid = marker.key.removeprefix(_OPEN)
+            if among is not None and uuid not in among:
+                continue
+            stored = self.objects(f"{uuid}/")
+            if f"{uuid}/{MANIFEST_NAME}" in {each.key for each in stored}:
+                self.remove([marker.key])
+            elif max(each.changed for each in (marker, *stored)) <= time.time() - older_than_s:
+                self.discard(uuid)
+                swept.append(uuid)
+        return swept
+
+    def list(self) -> UuidList:
+        """Return the UUIDs whose manifest is there."""
+        split = (each.key.partition("/") for each in self.objects(""))
+        return sorted(uuid for uuid, _, name in split if name == MANIFEST_NAME)
+
+
+def _stored_before(uuid: str, rank: int) -> FileExistsError:
+    return FileExistsError(
+        f"A checkpoint is immutable, but {uuid} has a shard of rank {rank} already."
+        " Hint: store under a new UUID."
+    )
+
+
+@contextmanager
+def _naming(uuid: str, rank: int, what: str) -> Iterator[None]:
+    """Name the rank and the file in an error of the store.
+
+    Raises:
+        CheckpointWriteError: The body raised it.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointWriteError(
+            f"Rank {rank} could not store {what} of checkpoint {uuid}, and earlier checkpoints are"
+            f" untouched. {error}"
+        ) from error

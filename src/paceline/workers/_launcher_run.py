@@ -1,0 +1,356 @@
+"""Run one call of a worker group to its end, with its signals, losses and growth."""
+
+import logging
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from paceline._waiting import take
+from paceline.workers._elastic_group import ElasticGroup
+from paceline.workers._errors import NodesDifferError, WorkerFailedError
+from paceline.workers._group_run import GroupRun
+from paceline.workers._restart_policy import (
+    ElasticLimits,
+    RestartDecision,
+    RestartPolicy,
+    describe_failure,
+)
+from paceline.workers.pools._served_pool import ServedPool
+from paceline.workers.pools._worker_pool import PendingCall
+from paceline.workers.processes._signals import noted_signals
+from paceline.workers.processes._worker_spec import signal_name
+from paceline.workers.remote._launch_node_messages import Cause, NodeMessage, Word
+from paceline.workers.remote._launch_nodes import LaunchNodes
+
+logger = logging.getLogger(__name__)
+
+_FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+# What the workers get to leave in after a second Ctrl-C, in seconds.
+_LEAVE_S = 5.0
+# How often capacity is looked at while the workers run. A signal that arrives just before this
+# process waits is seen then at the latest.
+_INTERVAL_S = 0.2
+_END_INTERVAL_S = 0.01
+_MASTERS_VARIABLE = "PACELINE_RUN_DIR"
+
+# Numbers are signals that arrived; None is the end of the call. Messages come from other nodes.
+_Events = SimpleQueue[int | NodeMessage | None]
+
+
+class LaunchGroup(ElasticGroup):
+    """Workers that are started for one call, on which runs go on from the last checkpoint.
+
+    Args:
+        limits: How many workers there may be.
+        make_pool: Makes their pool.
+    """
+
+    def __init__(self, limits: ElasticLimits, make_pool: Callable[[], ServedPool]) -> None:
+        super().__init__(limits, hint="free resources, or ask for fewer workers.")
+        self._make = make_pool
+        self._num_commits_before = 0
+
+    @property
+    def pool(self) -> ServedPool:
+        """The pool of the workers."""
+        assert isinstance(self._pool, ServedPool)
+        return self._pool
+
+    @property
+    def num_commits(self) -> int:
+        """How many checkpoints the workers have committed, since the first start."""
+        return self._num_commits_before + self.pool.reports.num_checkpoints
+
+    def ask_to_end(self) -> None:
+        """Ask the workers to store their work and end, within the grace of the pool."""
+        self.pool.request_stop(self.pool.grace_s)
+
+    def end_for_others(self) -> bool:
+        """Ask the workers to store their work and end, as others are to follow; return False."""
+        self.ask_to_end()
+        return False
+
+    def prepare_next(self) -> None:
+        """Have the next workers go on where the present ones, which have ended, have stopped."""
+        self._num_commits_before = self.num_commits
+        self._elastic.end()
+
+    def _make_pool(self) -> ServedPool:
+        return self._make()
+
+
+class LaunchRun(GroupRun):
+    """Has the workers of a group carry out one call, again after failures and with more workers.
+
+    Signals whose action is the default one are forwarded to the workers meanwhile, if this is the
+    main thread. The first SIGINT lets the workers store their work, the second one asks them to
+    leave now and kills those that do not; so does a second SIGTERM at once.
+
+    Args:
+        group: The workers, which are formed here and ended at the end.
+        policy: Whether they start again after a failure.
+        nodes: The launchers of the other nodes, with which this one agrees; None if there are none.
+
+    Attributes:
+        received: The signals that have arrived.
+    """
+
+    _group: LaunchGroup
+    _retried = (Exception,)
+
+    def __init__(
+        self, group: LaunchGroup, policy: RestartPolicy, nodes: LaunchNodes | None = None
+    ) -> None:
+        super().__init__(group)
+        self.received: set[int] = set()
+        self._policy = policy
+        self._nodes = nodes
+        self._verdict: NodeMessage | None = None
+        self._decision: RestartDecision | None = None
+        self._begin_call: Callable[[], PendingCall] | None = None
+        self._never_begins = False
+        self._events: _Events = SimpleQueue()
+        # By node, where this one is None: all may be told of the same signal.
+        self._counts: Counter[tuple[int | None, int]] = Counter()
+
+    def run(self, begin: Callable[[], PendingCall]) -> list[Any]:
+        """Carry out the call and return its values, in rank order.
+
+        Args:
+            begin: Begins the call in workers that were just started.
+
+        Raises:
+            Exception: As `PendingCall.wait` and `ElasticGroup.form`.
+        """
+        self._begin_call = begin
+        # A `SimpleQueue` may be put into from a signal handler.
+        with noted_signals(_FORWARDED, self._events.put):
+            try:
+                if self._nodes is not None:
+                    self._nodes.open(self._events.put)
+                values = self._run()
+            except BaseException as error:
+                self._group.stop(force=True)
+                self._close_nodes(error)
+                raise
+            self._group.stop()
+            self._close_nodes(None)
+            return values
+
+    def _run(self) -> list[Any]:
+        self.begin()
+        while not self._never_begins:
+            if not self.wait():
+                self.go_on()
+            elif (values := self.take_end()) is not None:
+                return values
+        return []
+
+    # ---- the generations -----------------------------------------------------------------
+
+    @property
+    def num_commits(self) -> int:
+        """How many checkpoints were committed, since the first start."""
+        return self._group.num_commits
+
+    def begin(self) -> None:
+        """Form the workers and begin the call, once those of other nodes begin as well."""
+        self._never_begins = self._nodes is not None and not self._await_start(self._nodes)
+        if not self._never_begins:
+            super().begin()
+
+    def _form(self) -> float:
+        self._group.form()
+        return 0.0
+
+    def _submit(self) -> PendingCall:
+        assert self._begin_call is not None
+        return self._begin_call()
+
+    def _take_form_failure(self, error: Exception) -> None:
+        raise error
+
+    def wait(self) -> bool:
+        """Handle a signal or a message, or wait for one; tell whether the workers have ended."""
+        call = self._call
+        assert call is not None
+        if call.is_done and not self._group.pool.is_ending:
+            return True
+        try:
+            event = self._events.get(timeout=_END_INTERVAL_S if call.is_done else _INTERVAL_S)
+        except Empty:
+            event = None
+        except KeyboardInterrupt:
+            # A handler that someone else had set.
+            event = signal.SIGINT
+        if event is not None:
+            self._take(event)
+        return False
+
+    def _wake(self, call: PendingCall) -> None:
+        self._events.put(None)
+        failure = self._group.pool.refusal or _failure_of(call)
+        if self._nodes is not None and failure is not None:
+            self._nodes.tell_failed(failure)
+
+    def take_end(self) -> list[Any] | None:
+        """Return what the call came to; None if the workers start again."""
+        self._group.await_end()
+        return super().take_end()
+
+    def _is_complete(self) -> bool:
+        return bool(self.received) or self._group.pool.reports.are_completed
+
+    def _values_of(self, call: PendingCall) -> list[Any]:
+        failure = _failure_of(call)
+        if self._nodes is not None:
+            failure, self._decision = self._agree(self._nodes)
+        if failure is not None:
+            raise failure
+        return _values_of(call)
+
+    def _decide(self, error: Exception) -> None:
+        decision = self._decision
+        if decision is None:
+            decision = self._policy.decide(error, self.num_commits, self.received)
+        if not decision.is_restart:
+            if decision.text:
+                logger.error("%s", decision.text)
+            raise error
+        text = describe_failure(error)
+        logger.warning("%s Starting the workers again, %s.", text, decision.text)
+
+    def _prepare_next(self) -> None:
+        self._group.prepare_next()
+        if self._nodes is None:
+            self._group.pool.resume_from_reports()
+
+    # ---- signals -------------------------------------------------------------------------
+
+    def _take(self, event: int | NodeMessage) -> None:
+        if isinstance(event, int):
+            if self._nodes is not None and event in _ENDING:
+                self._nodes.relay(event)
+            self._forward(event, None)
+        elif event.word == Word.SIGNAL:
+            self._forward(event.signum, event.node_rank)
+        else:
+            # The workers of another node have failed, or all is over.
+            if event.word != Word.END:
+                self._verdict = event
+            self._group.ask_to_end()
+
+    def _forward(self, signum: int, node_rank: int | None) -> None:
+        pool = self._group.pool
+        self.received.add(signum)
+        before = max((n for (_, number), n in self._counts.items() if number == signum), default=0)
+        self._counts[node_rank, signum] += 1
+        count = self._counts[node_rank, signum]
+        if signum in _ENDING and count <= before:
+            # Another node was sent the same signal, as by Slurm.
+            return
+        if signum not in _ENDING or count == 1:
+            pool.signal(signum)
+        elif signum == signal.SIGINT and count == 2:
+            logger.warning("SIGINT again: the workers leave now.")
+            # Before the signal: the first worker to leave must not have the others ended.
+            pool.request_stop(_LEAVE_S, is_asked=True)
+            pool.signal(signum)
+        else:
+            logger.warning("%s again: the workers are killed.", signal_name(signum))
+            pool.request_stop(0.0)
+
+    # ---- several nodes -------------------------------------------------------------------
+
+    def _await_start(self, nodes: LaunchNodes) -> bool:
+        """Wait until the workers of all nodes are to start; tell whether they ever will.
+
+        Raises:
+            Exception: They never will, as something has failed.
+        """
+        while True:
+            event = self._verdict or take(self._events)
+            self._verdict = None
+            if isinstance(event, NodeMessage) and event.word == Word.START:
+                nodes.port = event.port
+                self._group.pool.resume_from(event.resume)
+                return True
+            if isinstance(event, NodeMessage) and event.word in (Word.VERDICT, Word.LOST):
+                # A launcher that has come back can hear what becomes of those before.
+                failure, decision = _read_verdict(event)
+                if failure is None:
+                    return False
+                if not decision.is_restart:
+                    raise failure
+            elif isinstance(event, NodeMessage) and event.word == Word.REFUSED:
+                raise NodesDifferError(event.text)
+            elif event is not None:
+                self._take(event)
+            self._check_signals()
+
+    def _check_signals(self) -> None:
+        """Raise if this launcher is asked to end while no workers run."""
+        if signal.SIGINT in self.received:
+            raise KeyboardInterrupt
+        if signal.SIGTERM in self.received:
+            text = "This launcher received SIGTERM while it waited for those of other nodes."
+            raise WorkerFailedError(text, 0, signal=signal.SIGTERM)
+
+    def _agree(self, nodes: LaunchNodes) -> tuple[Exception | None, RestartDecision]:
+        """Wait until the workers of all nodes have ended; return what that was, and what follows.
+
+        Raises:
+            Exception: Node 0 is not there any more.
+        """
+        reports = self._group.pool.reports
+        nodes.tell_ended(reports.num_checkpoints, self.received, reports.resume_variables())
+        while self._verdict is None:
+            event = take(self._events)
+            if event is not None:
+                self._take(event)
+        verdict, self._verdict = self._verdict, None
+        return _read_verdict(verdict)
+
+    def _close_nodes(self, error: BaseException | None) -> None:
+        if self._nodes is not None:
+            self._nodes.close(error)
+
+
+def _read_verdict(verdict: NodeMessage) -> tuple[Exception | None, RestartDecision]:
+    """Return the failure that a message of node 0 tells, if it is one, and what follows."""
+    decision = RestartDecision(verdict.is_restart, verdict.text)
+    if verdict.failure is None:
+        return None, decision
+    if verdict.failure.cause == Cause.REFUSED:
+        logger.warning("%s The run ends for all ranks.", verdict.failure.text)
+        return None, decision
+    return verdict.failure.error(), decision
+
+
+def _failure_of(call: PendingCall) -> Exception | None:
+    """Return the error of a call that has ended, if it has failed."""
+    try:
+        call.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+def _values_of(call: PendingCall) -> list[Any]:
+    return [] if _failure_of(call) is not None else call.wait() or []
+
+
+def offered_restarts(max_restarts: int) -> int:
+    """Return how many restarts there are here: none under a master, whose own they are."""
+    if max_restarts and os.environ.get(_MASTERS_VARIABLE):
+        logger.warning(
+            "%d restart(s) were asked for, but under a master its own count: `max_restarts` of the"
+            " experiment's configuration.",
+            max_restarts,
+        )
+        return 0
+    return max_restarts

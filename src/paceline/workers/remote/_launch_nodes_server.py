@@ -1,0 +1,322 @@
+"""The part of node 0's launcher to which the launchers of all nodes are connected."""
+
+import logging
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from paceline._listening import PortReservation
+from paceline.workers._restart_policy import RestartDecision
+from paceline.workers.pools._channel import DriverChannel, Frame, Kind
+from paceline.workers.remote._launch_node_messages import (
+    LONGEST_BYTES,
+    Cause,
+    Failure,
+    NodeMessage,
+    Word,
+)
+
+logger = logging.getLogger(__name__)
+
+# What a connection gets to say who it is, and how many may be about to.
+_HELLO_S = 10.0
+_MOST_STRANGERS = 128
+# What the launchers get to read the last verdict.
+_LEAVE_S = 5.0
+
+Decide = Callable[[Exception, int, Collection[int]], RestartDecision]
+
+
+class _Connection:
+    """A connection, and whose it is; `rank` is None until it has said so."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.channel = DriverChannel(end, LONGEST_BYTES)
+        self.rank: int | None = None
+        self.silent_s = 0.0
+        self.hello_by = time.monotonic() + _HELLO_S
+
+
+class NodesServer:
+    """Has the launchers of all nodes start and end their workers together; a thread of node 0's.
+
+    Anyone may connect to it. What does not say in time that it is a launcher of this group is
+    dropped, and messages are small.
+
+    Args:
+        listener: Where launchers connect; closed at the end.
+        options: What must be the same on all nodes, by the names of options.
+        decide: Whether the workers start again after a failure; called once for all nodes.
+        heartbeat_timeout_s: How long a launcher may give no sign of life, in seconds.
+        wait_s: How long to wait for the launchers of all nodes before each start, in seconds.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        options: Mapping[str, int],
+        decide: Decide,
+        heartbeat_timeout_s: float,
+        wait_s: float,
+    ) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._options = options
+        self._ranks = range(options["--nnodes"])
+        self._decide = decide
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._tick_s = min(1.0, heartbeat_timeout_s / 5)
+        self._wait_s = wait_s
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._strangers: list[_Connection] = []
+        self._nodes: dict[int, _Connection] = {}
+        # The nodes whose workers have not ended; none between two generations.
+        self._running: set[int] = set()
+        self._failures: list[Failure] = []
+        self._received: set[int] = set()
+        self._resume: Mapping[str, str] = {}
+        self._num_commits = 0
+        self._is_over = False
+        self._come_by = time.monotonic() + wait_s
+        self._port: PortReservation | None = None
+        own, theirs = socket.socketpair()
+        self._add(own)
+        self.own_end = theirs
+        self._thread = threading.Thread(target=self._run, name="paceline-nodes", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the other launchers have read the last verdict, in bounded time."""
+        self._thread.join(2 * _LEAVE_S)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                self._turn()
+            leave_by = time.monotonic() + _LEAVE_S
+            # Closed earlier, a connection could lose what was sent last.
+            while self._nodes and time.monotonic() < leave_by:
+                self._turn()
+        except Exception:
+            logger.exception("The connections to the launchers of other nodes failed.")
+        finally:
+            for connection in [*self._strangers, *self._nodes.values()]:
+                connection.channel.close()
+            self._selector.close()
+            self._listener.close()
+            if self._port is not None:
+                self._port.close()
+
+    def _turn(self) -> None:
+        began = time.monotonic()
+        for key, events in self._selector.select(self._tick_s):
+            if key.data is None:
+                self._accept()
+                continue
+            if events & selectors.EVENT_WRITE:
+                key.data.channel.flush()
+            if events & selectors.EVENT_READ:
+                self._read(key.data)
+        self._watch(began)
+        for connection in [*self._strangers, *self._nodes.values()]:
+            is_writing = connection.channel.wants_to_write
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_writing else 0)
+            self._selector.modify(connection.channel, events, connection)
+
+    def _watch(self, began: float) -> None:
+        now = time.monotonic()
+        # While this process stood still itself, nobody was late.
+        elapsed_s = min(now - began, 2 * self._tick_s)
+        for stranger in [s for s in self._strangers if now > s.hello_by]:
+            self._drop(stranger, "")
+        for node in list(self._nodes.values()):
+            node.silent_s += elapsed_s
+            if node.silent_s > self._heartbeat_timeout_s:
+                self._drop(node, f"it gave no sign of life for {node.silent_s:.3g} s")
+        if not self._is_over and not self._running and now > self._come_by:
+            self._finish(self._absence())
+
+    def _accept(self) -> None:
+        try:
+            end, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Such as too many open files.
+            logger.warning("A launcher could not connect: %s.", error)
+            time.sleep(self._tick_s)
+            return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._drop(self._strangers[0], "")
+        with suppress(OSError):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._add(end)
+
+    def _add(self, end: socket.socket) -> None:
+        connection = _Connection(end)
+        self._strangers.append(connection)
+        self._selector.register(connection.channel, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: _Connection) -> None:
+        why = "its connection was closed"
+        connection.silent_s = 0.0
+        try:
+            for frame in connection.channel.receive():
+                if frame.kind is Kind.NODE:
+                    self._take(connection, NodeMessage.of(frame))
+                elif frame.kind is Kind.BEAT and connection.rank is not None:
+                    connection.channel.send(Frame(Kind.BEAT))
+                else:
+                    raise ValueError("A launcher must not send frames of other kinds.")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            why = f"it sent what is no message ({error})"
+            connection.channel.is_open = False
+        if not connection.channel.is_open:
+            self._drop(connection, why)
+
+    def _drop(self, connection: _Connection, why: str) -> None:
+        """Close a connection; the workers of its node count as lost."""
+        rank = connection.rank
+        known = self._strangers if rank is None else list(self._nodes.values())
+        if connection not in known:
+            return
+        self._selector.unregister(connection.channel)
+        connection.channel.close()
+        if rank is None:
+            self._strangers.remove(connection)
+            return
+        del self._nodes[rank]
+        if rank == 0:
+            # This launcher itself has ended.
+            self._is_over = True
+        elif not self._is_over:
+            self._note_failure(rank, Failure.of_launcher(rank, why))
+            self._note_end(rank)
+
+    # What launchers say.
+
+    def _take(self, connection: _Connection, message: NodeMessage) -> None:
+        rank = connection.rank
+        if rank is None:
+            self._admit(connection, message)
+        elif message.word == Word.FAILED and message.failure is not None:
+            text = f"Node {rank}: {message.failure.text}"
+            self._note_failure(rank, replace(message.failure, text=text))
+        elif message.word == Word.ENDED:
+            self._num_commits += message.num_commits
+            self._received.update(message.received)
+            if rank == 0:
+                self._resume = {**self._resume, **message.resume}
+            self._note_end(rank)
+        elif message.word == Word.SIGNAL:
+            self._received.add(message.signum)
+            self._tell_all(replace(message, node_rank=rank), but=rank)
+        elif message.word == Word.LEAVING and rank == 0 and not self._is_over:
+            self._finish(Failure(text=f"The launcher of node 0 has ended: {message.text}"))
+        else:
+            why = f"its launcher has ended: {message.text}"
+            self._note_failure(rank, Failure.of_launcher(rank, why))
+
+    def _admit(self, connection: _Connection, message: NodeMessage) -> None:
+        if message.word != Word.HELLO:
+            raise ValueError("A launcher must say first who it is.")
+        rank = message.node_rank
+        for name, value in self._options.items():
+            if (theirs := message.options.get(name)) != value:
+                text = f"`{name}` must be the same on all nodes, but is {theirs!r} on node {rank!r}"
+                self._refuse(connection, f"{text} and {value} on node 0.", is_final=True)
+                return
+        if rank not in self._ranks:
+            raise ValueError("A launcher must have a rank of the group.")
+        if rank in self._nodes:
+            text = f"Only one launcher must have node rank {rank}, but there is another one."
+            self._refuse(connection, text, is_final=False)
+            return
+        self._strangers.remove(connection)
+        connection.rank = rank
+        self._nodes[rank] = connection
+        connection.channel.send(NodeMessage(word=Word.WELCOME).frame())
+        self._start_if_complete()
+
+    def _refuse(self, connection: _Connection, text: str, *, is_final: bool) -> None:
+        logger.warning("A launcher was refused: %s", text)
+        message = NodeMessage(word=Word.REFUSED, text=text, is_restart=not is_final)
+        connection.channel.send(message.frame())
+
+    # What follows.
+
+    def _start_if_complete(self) -> None:
+        if self._running or self._is_over or len(self._nodes) < len(self._ranks):
+            return
+        if self._port is not None:
+            self._port.close()
+        # A port of its own for each generation: nothing of the last one can be in its way.
+        self._port = PortReservation()
+        self._running = set(self._ranks)
+        self._failures = []
+        self._tell_all(NodeMessage(word=Word.START, port=self._port.port, resume=self._resume))
+
+    def _note_failure(self, rank: int, failure: Failure) -> None:
+        if rank not in self._running:
+            return
+        if self._failures and (
+            failure.cause == Cause.MISMATCH or failure.signal in (signal.SIGTERM, signal.SIGKILL)
+        ):
+            # All workers were asked to end.
+            failure = replace(failure, is_consequence=True)
+        self._failures.append(failure)
+        if len(self._failures) == 1:
+            self._tell_all(NodeMessage(word=Word.END))
+
+    def _note_end(self, rank: int) -> None:
+        if rank not in self._running:
+            return
+        self._running.discard(rank)
+        if not self._running:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Tell all launchers what follows the end of a generation."""
+        failure = min(self._failures, key=lambda f: f.is_consequence, default=None)
+        if failure is None or failure.cause == Cause.REFUSED:
+            self._finish(failure)
+            return
+        decision = self._decide(failure.error(), self._num_commits, self._received)
+        if not decision.is_restart:
+            self._finish(failure, decision.text)
+            return
+        text = decision.text
+        if missing := self._missing():
+            text += f", once there is a launcher of node {missing} (within {self._wait_s:g} s)"
+        self._come_by = time.monotonic() + self._wait_s
+        self._tell_all(NodeMessage(word=Word.VERDICT, failure=failure, is_restart=True, text=text))
+        self._start_if_complete()
+
+    def _finish(self, failure: Failure | None, text: str = "") -> None:
+        self._is_over = True
+        self._tell_all(NodeMessage(word=Word.VERDICT, failure=failure, text=text))
+
+    def _missing(self) -> str:
+        return ", ".join(str(rank) for rank in self._ranks if rank not in self._nodes)
+
+    def _absence(self) -> Failure:
+        text = (
+            f"The launchers of all {len(self._ranks)} nodes must come within {self._wait_s:g} s,"
+            f" but there is none of node {self._missing()}. Hint: start it with the same"
+            " `--master-addr` and `--master-port`; no firewall may be between the nodes."
+        )
+        return Failure(cause=Cause.ABSENT, text=text)
+
+    def _tell_all(self, message: NodeMessage, but: int | None = None) -> None:
+        for rank, node in self._nodes.items():
+            if rank != but:
+                node.channel.send(message.frame())

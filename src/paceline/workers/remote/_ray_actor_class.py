@@ -1,0 +1,81 @@
+"""The Ray actor that holds a worker's resources and starts its process."""
+
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+COMPARED = ("paceline", "torch")
+
+
+def make_actor_class() -> Any:
+    """Return the class of the actors; it travels by value, as their node may lack Paceline."""
+
+    class PacelineWorker:
+        def facts(self, packages: Sequence[str]) -> dict[str, Any]:
+            import os
+            import platform
+            from importlib import metadata
+
+            import ray
+
+            versions = {"Python": platform.python_version()}
+            for name in packages:
+                try:
+                    versions[name] = metadata.version(name)
+                except metadata.PackageNotFoundError:
+                    versions[name] = "none"
+            return {
+                "node": ray.get_runtime_context().get_node_id(),
+                "address": ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call] # Ray
+                "devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+                "versions": versions,
+            }
+
+        def mark_of(self, directory: str) -> Any:
+            from paceline.workers.remote._script_directory import mark_of
+
+            return mark_of(directory)
+
+        def warm_up(self, order: Any) -> None:
+            from paceline.workers.remote._ray_worker_host import warm_up
+
+            warm_up(order)
+
+        def reserve_port(self) -> int:
+            from paceline._listening import PortReservation
+
+            # Held as long as the actor.
+            self.port = PortReservation()
+            return self.port.port
+
+        def start(self, order: Any, archive: bytes | None) -> Any:
+            from paceline.workers.remote._ray_worker_host import WorkerHost
+
+            self.host = WorkerHost(order, archive)
+            return self.host.start()
+
+    return PacelineWorker
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of this process that those of the nodes must agree with."""
+    import platform
+
+    versions = {name: metadata.version(name) for name in COMPARED}
+    return {"Python": platform.python_version(), **versions}
+
+
+def differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Return one phrase for each version that differs from the driver's."""
+    return [
+        f"{name} {theirs.get(name, 'none')} instead of {version}"
+        for name, version in own.items()
+        if _public(name, theirs.get(name, "none")) != _public(name, version)
+    ]
+
+
+def _public(name: str, version: str) -> str:
+    """Return what of a version must agree: not the kind of build, nor Python's bug-fix release."""
+    if name == "Python":
+        return ".".join(version.split(".")[:2])
+    return version.partition("+")[0]

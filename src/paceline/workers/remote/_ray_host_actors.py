@@ -1,0 +1,337 @@
+"""The actors that host a pool's workers on a Ray cluster, and the resources set aside for them."""
+
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from paceline.workers._errors import PlacementError, ResourcesError
+from paceline.workers.remote._ray_actor_class import COMPARED, make_actor_class
+from paceline.workers.remote._ray_bundles import Bundles, given_bundles
+from paceline.workers.remote._ray_cluster import (
+    RayConnection,
+    Resources,
+    added_up,
+    num_fitting,
+    told_resources,
+)
+from paceline.workers.remote._ray_worker_host import HostOrder
+
+_LOOK_INTERVAL_S = 0.05
+_PLACE_INTERVAL_S = 1.0
+# How long an actor that waits for its worker may take to answer before it is not relied on.
+_PING_S = 0.5
+# How long Ray may take to start actors that have their resources.
+_START_S = 120.0
+
+
+class HostActor:
+    """An actor with the resources of one worker, which Ray may not have created yet.
+
+    Args:
+        actor: Ray's handle.
+        bundle: The index of the bundle that it is in; None if it is in no placement group.
+        sample: Such an order as it will get, if it is to load all that its worker needs before it
+            counts.
+    """
+
+    def __init__(self, actor: Any, bundle: int | None, sample: HostOrder | None) -> None:
+        self.actor = actor
+        self.bundle = bundle
+        self.facts: Mapping[str, Any] = {}
+        # It answers one after the other, its facts first.
+        self.unheard = [actor.facts.remote(COMPARED)]
+        if sample is not None:
+            # Asked for at once: nobody may look for its facts for a while.
+            self.unheard.append(actor.warm_up.remote(sample))
+        self.is_lost = False
+        self.has_worked = False
+
+    @property
+    def node(self) -> str | None:
+        """The id of its node; None before it has answered."""
+        return self.facts.get("node")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can start a worker, so that its resources are certain."""
+        return bool(self.facts) and not self.unheard and not self.is_lost
+
+
+class RayHosts:
+    """The actors of a pool, one for each worker.
+
+    The first of them are placed together. Later ones take bundles whose actor was lost, which Ray
+    moves to other nodes, or any node with free resources. In a placement group of somebody else,
+    such as that of a Ray Tune trial, they take its free bundles and nothing beyond. None is placed
+    on a node that will be taken away, and the next start gives back those that are on one.
+
+    Args:
+        connection: The cluster.
+        wanted: The resources of each.
+        strategy: How Ray spreads those that are placed together.
+        timeout_s: How long to wait for resources that others use, in seconds.
+        sample: Such an order as actors will get that are reserved while workers run.
+    """
+
+    def __init__(
+        self,
+        connection: RayConnection,
+        wanted: Resources,
+        strategy: str,
+        timeout_s: float,
+        sample: HostOrder,
+    ) -> None:
+        self._sample = sample
+        self._connection = connection
+        self._ray = connection.ray
+        self._wanted = wanted
+        self._strategy = strategy
+        self._timeout_s = timeout_s
+        self._given = given_bundles(connection.ray, wanted)
+        self._bundles = self._given
+        self._hosts: list[HostActor] = []
+        self._leaving: Collection[str] = ()
+        self._kind: Any = None
+        self._lock = threading.RLock()
+
+    # ---- what there is -------------------------------------------------------------------
+
+    def capacity(self) -> int:
+        """Return how many workers could run at this moment, those of living actors included."""
+        with self._lock:
+            self._leaving = self._connection.leaving()
+            num_ready = len(self._look())
+            free = self._free_bundles()
+            others = 0 if self._given is not None else self._num_fitting()
+        return min(num_ready + len(free) + others, sys.maxsize)
+
+    def check_possible(self, num_workers: int) -> None:
+        """Check that so many could run if nobody else used anything.
+
+        Raises:
+            ResourcesError: They never can.
+        """
+        each = told_resources(self._wanted)
+        if self._given is not None:
+            if len(self._given.indices) < num_workers:
+                raise ResourcesError(self._given.describe_lack(num_workers, self._wanted))
+            return
+        nodes = self._connection.total()
+        if num_fitting(nodes, self._wanted) >= num_workers:
+            return
+        wanted = {name: amount * num_workers for name, amount in self._wanted.items()}
+        leaving = self._connection.leaving()
+        but = f", without the {len(leaving)} that will be taken away," if leaving else ""
+        raise ResourcesError(
+            f"{num_workers} worker(s) with {each} each need"
+            f" {told_resources(wanted)}, but the {len(nodes)} node(s) of this Ray cluster{but} have"
+            f" {told_resources(added_up(nodes, list(wanted)))}, on which"
+            f" {num_fitting(nodes, self._wanted)} of them fit. Hint: fewer workers, or less for"
+            " each."
+        )
+
+    # ---- taking --------------------------------------------------------------------------
+
+    def reserve(self, num_workers: int) -> int:
+        """Begin to create actors for more workers, and return how many there are for certain.
+
+        It returns 0 where `take` has to place all of them together.
+        """
+        with self._lock:
+            self._leaving = self._connection.leaving()
+            ready = self._answering()
+            # While workers are on leaving nodes, their replacements are not placed together.
+            is_anew = not ready and not any(host.has_worked for host in self._hosts)
+            if is_anew or self._strategy.startswith("STRICT_"):
+                return len(ready)
+            if len(ready) < num_workers:
+                self._request(num_workers - len(ready))
+            return len(ready)
+
+    def cancel(self) -> None:
+        """Give back what `reserve` has begun, but for actors that have worked."""
+        with self._lock:
+            for host in [host for host in self._hosts if not host.has_worked]:
+                self._drop(host)
+
+    def take(self, num_workers: int) -> list[HostActor]:
+        """Return actors for so many workers, once they are there; the others are given back.
+
+        Raises:
+            PlacementError: Their resources were not there in time, or an actor did not start.
+        """
+        with self._lock:
+            self._leaving = self._connection.leaving()
+            for host in [host for host in self._hosts if host.node in self._leaving]:
+                self._drop(host)
+            self._shrink(num_workers)
+            is_anew = not self._look()
+            if self._strategy.startswith("STRICT_"):
+                is_anew = len(self._look()) < num_workers
+            if is_anew:
+                self.release()
+                self._place(num_workers)
+            else:
+                self.reserve(num_workers)
+        taken = self._await(num_workers, is_anew)
+        with self._lock:
+            for host in taken:
+                host.has_worked = True
+        return taken
+
+    def keep_answering(self) -> None:
+        """Give back those that do not answer, after a start that has failed."""
+        with self._lock:
+            for host in self._hosts:
+                host.has_worked = False
+            answering = self._answering()
+            for host in [host for host in self._look() if host not in answering]:
+                self._drop(host)
+
+    def release(self) -> None:
+        """Give all back."""
+        with self._lock:
+            hosts, self._hosts = self._hosts, []
+            bundles, self._bundles = self._bundles, self._given
+            if not self._ray.is_initialized():
+                return
+            for host in hosts:
+                self._ray.kill(host.actor)
+            if bundles is not None and bundles is not self._given:
+                bundles.remove()
+
+    # ---- one actor -----------------------------------------------------------------------
+
+    def _create(self, bundle: int | None = None, *, is_reserve: bool) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if self._kind is None:
+            self._kind = self._ray.remote(make_actor_class())
+        strategy: Any = "DEFAULT"
+        if bundle is not None:
+            assert self._bundles is not None
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self._bundles.group, placement_group_bundle_index=bundle
+            )
+        actor = self._kind.options(
+            num_cpus=self._wanted.get("CPU", 0),
+            num_gpus=self._wanted.get("GPU", 0),
+            resources={n: a for n, a in self._wanted.items() if n not in ("CPU", "GPU")},
+            max_restarts=0,
+            scheduling_strategy=strategy,
+        ).remote()
+        self._hosts.append(HostActor(actor, bundle, self._sample if is_reserve else None))
+
+    def _drop(self, host: HostActor) -> None:
+        self._hosts.remove(host)
+        with suppress(Exception):
+            self._ray.kill(host.actor)
+
+    # ---- all of them ---------------------------------------------------------------------
+
+    def _look(self) -> list[HostActor]:
+        """Take new answers, drop what is lost, and return those that are ready and stay."""
+        for host in list(self._hosts):
+            if not host.is_ready and not host.is_lost:
+                self._hear(host)
+            if host.is_lost or (host.node in self._leaving and not host.has_worked):
+                self._drop(host)
+        return [h for h in self._hosts if h.is_ready and h.node not in self._leaving]
+
+    def _hear(self, host: HostActor) -> None:
+        while host.unheard and self._ray.wait([host.unheard[0]], timeout=0)[0]:
+            try:
+                host.facts = self._ray.get(host.unheard[0]) or host.facts
+            except self._ray.exceptions.RayTaskError:
+                # Its node lacks something, which the start of a worker tells.
+                pass
+            except self._ray.exceptions.RayError:
+                host.is_lost = True
+                return
+            del host.unheard[0]
+
+    def _answering(self) -> list[HostActor]:
+        """Return those that are ready, if they answer now or have been heard of in their work."""
+        ready = self._look()
+        idle = {host.actor.facts.remote(COMPARED): host for host in ready if not host.has_worked}
+        if idle:
+            _, silent = self._ray.wait(list(idle), num_returns=len(idle), timeout=_PING_S)
+            unheard = [idle[reference] for reference in silent]
+            ready = [host for host in ready if host not in unheard]
+        return ready
+
+    def _request(self, missing: int) -> None:
+        """Create actors for so many workers: in free bundles, and wherever else they fit."""
+        for index in self._free_bundles()[:missing]:
+            self._create(index, is_reserve=True)
+        if self._given is None:
+            is_begun = any(not host.is_ready and host.bundle is None for host in self._hosts)
+            # What Ray tells to be free may have been given to those that were begun.
+            for _ in range(0 if is_begun else min(missing, self._num_fitting())):
+                self._create(is_reserve=True)
+
+    def _free_bundles(self) -> list[int]:
+        """Return the bundles on staying nodes that have no actor."""
+        if self._bundles is None:
+            return []
+        return self._bundles.free(self._connection, [host.bundle for host in self._hosts])
+
+    def _num_fitting(self) -> int:
+        return num_fitting(self._connection.available(), self._wanted)
+
+    def _shrink(self, num_workers: int) -> None:
+        """Give back what more workers have had than there are to be."""
+        surplus = self._look()[num_workers:]
+        if self._given is None and any(host.bundle is not None for host in surplus):
+            # A placement group cannot give back some of its bundles.
+            self.release()
+            return
+        for host in surplus:
+            self._drop(host)
+
+    def _place(self, num_workers: int) -> None:
+        """Place actors together."""
+        if self._given is not None:
+            free = self._free_bundles()
+            if len(free) < num_workers:
+                raise PlacementError(self._given.describe_lack(num_workers, self._wanted))
+            for index in free[:num_workers]:
+                self._create(index, is_reserve=False)
+            return
+        self._bundles = Bundles.of_own(self._wanted, num_workers, self._strategy)
+        self._await_bundles(num_workers)
+        for index in range(num_workers):
+            self._create(index, is_reserve=False)
+
+    def _await_bundles(self, num_workers: int) -> None:
+        """Wait for resources that others have, unless nodes are gone that had them."""
+        assert self._bundles is not None
+        began = time.monotonic()
+        while not self._bundles.group.wait(_PLACE_INTERVAL_S):
+            is_over = time.monotonic() - began > self._timeout_s
+            if is_over or num_fitting(self._connection.total(), self._wanted) < num_workers:
+                raise self._shortage(num_workers)
+
+    def _await(self, num_workers: int, is_anew: bool) -> list[HostActor]:
+        """Wait until so many are ready, and return them."""
+        deadline = time.monotonic() + (_START_S if is_anew else self._timeout_s)
+        while len(ready := self._look()) < num_workers:
+            if is_anew and len(self._hosts) < num_workers:
+                raise PlacementError("The actors of all workers must start, but one did not.")
+            if time.monotonic() > deadline:
+                raise self._shortage(num_workers)
+            if not is_anew:
+                self.reserve(num_workers)
+            time.sleep(_LOOK_INTERVAL_S)
+        return ready[:num_workers]
+
+    def _shortage(self, num_workers: int) -> PlacementError:
+        available = added_up(self._connection.available(), list(self._wanted))
+        return PlacementError(
+            f"{num_workers} worker(s) with {told_resources(self._wanted)} each must"
+            f" find their resources within {self._timeout_s:g} s, but the Ray"
+            f" cluster has {told_resources(available)} to give."
+        )

@@ -1,0 +1,91 @@
+"""Archives of code: what is too large is refused before it takes disk or memory."""
+
+import gzip
+import io
+import os
+import tarfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from paceline.runner._code_archive import (
+    ArchiveLimits,
+    ArchiveTooLargeError,
+    check_archive,
+    unpack,
+)
+
+MIB = 1024 * 1024
+LIMITS = ArchiveLimits(num_bytes=16 * MIB, num_files=100)
+
+
+def bomb(path: Path, size: int, kind: bytes = b"0") -> Path:
+    """Write an archive whose one member is `size` zeros, and only claims to be more."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        member = tarfile.TarInfo("x")
+        member.type, member.size = kind, size
+        file.write(member.tobuf(tarfile.GNU_FORMAT))
+        file.write(bytes(min(size, 20 * MIB)))
+    return path
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
+def test_a_directory_comes_out_as_it_went_in(tmp_path: Path, mode: str) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "sub").mkdir(parents=True)
+    (source / "a.py").write_text("x = 1")
+    (source / "sub" / ("long" * 40)).write_bytes(bytes(102_400))
+    os.symlink("a.py", source / "link")
+    os.link(source / "a.py", source / "hard")
+    with tarfile.open(tmp_path / "archive", mode) as archive:  # type: ignore[call-overload]
+        archive.add(source, ".")
+    target.mkdir()
+    unpack(tmp_path / "archive", target, LIMITS)
+    assert sorted(p.relative_to(target) for p in target.rglob("*")) == sorted(
+        p.relative_to(source) for p in source.rglob("*")
+    )
+    assert (target / "hard").read_text() == (target / "link").read_text() == "x = 1"
+    assert (target / "link").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [(2100 * MIB, b"0"), (17 * MIB, b"0"), (6 * MIB, b"x"), (6 * MIB, b"L"), (6 * MIB, b"g")],
+    ids=["claims", "holds", "pax", "long name", "global"],
+)
+def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, size: int, kind: bytes) -> None:
+    path = bomb(tmp_path / "bomb", size, kind)
+    assert path.stat().st_size < MIB
+    (tmp_path / "target").mkdir()
+    tracemalloc.start()
+    try:
+        for read in (lambda: check_archive(path, LIMITS), lambda: unpack(path, tmp_path, LIMITS)):
+            with pytest.raises(ArchiveTooLargeError, match="must"):
+                read()
+        assert tracemalloc.get_traced_memory()[1] < 5 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_files_are_refused_and_a_damaged_archive_is_left_to_who_unpacks_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "many"
+    with tarfile.open(path, "w:gz") as archive:
+        for number in range(101):
+            archive.addfile(tarfile.TarInfo(str(number)), io.BytesIO())
+    with pytest.raises(ArchiveTooLargeError, match="at most 16 MiB and 100 files"):
+        check_archive(path, LIMITS)
+    for damaged in (b"", b"no archive", path.read_bytes()[:50]):
+        path.write_bytes(damaged)
+        check_archive(path, LIMITS)
+
+
+def test_the_limits_are_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PACELINE_MAX_UNPACKED_MIB", "3")
+        assert ArchiveLimits.from_environment() == ArchiveLimits(3 * MIB, 100_000)
+        patch.setenv("PACELINE_MAX_UNPACKED_FILES", "-1")
+        with pytest.raises(ValueError, match=r"UNPACKED_FILES` must be an integer above 0, but"):
+            ArchiveLimits.from_environment()

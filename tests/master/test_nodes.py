@@ -226,6 +226,26 @@ def test_an_attempt_that_its_node_has_no_more_ends_and_is_not_started_there_agai
     assert [row.number for row in attempts(master)] == [1, 2]
 
 
+def test_a_node_is_told_once_of_the_end_of_an_attempt(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner = join("box")
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert runner.take() == [1]
+    before = runner.work()
+    run(master)
+    assert runner.work() == before
+    end = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
+    assert master.attempt(1, "end", **end).status_code == 204
+    run(master)
+    # A poll that waits for another version than the last one is answered.
+    told = runner.work()
+    assert (told["version"], told["wanted"]) == (before["version"] + 1, [])
+    run(master)
+    assert runner.work() == told
+
+
 def test_a_poll_that_is_overtaken_ends_nothing(
     master: Any, join: Callable[..., FakeRunner]
 ) -> None:

@@ -65,6 +65,8 @@ class _Heard:
     alive: frozenset[int] = frozenset()
     # Of all sessions that this master has heard.
     ever: set[int] = field(default_factory=set)
+    # Attempts that ended while the node had them, of which it was told.
+    told: frozenset[int] = frozenset()
 
 
 class Nodes:
@@ -232,8 +234,13 @@ class Nodes:
         self.polls.notify(node_id)
 
     def clean(self, keep: set[int]) -> None:
-        """Forget the launches and kills of attempts that have ended."""
+        """Forget the launches and kills of attempts that have ended, and tell the nodes of it."""
         with self._lock:
+            for node_id, heard in self._heard.items():
+                ended = heard.attempts - keep
+                if ended - heard.told:
+                    self.tell(node_id)
+                heard.told = ended
             for offers in self._offers.values():
                 for attempt_id in offers.keys() - keep:
                     del offers[attempt_id]

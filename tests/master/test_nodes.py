@@ -457,3 +457,15 @@ def test_expired_and_revoked_tokens_of_runners_open_nothing(
     runner.headers = token_of("next")
     assert runner.register().status_code == 200
     runner.work()
+
+
+def test_a_poll_of_an_idle_node_asks_the_database_once(
+    master: Any, join: Callable[..., FakeRunner], count_reads: Callable[..., Any]
+) -> None:
+    box = join("box")
+    version = box.work()["version"]
+    with count_reads(master.core.database._reader_engine) as reads:
+        answered = box.work(after=version, wait_s=0.05)
+    assert answered["version"] == version
+    # The other one begins the transaction.
+    assert reads.num_statements == 2

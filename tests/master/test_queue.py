@@ -293,3 +293,23 @@ def test_the_sdk_sets_priorities_and_weights_and_moves_experiments(master: Any) 
         experiments = tables.experiments.c
         query = select(experiments.weight).where(experiments.id == ids[2])
         assert connection.execute(query).scalar_one() == 2.5
+
+
+@pytest.mark.parametrize("policy", ["fifo", "priority", "fair_share"])
+def test_a_pass_over_many_experiments_asks_the_database_no_more_often(
+    make_master: Any, count_reads: Callable[..., Any], policy: str
+) -> None:
+    master = make_master(num_slots=3)
+    set_pool(master, policy=policy)
+    for _ in range(2):
+        create(master, slots_per_trial=2)
+    master.schedule()
+    numbers = []
+    for _ in range(2):
+        with count_reads(master.core.database._writer_engine) as reads:
+            master.schedule()
+        numbers.append(reads.num_statements)
+        for _ in range(5):
+            create(master, slots_per_trial=2)
+    assert len(running(master)) == 1
+    assert numbers[1] == numbers[0]

@@ -61,7 +61,9 @@ async def poll_node(
                 return Response(status_code=204)  # to nobody
             # Another session may have begun meanwhile, and another token may be needed.
             _hear(master, node_id, poll, identity.token_id)
-            work = await asyncio.to_thread(_work, master, node_id, poll)
+            # A node without attempts has nothing to do until it is told so: many idle nodes poll.
+            if changed.is_set() or work.wanted or poll.attempts:
+                work = await asyncio.to_thread(_work, master, node_id, poll)
     return _json(work)
 
 

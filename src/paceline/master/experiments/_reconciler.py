@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Row, delete, func, insert, select
+from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
@@ -55,6 +55,7 @@ from paceline.master.store import (
 )
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import (
+    LIVE_TRIALS,
     AttemptState,
     ErrorKind,
     ExitReason,
@@ -166,13 +167,7 @@ class Reconciler:
 
     def _pass(self, transaction: Transaction) -> None:
         connection = transaction.connection
-        experiments = tables.experiments
-        live = connection.execute(
-            select(experiments.c.id).where(
-                experiments.c.state.in_(_LIVE_EXPERIMENTS), experiments.c.external_id.is_(None)
-            )
-        ).scalars()
-        for experiment_id in list(live):
+        for experiment_id in _without_live_trials(connection):
             self._changes.end_experiment_if_done(transaction, experiment_id)
         if self._is_draining:
             for attempt in live_attempts(connection):
@@ -399,6 +394,22 @@ class Reconciler:
             self._next_sweeps.pop(experiment_id, None)
             if next_s is not None:
                 self._next_sweeps[experiment_id] = next_s
+
+
+def _without_live_trials(connection: Connection) -> list[int]:
+    """Return the live experiments that may be over; unmanaged ones follow their runs."""
+    experiments, trials = tables.experiments, tables.trials
+    has_live_trials = (
+        select(trials.c.id)
+        .where(trials.c.experiment_id == experiments.c.id, trials.c.state.in_(LIVE_TRIALS))
+        .exists()
+    )
+    query = select(experiments.c.id).where(
+        experiments.c.state.in_(_LIVE_EXPERIMENTS),
+        experiments.c.external_id.is_(None),
+        ~has_live_trials,
+    )
+    return list(connection.execute(query).scalars())
 
 
 def _unstarted(reason: ExitReason, detail: str, kind: ErrorKind | None = None) -> AttemptEnd:

@@ -1,14 +1,14 @@
 """What the scheduler decides on: nodes, pools, who holds slots, and who waits for some."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, Select, func, select
 
 from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.experiments._start_delays import pausing_nodes, pausing_trials
-from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.scheduling import (
     DEFAULT_PRIORITY,
     Holding,
@@ -21,6 +21,8 @@ from paceline.master.scheduling import (
 from paceline.master.store import config_of, slots_by_node, tables
 from paceline.messages.nodes import DEFAULT_POOL
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
+
+_NUM_READ_AT_ONCE = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +49,25 @@ class Cluster:
     @property
     def preempts(self) -> bool:
         """Whether a policy lets trials take the slots of others."""
-        return any(policy is not PolicyName.FIFO for policy in self.policies.values())
+        return any(policy is not PolicyName.FIFO for policy in self._policies)
 
     @property
     def policies(self) -> dict[int, PolicyName]:
         """The policy that holds on each node."""
-        default = PoolSettings()
-        return {node.node_id: self.pools.get(node.pool, default).policy for node in self.nodes}
+        return {node.node_id: self._policy_of(node.pool) for node in self.nodes}
 
     @property
     def is_by_arrival(self) -> bool:
         """Whether experiments need not be asked when they last got slots."""
-        return PolicyName.FAIR_SHARE not in self.policies.values()
+        return PolicyName.FAIR_SHARE not in self._policies
+
+    @property
+    def _policies(self) -> set[PolicyName]:
+        return {self._policy_of(pool) for pool in {node.pool for node in self.nodes}}
+
+    def _policy_of(self, pool: str) -> PolicyName:
+        settings = self.pools.get(pool)
+        return PolicyName.FIFO if settings is None else settings.policy
 
 
 def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float) -> Cluster:
@@ -170,29 +179,18 @@ def waiting_trials(connection: Connection, *, is_by_arrival: bool = False) -> It
         query = query.order_by(func.coalesce(experiments.c.queue_place, trials.c.id), trials.c.id)
     else:
         query = query.order_by(trials.c.id)
-    # Only of the experiments that the caller gets to.
     ranks = _Ranks(connection)
-    with connection.execution_options(yield_per=200).execute(query) as rows:
-        for row in rows:
-            config = ranks.config(row.experiment_id)
-            # Without its method a search decides nothing: its trials wait, others get the slots.
-            if isinstance(config.searcher, MissingSearcher):
-                continue
-            wanted = config.resources
-            priority, weight = ranks.of(row.experiment_id)
-            served = 0.0 if is_by_arrival else ranks.last_served(row.experiment_id)
-            yield Waiting(
-                trial_id=row.id,
-                experiment_id=row.experiment_id,
-                num_slots=wanted.fewest_slots,
-                max_slots=wanted.max_slots,
-                pool=wanted.pool or DEFAULT_POOL,
-                priority=priority,
-                weight=weight,
-                last_served=served,
-                most_slots=wanted.most_slots,
-                allow_uneven=wanted.allow_uneven,
-            )
+    with connection.execution_options(yield_per=_NUM_READ_AT_ONCE).execute(query) as rows:
+        for part in rows.partitions():
+            # Only of the experiments that the caller gets to.
+            experiment_ids = {experiment_id for _, experiment_id in part}
+            ranks.load(experiment_ids)
+            if not is_by_arrival:
+                ranks.load_last_served(experiment_ids)
+            for trial_id, experiment_id in part:
+                make_waiting = ranks.waiting(experiment_id)
+                if make_waiting is not None:
+                    yield make_waiting(trial_id=trial_id)
 
 
 class _Ranks:
@@ -202,38 +200,69 @@ class _Ranks:
         self._connection = connection
         self._known: dict[int, tuple[Row[Any], ExperimentConfig]] = {}
         self._served: dict[int, float] = {}
+        self._waiting: dict[int, Callable[..., Waiting] | None] = {}
 
     def load(self, experiment_ids: set[int]) -> None:
         """Read several experiments at once."""
+        wanted = experiment_ids - self._known.keys()
+        if not wanted:
+            return
         experiments = tables.experiments
-        query = select(experiments).where(experiments.c.id.in_(experiment_ids))
+        query: Select[Any] = select(
+            experiments.c.id,
+            experiments.c.config,
+            experiments.c.priority,
+            experiments.c.weight,
+            experiments.c.created_at,
+        ).where(experiments.c.id.in_(wanted))
         self._known |= {row.id: (row, config_of(row)) for row in self._connection.execute(query)}
 
-    def config(self, experiment_id: int) -> ExperimentConfig:
-        """Return the configuration of an experiment."""
-        return self._find(experiment_id)[1]
+    def load_last_served(self, experiment_ids: set[int]) -> None:
+        """Read when several experiments last got slots."""
+        wanted = experiment_ids - self._served.keys()
+        if not wanted:
+            return
+        attempts = tables.attempts.c
+        query = (
+            select(attempts.experiment_id, func.max(attempts.created_at))
+            .where(attempts.experiment_id.in_(wanted))
+            .group_by(attempts.experiment_id)
+        )
+        # One that got none waits since it was created.
+        self._served |= {id_: self._known[id_][0].created_at for id_ in wanted}
+        self._served |= {row[0]: row[1] for row in self._connection.execute(query)}
 
     def of(self, experiment_id: int) -> tuple[int, float]:
         """Return the priority and the weight of an experiment."""
-        return rank_of(*self._find(experiment_id))
+        return rank_of(*self._known[experiment_id])
 
-    def last_served(self, experiment_id: int) -> float:
-        """Return when an experiment last got slots, or else when it was created."""
-        if experiment_id not in self._served:
-            attempts = tables.attempts.c
-            query = select(func.max(attempts.created_at)).where(
-                attempts.experiment_id == experiment_id
-            )
-            newest = self._connection.execute(query).scalar()
-            self._served[experiment_id] = newest or self._find(experiment_id)[0].created_at
-        return self._served[experiment_id]
+    def waiting(self, experiment_id: int) -> Callable[..., Waiting] | None:
+        """Return a function that makes an experiment's trials from their ids; None if all wait.
 
-    def _find(self, experiment_id: int) -> tuple[Row[Any], ExperimentConfig]:
-        found = self._known.get(experiment_id)
-        if found is None:
-            row = StateChanges.experiment(self._connection, experiment_id)
-            found = self._known[experiment_id] = (row, config_of(row))
-        return found
+        Without its method a search decides nothing: its trials wait, others get the slots.
+        """
+        if experiment_id not in self._waiting:
+            self._waiting[experiment_id] = self._make_waiting(experiment_id)
+        return self._waiting[experiment_id]
+
+    def _make_waiting(self, experiment_id: int) -> Callable[..., Waiting] | None:
+        config = self._known[experiment_id][1]
+        if isinstance(config.searcher, MissingSearcher):
+            return None
+        wanted = config.resources
+        priority, weight = self.of(experiment_id)
+        return partial(
+            Waiting,
+            experiment_id=experiment_id,
+            num_slots=wanted.fewest_slots,
+            max_slots=wanted.max_slots,
+            pool=wanted.pool or DEFAULT_POOL,
+            priority=priority,
+            weight=weight,
+            last_served=self._served.get(experiment_id, 0.0),
+            most_slots=wanted.most_slots,
+            allow_uneven=wanted.allow_uneven,
+        )
 
 
 def rank_of(experiment: Row[Any], config: ExperimentConfig) -> tuple[int, float]:

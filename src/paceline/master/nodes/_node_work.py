@@ -36,15 +36,10 @@ def work_for(
     """
     # First, so that what changes while the database is read is told by the next answer.
     version = nodes.version(node_id)
-    attempts = tables.attempts.c
     with database.read() as connection:
         live = _live_on(connection, node_id)
         others = set(poll.alive) - {one.attempt_id for one in live}
-        ended = connection.execute(
-            select(attempts.exit).where(attempts.id.in_(others), attempts.exit.is_not(None))
-        ).scalars()
-        # One that has just told of its own end leaves by itself, and soon.
-        has_strays = any(end["reason"] in _TAKEN_AWAY for end in ended)
+        has_strays = bool(others) and _was_taken_away(connection, others)
     if poll.is_leaving:
         _leave_with_others(database, changes, nodes, node_id, live)
     has = set(poll.attempts)
@@ -73,6 +68,15 @@ def work_for(
         kill=[id_ for id_ in nodes.kills(node_id) if id_ in has],
         strays=has_strays,
     )
+
+
+def _was_taken_away(connection: Connection, attempt_ids: set[int]) -> bool:
+    attempts = tables.attempts.c
+    ended = connection.execute(
+        select(attempts.exit).where(attempts.id.in_(attempt_ids), attempts.exit.is_not(None))
+    ).scalars()
+    # One that has just told of its own end leaves by itself, and soon.
+    return any(end["reason"] in _TAKEN_AWAY for end in ended)
 
 
 def _live_on(connection: Connection, node_id: int) -> list[_Live]:

@@ -30,7 +30,9 @@ class FreeSlots:
                 self._can_join.add(node_id)
             self._rank[node_id] = len(self._nodes)
             self._nodes.append(node_id)
-        self._set(node_id, sorted({*self._free.get(node_id, ()), *slots}))
+            self._set(node_id, sorted(slots))
+        else:
+            self._set(node_id, sorted({*self._free[node_id], *slots}))
 
     def remove(self, node_id: int, slots: Iterable[int]) -> None:
         """Remove slots of a node; those that are not there do not matter."""

@@ -11,7 +11,8 @@ def pool_of(named: str, labels: Mapping[str, str], pools: Mapping[str, PoolSetti
     """Return the pool of a node: the one that it names, or else the first with labels of it."""
     if named != DEFAULT_POOL:
         return named
-    for name, settings in sorted(pools.items()):
+    # Most nodes have no labels.
+    for name, settings in sorted(pools.items()) if labels else ():
         if settings.labels and settings.labels.items() <= labels.items():
             return name
     return DEFAULT_POOL
@@ -19,4 +20,8 @@ def pool_of(named: str, labels: Mapping[str, str], pools: Mapping[str, PoolSetti
 
 def in_pools(nodes: Iterable[NodeSlots], pools: Mapping[str, PoolSettings]) -> list[NodeSlots]:
     """Return nodes in the pools that their labels choose."""
-    return [replace(node, pool=pool_of(node.pool, node.labels, pools)) for node in nodes]
+    return [_in_pool(node, pool_of(node.pool, node.labels, pools)) for node in nodes]
+
+
+def _in_pool(node: NodeSlots, pool: str) -> NodeSlots:
+    return node if node.pool == pool else replace(node, pool=pool)

@@ -20,6 +20,7 @@ from paceline.master.scheduling._scheduling_types import (
 from paceline.master.scheduling._victims import choose_until, choose_victims
 
 _NO_POOLS: Mapping[str, PoolSettings] = {}
+_NO_SLOTS: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +77,18 @@ def decide(
     used_by: Counter[int] = Counter()
     for holder in holding:
         used_by[holder.experiment_id] += holder.num_slots
-    queues = _pool_queues(holding, nodes, pools, used_by)
+    nodes_of, holding_of = _by_pool(nodes, holding)
+    # Only of the pools that trials wait for.
+    queues: dict[str, _PoolQueue] = {}
     collected: dict[str, list[Waiting]] = defaultdict(list)
     for trial in waiting:
         queue = queues.get(trial.pool)
         if queue is None:
-            queue = queues[trial.pool] = _PoolQueue(PoolSettings(), [], [], used_by)
+            own = nodes_of.get(trial.pool, [])
+            settings = pools.get(trial.pool) if own else None
+            queue = queues[trial.pool] = _PoolQueue(
+                settings or PoolSettings(), holding_of.get(trial.pool, []), own, used_by
+            )
         if queue.is_fifo:
             yield queue.judge(trial)
         else:
@@ -90,12 +97,9 @@ def decide(
         yield from queues[name].judge_all(trials)
 
 
-def _pool_queues(
-    holding: Sequence[Holding],
-    nodes: Sequence[NodeSlots],
-    pools: Mapping[str, PoolSettings],
-    used_by: Counter[int],
-) -> "dict[str, _PoolQueue]":
+def _by_pool(
+    nodes: Sequence[NodeSlots], holding: Sequence[Holding]
+) -> tuple[dict[str, list[NodeSlots]], dict[str, list[Holding]]]:
     of_node = {node.node_id: node.pool for node in nodes}
     nodes_of: dict[str, list[NodeSlots]] = defaultdict(list)
     for node in nodes:
@@ -104,10 +108,7 @@ def _pool_queues(
     for holder in holding:
         if holder.node_id in of_node:
             holding_of[of_node[holder.node_id]].append(holder)
-    return {
-        name: _PoolQueue(pools.get(name, PoolSettings()), holding_of[name], own, used_by)
-        for name, own in nodes_of.items()
-    }
+    return nodes_of, holding_of
 
 
 class _PoolQueue:
@@ -127,12 +128,11 @@ class _PoolQueue:
         self._usable = {
             node.node_id: frozenset(node.slots) - node.drained for node in nodes if _takes(node)
         }
-        self._all, self._all_now = FreeSlots(), FreeSlots()
-        for node in nodes:
-            slots = set(node.slots) - node.drained
-            self._all.add(node.node_id, slots, can_join=node.can_join)
-            if not node.is_pausing:
-                self._all_now.add(node.node_id, slots, can_join=node.can_join)
+        self._all = self._all_now = _undrained(nodes)
+        if any(node.is_pausing for node in nodes):
+            self._all_now = _undrained([node for node in nodes if not node.is_pausing])
+        # Sizes for which all nodes, if they were free, are found to be too small or large enough.
+        self._obstacles: dict[tuple[int, bool], Reason | None] = {}
         self._place = 0
         self._behind: Waiting | None = None
         self._free, self._future = FreeSlots(), FreeSlots()
@@ -141,13 +141,13 @@ class _PoolQueue:
         self._add_slots(holding, nodes)
 
     def _add_slots(self, holding: Sequence[Holding], nodes: Sequence[NodeSlots]) -> None:
-        taken = {
-            (node_id, slot) for one in holding for node_id, slots in one.parts for slot in slots
-        }
+        taken: dict[int, set[int]] = defaultdict(set)
+        for one in holding:
+            for node_id, slots in one.parts:
+                taken[node_id].update(slots)
         for node in nodes:
             if _takes(node):
-                usable = self._usable[node.node_id]
-                free = [slot for slot in usable if (node.node_id, slot) not in taken]
+                free = self._usable[node.node_id] - taken.get(node.node_id, _NO_SLOTS)
                 self._free.add(node.node_id, free, can_join=node.can_join)
                 if not self.is_fifo:
                     self._future.add(node.node_id, free, can_join=node.can_join)
@@ -172,7 +172,9 @@ class _PoolQueue:
         if (parts := self._take(trial)) is not None:
             for part in parts:
                 self._future.remove(*part)
-            self._note(replace(trial, num_slots=sum(len(slots) for _, slots in parts)), ())
+            num_slots = sum(len(slots) for _, slots in parts)
+            is_larger = num_slots != trial.num_slots
+            self._note(replace(trial, num_slots=num_slots) if is_larger else trial, ())
             (node_id, slots), *others = parts
             return SchedulingResult(
                 waiting=trial, slots=slots, node_id=node_id, others=tuple(others), place=place
@@ -196,11 +198,20 @@ class _PoolQueue:
         in_use = self._used_by[trial.experiment_id]
         if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
             return Reason.MAX_SLOTS
-        if not self._all.fits(trial.num_slots, allow_uneven=trial.allow_uneven):
-            return Reason.TOO_LARGE
-        if not self._all_now.fits(trial.num_slots, allow_uneven=trial.allow_uneven):
-            return Reason.PAUSING
+        size = (trial.num_slots, trial.allow_uneven)
+        if size not in self._obstacles:
+            self._obstacles[size] = self._size_obstacle(*size)
+        if (reason := self._obstacles[size]) is not None:
+            return reason
         return None if self._behind is None else Reason.BEHIND_OTHERS
+
+    def _size_obstacle(self, num_slots: int, allow_uneven: bool) -> Reason | None:
+        """Return why a trial of a size gets nothing even if all slots are free."""
+        if not self._all.fits(num_slots, allow_uneven=allow_uneven):
+            return Reason.TOO_LARGE
+        if not self._all_now.fits(num_slots, allow_uneven=allow_uneven):
+            return Reason.PAUSING
+        return None
 
     def _take(self, trial: Waiting) -> list[Part] | None:
         """Take as many free slots as a trial can use; None if there are too few."""
@@ -265,6 +276,13 @@ class _PoolQueue:
     def _free_later(self, one: Holding) -> None:
         for part in self._usable_of(one):
             self._future.add(*part)
+
+
+def _undrained(nodes: Iterable[NodeSlots]) -> FreeSlots:
+    found = FreeSlots()
+    for node in nodes:
+        found.add(node.node_id, frozenset(node.slots) - node.drained, can_join=node.can_join)
+    return found
 
 
 def _takes(node: NodeSlots) -> bool:

@@ -112,6 +112,8 @@ class Holding:
     @property
     def num_slots(self) -> int:
         """The number of slots that it holds."""
+        if not self.others:
+            return len(self.slots)
         return sum(len(slots) for _, slots in self.parts)
 
 

@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "paceline.config._problems.ConfigError": lambda: ((problems(),), {}),
     "paceline.core._errors.DistributedPeerError": lambda: ((TEXT,), {"error_type": "KeyError"}),
     "paceline.master.experiments._state_transitions.RefusedError": lambda: (("conflict", TEXT), {}),
-    "paceline.master.nodes._nodes.NodeRefusedError": lambda: (("name_taken", TEXT), {}),
+    "paceline.master.nodes._registered_node.NodeRefusedError": lambda: (("name_taken", TEXT), {}),
     "paceline.search._ranges.SpaceError": lambda: (("model.lr", "It must be.", "Let it."), {}),
     "paceline.storage._errors.CheckpointWriteError": lambda: ((errno.ENOSPC, TEXT), {}),
     "paceline.train._errors.IncompleteCheckpointError": lambda: ((TEXT, results()), {}),

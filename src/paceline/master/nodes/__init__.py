@@ -2,10 +2,10 @@
 
 from paceline.master.nodes._checkpoint_transfers import Transfers
 from paceline.master.nodes._node_executor import NodeExecutor
+from paceline.master.nodes._node_registry import Nodes
 from paceline.master.nodes._node_work import work_for
-from paceline.master.nodes._nodes import (
+from paceline.master.nodes._registered_node import (
     NodeRefusedError,
-    Nodes,
     RegisteredNode,
     UnknownNodeError,
 )

@@ -5,7 +5,7 @@ from typing import Any
 from sqlalchemy import Row, select
 
 from paceline.master.executors import AttemptStatus, Executor, Launch
-from paceline.master.nodes._nodes import Nodes
+from paceline.master.nodes._node_registry import Nodes
 from paceline.master.store import Database, read_members, slots_by_node, tables
 from paceline.messages.attempts import runner_id, split_runner_id
 from paceline.messages.nodes import LOCAL_NODE
@@ -37,7 +37,7 @@ class NodeExecutor(Executor):
         if node_id == LOCAL_NODE:
             self._local.start(launch)
         else:
-            self._nodes.offer(node_id, launch)
+            self._nodes.orders.start(node_id, launch)
 
     def status(self, attempt_id: int) -> AttemptStatus:
         """Tell whether a runner is at work; `attempt_id` is its number, see `runner_id`.
@@ -52,7 +52,7 @@ class NodeExecutor(Executor):
         if state in (None, AttemptState.ENDED.value):
             return AttemptStatus.GONE
         has_it = self._nodes.has_attempt(node_id, attempt)
-        if has_it or self._nodes.has_offer(node_id, attempt):
+        if has_it or self._nodes.orders.has_launch(node_id, attempt):
             return AttemptStatus.ALIVE
         is_new = state == AttemptState.PENDING.value
         return AttemptStatus.NOT_STARTED if is_new else AttemptStatus.ALIVE
@@ -68,7 +68,7 @@ class NodeExecutor(Executor):
         if node_id == LOCAL_NODE:
             self._local.kill_runner(attempt_id)
         else:
-            self._nodes.kill(node_id, split_runner_id(attempt_id)[0])
+            self._nodes.orders.kill(node_id, split_runner_id(attempt_id)[0])
 
     def is_out_of_reach(self, attempt_id: int) -> bool:
         """Tell whether a runner's node is lost.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, or_, select
 
 from paceline.master.experiments import StateChanges, end_runner, read_attempt
-from paceline.master.nodes._nodes import Nodes
+from paceline.master.nodes._node_registry import Nodes
 from paceline.master.store import Database, Transaction, read_members, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.nodes import NodeLaunch, NodePoll, NodeWork
@@ -55,7 +55,7 @@ def work_for(
         nodes.note_ready(node_id, is_ready=not has_strays and not poll.is_leaving)
     if lost:
         _end_lost(database, changes, lost)
-    offers = nodes.launches(node_id)
+    offers = nodes.orders.launches(node_id)
     launches = [
         NodeLaunch(spec=offer.spec, info=offer.info, secrets=dict(offer.secrets))
         for one in missing
@@ -65,7 +65,7 @@ def work_for(
         version=version,
         wanted=[one.attempt_id for one in live if one not in lost],
         launches=launches,
-        kill=[id_ for id_ in nodes.kills(node_id) if id_ in has],
+        kill=[id_ for id_ in nodes.orders.kills(node_id) if id_ in has],
         strays=has_strays,
     )
 

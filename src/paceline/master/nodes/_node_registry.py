@@ -1,55 +1,29 @@
-"""The nodes that have registered: their sessions, leases, and the launches that wait for them."""
+"""The nodes that have registered: their sessions, their polls and their leases."""
 
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy import delete, insert, select, update
 
-import paceline
-from paceline._errors import PicklableError
 from paceline.master._waiting_requests import WaitingRequests
-from paceline.master.executors import Launch
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
+from paceline.master.nodes._node_orders import NodeOrders
+from paceline.master.nodes._registered_node import (
+    NodeRefusedError,
+    RegisteredNode,
+    UnknownNodeError,
+    check_version,
+    stored_node,
+)
 from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Database, Transaction, keep_ids, new_id, tables
-from paceline.messages.nodes import LOCAL_NODE, PROTOCOL, NodeFacts, NodePoll, NodeSession
-
-
-class NodeRefusedError(PicklableError, RuntimeError):
-    """Raised when a registration or a poll is refused.
-
-    Args:
-        code: A short name of the reason.
-        message: One sentence for people.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class UnknownNodeError(LookupError):
-    """Raised when there is no such node: its runner must register."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegisteredNode:
-    """A node as it is stored."""
-
-    id: int
-    name: str
-    key: str
-    session: int
-    token_id: int | None
-    facts: NodeFacts
-    is_draining: bool
-    registered_at: float
+from paceline.messages.nodes import NodeFacts, NodePoll, NodeSession
 
 
 @dataclass(slots=True)
@@ -97,12 +71,11 @@ class Nodes:
         self.polls = WaitingRequests()
         with database.read() as connection:
             rows = connection.execute(select(tables.nodes))
-            self._nodes = {row.id: _stored(row) for row in rows}
+            self._nodes = {row.id: stored_node(row) for row in rows}
         self._heard: dict[int, _Heard] = {id_: _Heard() for id_ in self._nodes}
         # Grows with each change of a node's work; another number than before the master started.
         self._versions = dict.fromkeys(self._nodes, int(time.time()))
-        self._offers: dict[int, dict[int, Launch]] = {}
-        self._kills: dict[int, set[int]] = {}
+        self.orders = NodeOrders(self.tell)
         for id_ in self._nodes:
             self.leases.begin(id_)
 
@@ -120,7 +93,7 @@ class Nodes:
             facts: What the node's runner says.
             token_id: The token of the runner; None is the home's own.
         """
-        _check_version(facts)
+        check_version(facts)
 
         def job(transaction: Transaction) -> NodeSession:
             with self._lock:
@@ -215,18 +188,6 @@ class Nodes:
 
     # ---- attempts -----------------------------------------------------------------------
 
-    def offer(self, node_id: int, launch: Launch) -> None:
-        """Have a node start an attempt; a second time changes nothing."""
-        with self._lock:
-            self._offers.setdefault(node_id, {})[launch.spec.attempt_id] = launch
-        self.tell(node_id)
-
-    def kill(self, node_id: int, attempt_id: int) -> None:
-        """Have a node kill the runner of an attempt."""
-        with self._lock:
-            self._kills.setdefault(node_id, set()).add(attempt_id)
-        self.tell(node_id)
-
     def tell(self, node_id: int) -> None:
         """Answer the poll of a node that waits: its work has changed."""
         with self._lock:
@@ -241,16 +202,7 @@ class Nodes:
                 if ended - heard.told:
                     self.tell(node_id)
                 heard.told = ended
-            for offers in self._offers.values():
-                for attempt_id in offers.keys() - keep:
-                    del offers[attempt_id]
-            for kills in self._kills.values():
-                kills &= keep
-
-    def has_offer(self, node_id: int, attempt_id: int) -> bool:
-        """Tell whether a launch of an attempt waits for a node, or was taken."""
-        with self._lock:
-            return attempt_id in self._offers.get(node_id, ())
+        self.orders.clean(keep)
 
     def has_attempt(self, node_id: int, attempt_id: int) -> bool:
         """Tell whether a node has said in its newest poll that it has an attempt."""
@@ -268,16 +220,6 @@ class Nodes:
         """Return the attempts whose runners are at work on a node, by its newest poll."""
         with self._lock:
             return self._heard[node_id].alive
-
-    def launches(self, node_id: int) -> Mapping[int, Launch]:
-        """Return the launches that wait for a node, and those that it has taken."""
-        with self._lock:
-            return dict(self._offers.get(node_id, {}))
-
-    def kills(self, node_id: int) -> list[int]:
-        """Return the attempts whose runners a node is to kill."""
-        with self._lock:
-            return sorted(self._kills.get(node_id, ()))
 
     def version(self, node_id: int) -> int:
         """Return the version of a node's work."""
@@ -395,27 +337,8 @@ class Nodes:
 
     def _drop(self, node_id: int) -> None:
         with self._lock:
-            for known in (self._nodes, self._heard, self._versions, self._offers, self._kills):
+            for known in (self._nodes, self._heard, self._versions):
                 known.pop(node_id, None)
             self.leases.end(node_id)
+        self.orders.forget(node_id)
         self.polls.notify(node_id)
-
-
-def _check_version(facts: NodeFacts) -> None:
-    mine = paceline.__version__
-    if facts.version == mine and facts.protocol == PROTOCOL:
-        return
-    raise NodeRefusedError(
-        "other_version",
-        f"The runner must have Paceline {mine} (protocol {PROTOCOL}) as this master, but has"
-        f" {facts.version} (protocol {facts.protocol}). Hint: pip install paceline=={mine} on"
-        f" {facts.name!r}.",
-    )
-
-
-def _stored(row: Row[Any]) -> RegisteredNode:
-    facts = msgspec.convert(row.facts, NodeFacts)
-    return RegisteredNode(**dict(row._mapping) | {"facts": facts})
-
-
-__all__ = ["LOCAL_NODE", "NodeRefusedError", "Nodes", "RegisteredNode", "UnknownNodeError"]

@@ -1,0 +1,65 @@
+"""A registered node as it is stored, and the reasons for which a node is refused."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row
+
+import paceline
+from paceline._errors import PicklableError
+from paceline.messages.nodes import PROTOCOL, NodeFacts
+
+
+class NodeRefusedError(PicklableError, RuntimeError):
+    """Raised when a registration or a poll is refused.
+
+    Args:
+        code: A short name of the reason.
+        message: One sentence for people.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class UnknownNodeError(LookupError):
+    """Raised when there is no such node: its runner must register."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegisteredNode:
+    """A node as it is stored."""
+
+    id: int
+    name: str
+    key: str
+    session: int
+    token_id: int | None
+    facts: NodeFacts
+    is_draining: bool
+    registered_at: float
+
+
+def check_version(facts: NodeFacts) -> None:
+    """Refuse a runner of another version.
+
+    Raises:
+        NodeRefusedError: It has another one.
+    """
+    mine = paceline.__version__
+    if facts.version == mine and facts.protocol == PROTOCOL:
+        return
+    raise NodeRefusedError(
+        "other_version",
+        f"The runner must have Paceline {mine} (protocol {PROTOCOL}) as this master, but has"
+        f" {facts.version} (protocol {facts.protocol}). Hint: pip install paceline=={mine} on"
+        f" {facts.name!r}.",
+    )
+
+
+def stored_node(row: Row[Any]) -> RegisteredNode:
+    """Return the node of a row of the table."""
+    facts = msgspec.convert(row.facts, NodeFacts)
+    return RegisteredNode(**dict(row._mapping) | {"facts": facts})

@@ -117,7 +117,7 @@ class Master:
         self.commands = Commands(self.changes, self._known_slots, self.secrets)
         self.ingest = RecordIngest(self.changes)
         self.transfers = Transfers(
-            self.database, home.cluster_id, node.default_storage, self.ingest
+            self.database, home.cluster_id, node.default_storage, self.changes
         )
         self.unmanaged = Unmanaged(self.changes, self.ingest)
         context = ExecutorContext(
@@ -183,7 +183,7 @@ class Master:
 
     def _catch_up(self, transaction: Transaction) -> None:
         for experiment_id in undecided_searches(transaction.connection):
-            self.changes.catch_up(transaction, experiment_id)
+            self.changes.search_operations.catch_up(transaction, experiment_id)
 
     def _place_of(self, node_id: int) -> Place | None:
         found = self.nodes.get(node_id)

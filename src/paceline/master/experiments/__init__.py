@@ -3,12 +3,14 @@
 from paceline.master.experiments._attempt_control import read_control_of
 from paceline.master.experiments._attempt_end import end_attempt
 from paceline.master.experiments._attempt_launch import Node, Place, checkpoint_root
+from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
 from paceline.master.experiments._best_metric import recompute_best
 from paceline.master.experiments._checkpoint_files import (
     delete_files,
     delete_matching_files,
     note_deleted_files,
 )
+from paceline.master.experiments._checkpoint_ingest import store_checkpoint
 from paceline.master.experiments._commands import Commands
 from paceline.master.experiments._experiment_deletion import (
     Leftovers,
@@ -23,7 +25,7 @@ from paceline.master.experiments._experiment_edits import (
 )
 from paceline.master.experiments._multi_node_attempts import end_runner, note_begun
 from paceline.master.experiments._reconciler import Reconciler
-from paceline.master.experiments._record_ingest import RecordIngest, check_not_over, read_attempt
+from paceline.master.experiments._record_ingest import RecordIngest
 from paceline.master.experiments._retention_plan import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._runner_leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._scheduler_input import (
@@ -97,6 +99,7 @@ __all__ = [
     "read_pools",
     "recompute_best",
     "set_archived",
+    "store_checkpoint",
     "thinned",
     "undecided_searches",
     "waiting_trials",

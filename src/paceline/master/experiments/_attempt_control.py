@@ -3,7 +3,7 @@
 from sqlalchemy import Connection
 
 from paceline.journal import encode_float
-from paceline.master.experiments._record_ingest import check_not_over, read_attempt
+from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import config_of
 from paceline.messages.attempts import AttemptControl

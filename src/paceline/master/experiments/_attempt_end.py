@@ -8,6 +8,7 @@ from sqlalchemy import Row, select, update
 
 from paceline import faults
 from paceline.config import ExperimentConfig, MissingSearcher
+from paceline.master.experiments._attempt_rows import read_attempt
 from paceline.master.experiments._exit_decisions import (
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
@@ -15,7 +16,6 @@ from paceline.master.experiments._exit_decisions import (
     ExitDecision,
     judge_exit,
 )
-from paceline.master.experiments._record_ingest import read_attempt
 from paceline.master.experiments._start_delays import (
     is_lost_runner,
     is_transient_start,

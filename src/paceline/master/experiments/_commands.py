@@ -106,7 +106,7 @@ class Commands:
         experiment_id = int(result.inserted_primary_key[0])
         self._secret_store.keep(transaction, experiment_id, values)
         transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
-        self._changes.apply_input(transaction, experiment_id, Started())
+        self._changes.search_operations.apply_input(transaction, experiment_id, Started())
         self._changes.searches.check(transaction, experiment_id)
         transaction.force()
         faults.reach("master.experiment.created")

@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import Row
 
 from paceline.master.experiments._attempt_end import describe_end, end_attempt
-from paceline.master.experiments._record_ingest import check_not_over, read_attempt
+from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import NotFoundError
 from paceline.master.store import Member, Transaction, read_members, stored_members

@@ -1,6 +1,5 @@
 """Ingest of journal records from runners: stores rows, passes validation reports to searches."""
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
-from paceline.config import BATCHES, Searcher
 from paceline.journal import (
     AlertRaised,
     AnyRecord,
@@ -30,13 +28,17 @@ from paceline.journal import (
     SearchInputTaken,
     StatusReported,
     TimeSpent,
-    decode_value,
 )
-from paceline.master.experiments._best_metric import recompute_best, update_best
-from paceline.master.experiments._checkpoint_files import note_deleted_files
+from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
+from paceline.master.experiments._best_metric import recompute_best
+from paceline.master.experiments._checkpoint_ingest import store_checkpoint, take_deletion
 from paceline.master.experiments._lost_records import take_losses
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.experiments._state_transitions import NotFoundError, RefusedError
+from paceline.master.experiments._validation_ingest import (
+    small_metrics,
+    take_operation,
+    take_validation,
+)
 from paceline.master.store import (
     Transaction,
     add_metrics,
@@ -44,14 +46,11 @@ from paceline.master.store import (
     config_of,
     has_points_beyond,
     measure_checkpoints,
-    metric_at,
-    read_rows,
     tables,
     trim_summaries,
 )
 from paceline.messages.attempts import Mark, RecordBatch
-from paceline.messages.states import AttemptState, CheckpointState, TrialState
-from paceline.search import Reported
+from paceline.messages.states import AttemptState
 
 faults.register("master.records.stored")
 
@@ -83,7 +82,7 @@ class RecordIngest:
         attempt = read_attempt(connection, attempt_id)
         check_not_over(attempt)
         self._mark_running(transaction, attempt)
-        marks = read_marks(connection, attempt_id)
+        marks = _read_marks(connection, attempt_id)
         for batch in batches:
             mark = marks.get((batch.generation, batch.rank), -1)
             if batch.after is not None and batch.after > mark:
@@ -141,13 +140,13 @@ class RecordIngest:
             if isinstance(record, MetricsReported):
                 if record.group == "validation":
                     _emit_newest(transaction, attempt, rank, untold)
-                    self._take_validation(transaction, attempt, record)
+                    take_validation(self._changes, transaction, attempt, record)
                 else:
                     untold.setdefault(record.group, []).append(record)
             elif isinstance(record, CheckpointStored):
-                self.store_checkpoint(transaction, attempt, record)
+                store_checkpoint(self._changes, transaction, attempt, record)
             elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
-                _take_deletion(transaction.connection, attempt, record)
+                take_deletion(transaction.connection, attempt, record)
             elif isinstance(record, AlertRaised):
                 self._take_alert(transaction, attempt, rank, record)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
@@ -188,87 +187,6 @@ class RecordIngest:
         if newest > trial.steps_completed:
             self._changes.update_trial(transaction, trial.id, steps_completed=newest)
 
-    def _take_validation(
-        self, transaction: Transaction, attempt: Row[Any], report: MetricsReported
-    ) -> None:
-        changes, connection = self._changes, transaction.connection
-        trial = changes.trial(connection, attempt.trial_id)
-        searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
-        transaction.emit(
-            "validation",
-            attempt.experiment_id,
-            trial.id,
-            steps_completed=report.steps_completed,
-            metrics=_small(report.metrics),
-        )
-        step = report.steps_completed
-        metrics = decode_value(report.metrics)
-        if attempt.number > 1 and step <= attempt.resumed_steps:
-            # An earlier attempt's value stands, for the search as for the rows.
-            metrics = _standing_metrics(connection, trial.id, step) or metrics
-        value = _number(metrics.get(searcher.metric))
-        if value is not None:
-            update_best(changes, transaction, trial, step, value)
-            measure_checkpoints(connection, trial.id, searcher.metric, step=step)
-        if searcher.judged_metrics is None or trial.uses_operations:
-            return
-        # What a stopped trial still reports decides nothing. How much that is depends on chance,
-        # so it stays out of the search's log too.
-        if trial.state != TrialState.ACTIVE.value:
-            return
-        if value is None or _time_of(searcher, metrics, step) is None:
-            # Two reports of one step are merged: the other half may have come before.
-            metrics = _standing_metrics(connection, trial.id, step) or metrics
-            value = _number(metrics.get(searcher.metric))
-        reached = _time_of(searcher, metrics, step)
-        if value is not None and reached is not None:
-            given = Reported(request_id=trial.request_id, time=reached, metric=value)
-            changes.apply_input(transaction, attempt.experiment_id, given)
-
-    def store_checkpoint(
-        self, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
-    ) -> None:
-        """Store that an attempt has a checkpoint; one that is known stays as it is."""
-        checkpoints, connection = tables.checkpoints, transaction.connection
-        known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
-        if connection.execute(known).first() is not None:
-            return
-        experiment = self._changes.experiment(connection, attempt.experiment_id)
-        config = config_of(experiment)
-        metric = config.searcher.metric
-        if config.deletes_while_running and experiment.retention_done:
-            experiments = tables.experiments
-            is_this = experiments.c.id == attempt.experiment_id
-            connection.execute(update(experiments).where(is_this).values(retention_done=False))
-            transaction.after_commit(self._changes.wake)
-        step = record.steps_completed
-        connection.execute(
-            insert(checkpoints).values(
-                uuid=record.uuid,
-                trial_id=attempt.trial_id,
-                experiment_id=attempt.experiment_id,
-                attempt=attempt.number,
-                steps_completed=step,
-                state=CheckpointState.COMPLETED.value,
-                metadata=record.metadata,
-                resources=record.resources,
-                size=sum(record.resources.values()),
-                storage=record.storage,
-                created_at=record.time,
-                metric=metric_at(connection, attempt.trial_id, "validation", metric, step),
-            )
-        )
-        trial = self._changes.trial(connection, attempt.trial_id)
-        if step > trial.steps_completed:
-            self._changes.update_trial(transaction, trial.id, steps_completed=step)
-        transaction.emit(
-            "checkpoint",
-            attempt.experiment_id,
-            attempt.trial_id,
-            uuid=record.uuid,
-            steps_completed=step,
-        )
-
     def _take_alert(
         self, transaction: Transaction, attempt: Row[Any], rank: int, alert: AlertRaised
     ) -> None:
@@ -295,7 +213,7 @@ class RecordIngest:
         changes = self._changes
         if isinstance(record, ProgressReported):
             trial = changes.trial(transaction.connection, attempt.trial_id)
-            changes.note_progress(transaction, trial, record.progress)
+            changes.search_operations.note_progress(transaction, trial, record.progress)
         elif isinstance(record, StatusReported):
             changes.update_trial(transaction, attempt.trial_id, status=record.status)
         elif isinstance(record, RunMetadataSet):
@@ -303,7 +221,7 @@ class RecordIngest:
         elif isinstance(record, OperationsRequested):
             changes.update_trial(transaction, attempt.trial_id, uses_operations=True)
         elif isinstance(record, OperationCompleted):
-            self._take_operation(transaction, attempt, record)
+            take_operation(changes, transaction, attempt, record)
         elif isinstance(record, PreemptionAcknowledged):
             _update_attempt(transaction.connection, attempt.id, preempt_acknowledged=True)
         elif isinstance(record, EarlyExitReported):
@@ -327,22 +245,6 @@ class RecordIngest:
                     TimeSpent,
                 ),
             )
-
-    def _take_operation(
-        self, transaction: Transaction, attempt: Row[Any], record: OperationCompleted
-    ) -> None:
-        changes, connection = self._changes, transaction.connection
-        trial = changes.trial(connection, attempt.trial_id)
-        searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
-        if trial.state != TrialState.ACTIVE.value:
-            return
-        if searcher.judged_metrics is not None:
-            metric = float(decode_value(record.metric))
-            given = Reported(request_id=trial.request_id, time=float(record.length), metric=metric)
-            changes.apply_input(transaction, attempt.experiment_id, given)
-        else:
-            changes.update_trial(transaction, trial.id, operations_closed=True)
-            changes.change_attempt(transaction, attempt.id)
 
 
 def _take_times(
@@ -373,39 +275,12 @@ def _emit_newest(
             rank=rank,
             steps_completed=reports[-1].steps_completed,
             count=len(reports),
-            metrics=_small(reports[-1].metrics),
+            metrics=small_metrics(reports[-1].metrics),
         )
     untold.clear()
 
 
-def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:
-    """Return an attempt's row.
-
-    Raises:
-        NotFoundError: There is none.
-    """
-    row = connection.execute(
-        select(tables.attempts).where(tables.attempts.c.id == attempt_id)
-    ).first()
-    if row is None:
-        raise NotFoundError(f"There is no attempt {attempt_id}.")
-    return row
-
-
-def check_not_over(attempt: Row[Any]) -> None:
-    """Refuse what a runner sends for an attempt that has ended, and was maybe given away.
-
-    Raises:
-        RefusedError: It has ended.
-    """
-    if attempt.state == AttemptState.ENDED.value:
-        raise RefusedError(
-            "attempt_over",
-            f"Attempt {attempt.id} has ended: its runner reports and starts nothing any more.",
-        )
-
-
-def read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:
+def _read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:
     """Return the highest stored sequence number per (generation, rank)."""
     marks = tables.journal_marks
     rows = connection.execute(select(marks).where(marks.c.attempt_id == attempt_id))
@@ -432,17 +307,6 @@ def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> N
     )
 
 
-def _take_deletion(
-    connection: Connection, attempt: Row[Any], record: CheckpointDeleted | CheckpointFilesDeleted
-) -> None:
-    """Note which files an attempt has deleted of a checkpoint, if that is one of its trial."""
-    checkpoints = tables.checkpoints.c
-    query = select(checkpoints.trial_id).where(checkpoints.uuid == record.uuid)
-    if connection.execute(query).scalar() == attempt.trial_id:
-        left = {} if isinstance(record, CheckpointDeleted) else record.resources
-        note_deleted_files(connection, record.uuid, left)
-
-
 def _early_exit(connection: Connection, attempt_id: int) -> str | None:
     column = tables.attempts.c.early_exit
     reason: str | None = connection.scalar(select(column).where(tables.attempts.c.id == attempt_id))
@@ -451,25 +315,3 @@ def _early_exit(connection: Connection, attempt_id: int) -> str | None:
 
 def _searched_metric(connection: Connection, experiment_id: int) -> str:
     return config_of(StateChanges.experiment(connection, experiment_id)).searcher.metric
-
-
-def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[str, Any]:
-    """Return what the validation rows say at a step."""
-    rows = read_rows(connection, trial_id, "validation", after_step=step - 1, limit=1)
-    return rows[0].metrics if rows and rows[0].step == step else {}
-
-
-def _time_of(searcher: Searcher, metrics: dict[str, Any], step: int) -> float | None:
-    reached = _number(metrics.get(searcher.time_name))
-    return float(step) if reached is None and searcher.time_name == BATCHES else reached
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value)
-
-
-def _small(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Leave large reports out of events; whoever follows reads them from the trial."""
-    return metrics if len(json.dumps(metrics)) <= 2000 else {}

@@ -1,14 +1,13 @@
 """Changes of experiments and trials inside a transaction: the one place where states are set."""
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, select, update
 
 from paceline import faults
-from paceline.config import Searcher
+from paceline.master.experiments._search_operations import SearchOperations
 from paceline.master.experiments._search_views import store_search_view
 from paceline.master.experiments._searches import Searches
 from paceline.master.experiments._state_transitions import (
@@ -23,38 +22,21 @@ from paceline.master.experiments._state_transitions import (
     stopping_state,
 )
 from paceline.master.experiments._trial_failures import counted_trial_states, describe_failure
-from paceline.master.store import LogStore, Transaction, config_of, new_id, tables
+from paceline.master.store import LogStore, Transaction, tables
 from paceline.messages.states import (
-    FULLY_TRAINED,
     LIVE_TRIALS,
-    STOPPED_BY_SEARCH,
     AttemptState,
     ErrorKind,
     ExperimentState,
     TrialState,
 )
-from paceline.search import (
-    Create,
-    Exited,
-    ExitReason,
-    Input,
-    Operation,
-    Progressed,
-    Reported,
-    SearchMethodError,
-    Shutdown,
-    Started,
-    Stop,
-    Train,
-)
+from paceline.search import Exited, ExitReason
 
-logger = logging.getLogger(__name__)
-
-faults.register("master.trial.created", "master.trial.ended")
+faults.register("master.trial.ended")
 
 
 class StateChanges:
-    """Set states, apply search decisions, and tell whoever waits for the outcome.
+    """Set states, and tell whoever waits for the outcome.
 
     All methods run in the writer thread, inside the transaction they are given.
 
@@ -73,6 +55,7 @@ class StateChanges:
         notify_attempt: Callable[[int], None],
     ) -> None:
         self.searches = searches
+        self.search_operations = SearchOperations(self, searches)
         self._logs = logs
         self.wake = wake
         self._notify_attempt = notify_attempt
@@ -300,7 +283,7 @@ class StateChanges:
         self.set_trial_state(transaction, trial, state, reason=reason, error=error, kind=kind)
         faults.reach("master.trial.ended")
         given = Exited(request_id=trial.request_id, reason=exit_reason or search_exit(state))
-        self.apply_input(transaction, trial.experiment_id, given)
+        self.search_operations.apply_input(transaction, trial.experiment_id, given)
         self.end_experiment_if_done(transaction, trial.experiment_id)
 
     def note(
@@ -334,159 +317,3 @@ class StateChanges:
         """Ask an attempt to checkpoint and leave."""
         if attempt.preempt_reason is None:
             self.change_attempt(transaction, attempt.id, preempt_reason=reason)
-
-    # ---- search --------------------------------------------------------------------------
-
-    def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
-        """Give an input to the search and carry out what it decides.
-
-        Once the experiment is stopping or its search has ended, inputs are ignored. If the search's
-        method fails, the experiment does; what trials have reported is stored all the same.
-
-        Raises:
-            SearchMethodError: The method fails to start.
-        """
-        row = self.experiment(transaction.connection, experiment_id)
-        if not _takes_inputs(row):
-            return
-        try:
-            operations = self.searches.apply(transaction, experiment_id, given)
-        except SearchMethodError as error:
-            if isinstance(given, Started):
-                raise
-            self._fail_search(transaction, experiment_id, error)
-            return
-        for operation in operations:
-            self._carry_out(transaction, row, operation, given)
-        self.update_progress(transaction, experiment_id)
-
-    def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
-        """Carry out what a search decides on what came while its method was missing."""
-        row = self.experiment(transaction.connection, experiment_id)
-        if not _takes_inputs(row):
-            return
-        try:
-            # All of it is decided before anything is carried out, which may lead to more inputs.
-            decided = self.searches.catch_up(transaction, experiment_id)
-        except SearchMethodError as error:
-            self._fail_search(transaction, experiment_id, error)
-            return
-        for given, operations in decided:
-            for operation in operations:
-                self._carry_out(transaction, row, operation, given)
-        self.update_progress(transaction, experiment_id)
-
-    def _fail_search(
-        self, transaction: Transaction, experiment_id: int, error: SearchMethodError
-    ) -> None:
-        logger.error("The search of experiment %d failed.", experiment_id, exc_info=error)
-        # It may be half changed.
-        self.searches.forget(experiment_id)
-        self.fail_experiment(transaction, experiment_id, str(error))
-
-    def note_progress(self, transaction: Transaction, trial: Row[Any], progress: float) -> None:
-        """Record how far a trial says it is; progress decides nothing and is not logged."""
-        self.update_trial(transaction, trial.id, progress=progress)
-        row = self.experiment(transaction.connection, trial.experiment_id)
-        if _takes_inputs(row):
-            told = Progressed(request_id=trial.request_id, progress=progress)
-            self.searches.note_progress(transaction, trial.experiment_id, told)
-            self.update_progress(transaction, trial.experiment_id)
-
-    def update_progress(self, transaction: Transaction, experiment_id: int) -> None:
-        """Store the experiment's progress if it changed visibly."""
-        connection = transaction.connection
-        row = self.experiment(connection, experiment_id)
-        if not _takes_inputs(row):
-            return
-        try:
-            search = self.searches.peek(transaction, experiment_id)
-            progress = None if search is None else search.progress()
-        except SearchMethodError as error:
-            self._fail_search(transaction, experiment_id, error)
-            return
-        if progress is None or abs(progress - row.progress) < 0.001:
-            return
-        connection.execute(
-            update(tables.experiments)
-            .where(tables.experiments.c.id == experiment_id)
-            .values(progress=progress)
-        )
-        transaction.emit("progress", experiment_id, progress=progress)
-
-    def _carry_out(
-        self, transaction: Transaction, experiment: Row[Any], operation: Operation, given: Input
-    ) -> None:
-        experiment_id = experiment.id
-        if isinstance(operation, Create):
-            self._create_trial(transaction, experiment_id, operation)
-        elif isinstance(operation, Train):
-            trial = self._trial_of(transaction, experiment_id, operation.request_id)
-            self.update_trial(transaction, trial.id, target_length=operation.length)
-            self._tell_attempt(transaction, trial.id)
-        elif isinstance(operation, Stop):
-            trial = self._trial_of(transaction, experiment_id, operation.request_id)
-            self.update_trial(transaction, trial.id, operations_closed=True)
-            self._tell_attempt(transaction, trial.id)
-            if TrialState(trial.state) is TrialState.ACTIVE:
-                reason = _stop_reason(config_of(experiment).searcher, given)
-                self.stop_trial(transaction, trial, TrialState.STOPPING_COMPLETED, reason)
-        elif isinstance(operation, Shutdown):
-            end = SearchEnd.COMPLETED
-            if operation.failure:
-                end = SearchEnd.FAILED
-            elif operation.cancel:
-                end = SearchEnd.CANCELED
-            transaction.connection.execute(
-                update(tables.experiments)
-                .where(tables.experiments.c.id == experiment_id)
-                .values(search_end=end.value)
-            )
-
-    def _create_trial(
-        self, transaction: Transaction, experiment_id: int, operation: Create
-    ) -> None:
-        experiment = self.experiment(transaction.connection, experiment_id)
-        result = transaction.connection.execute(
-            insert(tables.trials).values(
-                id=new_id(transaction.connection, tables.trials),
-                experiment_id=experiment_id,
-                request_id=operation.request_id,
-                state=TrialState.ACTIVE.value,
-                hparams=operation.hparams,
-                seed=operation.trial_seed,
-                created_at=time.time(),
-                source_checkpoint=config_of(experiment).searcher.source_checkpoint_uuid,
-            )
-        )
-        assert result.inserted_primary_key is not None
-        trial_id = result.inserted_primary_key[0]
-        transaction.emit("trial_created", experiment_id, trial_id, hparams=operation.hparams)
-        transaction.after_commit(self.wake)
-        faults.reach("master.trial.created")
-
-    def _tell_attempt(self, transaction: Transaction, trial_id: int) -> None:
-        attempt = self.live_attempt(transaction.connection, trial_id)
-        if attempt is not None:
-            self.change_attempt(transaction, attempt.id)
-
-    @staticmethod
-    def _trial_of(transaction: Transaction, experiment_id: int, request_id: str) -> Row[Any]:
-        trials = tables.trials
-        return transaction.connection.execute(
-            select(trials).where(
-                trials.c.experiment_id == experiment_id, trials.c.request_id == request_id
-            )
-        ).one()
-
-
-def _takes_inputs(experiment: Row[Any]) -> bool:
-    state = ExperimentState(experiment.state)
-    return not (state.is_stopping or state.is_terminal) and experiment.search_end is None
-
-
-def _stop_reason(searcher: Searcher, given: Input) -> str:
-    longest = float("inf") if searcher.length is None else searcher.length
-    if searcher.wants_reports and isinstance(given, Reported) and given.time >= longest:
-        return FULLY_TRAINED
-    return STOPPED_BY_SEARCH

@@ -13,7 +13,6 @@ from sqlalchemy import Connection, Row, select
 from paceline import faults
 from paceline.journal import CheckpointStored
 from paceline.master.experiments import (
-    RecordIngest,
     RefusedError,
     StateChanges,
     check_not_over,
@@ -21,6 +20,7 @@ from paceline.master.experiments import (
     delete_files,
     note_deleted_files,
     read_attempt,
+    store_checkpoint,
 )
 from paceline.master.store import Database, Transaction, config_of, tables
 from paceline.messages.attempts import (
@@ -59,16 +59,16 @@ class Transfers:
         database: The master's database.
         cluster_id: The identity of the master's home.
         default_storage: Where checkpoints go unless the configuration says otherwise.
-        ingest: Stores the records of checkpoints.
+        changes: Sets the states of experiments and trials.
     """
 
     def __init__(
-        self, database: Database, cluster_id: str, default_storage: str, ingest: RecordIngest
+        self, database: Database, cluster_id: str, default_storage: str, changes: StateChanges
     ) -> None:
         self._database = database
         self._cluster_id = cluster_id
         self._default_storage = default_storage
-        self._ingest = ingest
+        self._changes = changes
         # For requests that hold a piece in memory, of all runners together.
         self.places = asyncio.Semaphore(_PIECES_AT_ONCE)
         self._lock = threading.Lock()
@@ -289,7 +289,7 @@ class Transfers:
             check_not_over(attempt)
             incoming.commit()
             faults.reach("master.checkpoint.moved_in")
-            self._ingest.store_checkpoint(transaction, attempt, stored)
+            store_checkpoint(self._changes, transaction, attempt, stored)
 
         self._database.write(job).result()
         with self._lock:

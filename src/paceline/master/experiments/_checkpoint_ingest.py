@@ -1,0 +1,67 @@
+"""Ingest of records on checkpoints: those that were stored, and files of them that were deleted."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from paceline.journal import CheckpointDeleted, CheckpointFilesDeleted, CheckpointStored
+from paceline.master.experiments._checkpoint_files import note_deleted_files
+from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.store import Transaction, config_of, metric_at, tables
+from paceline.messages.states import CheckpointState
+
+
+def store_checkpoint(
+    changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
+) -> None:
+    """Store that an attempt has a checkpoint; one that is known stays as it is."""
+    checkpoints, connection = tables.checkpoints, transaction.connection
+    known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
+    if connection.execute(known).first() is not None:
+        return
+    experiment = changes.experiment(connection, attempt.experiment_id)
+    config = config_of(experiment)
+    metric = config.searcher.metric
+    if config.deletes_while_running and experiment.retention_done:
+        experiments = tables.experiments
+        is_this = experiments.c.id == attempt.experiment_id
+        connection.execute(update(experiments).where(is_this).values(retention_done=False))
+        transaction.after_commit(changes.wake)
+    step = record.steps_completed
+    connection.execute(
+        insert(checkpoints).values(
+            uuid=record.uuid,
+            trial_id=attempt.trial_id,
+            experiment_id=attempt.experiment_id,
+            attempt=attempt.number,
+            steps_completed=step,
+            state=CheckpointState.COMPLETED.value,
+            metadata=record.metadata,
+            resources=record.resources,
+            size=sum(record.resources.values()),
+            storage=record.storage,
+            created_at=record.time,
+            metric=metric_at(connection, attempt.trial_id, "validation", metric, step),
+        )
+    )
+    trial = changes.trial(connection, attempt.trial_id)
+    if step > trial.steps_completed:
+        changes.update_trial(transaction, trial.id, steps_completed=step)
+    transaction.emit(
+        "checkpoint",
+        attempt.experiment_id,
+        attempt.trial_id,
+        uuid=record.uuid,
+        steps_completed=step,
+    )
+
+
+def take_deletion(
+    connection: Connection, attempt: Row[Any], record: CheckpointDeleted | CheckpointFilesDeleted
+) -> None:
+    """Note which files an attempt has deleted of a checkpoint, if that is one of its trial."""
+    checkpoints = tables.checkpoints.c
+    query = select(checkpoints.trial_id).where(checkpoints.uuid == record.uuid)
+    if connection.execute(query).scalar() == attempt.trial_id:
+        left = {} if isinstance(record, CheckpointDeleted) else record.resources
+        note_deleted_files(connection, record.uuid, left)

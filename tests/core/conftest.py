@@ -121,7 +121,7 @@ def start_ranks(
 def finish_ranks() -> Callable[..., list[tuple[int, str, str]]]:
     """Return a function that waits for ranks: exit code, standard output and error of each."""
 
-    def finish(processes: list[Any], timeout_s: float = 90) -> list[tuple[int, str, str]]:
+    def finish(processes: list[Any], timeout_s: float = 240) -> list[tuple[int, str, str]]:
         results = []
         try:
             for process in processes:

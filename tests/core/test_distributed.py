@@ -168,7 +168,7 @@ def test_under_torchrun_the_chief_names_one_run_directory(
         env={**clean_environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 0, result.stderr

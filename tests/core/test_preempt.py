@@ -240,7 +240,7 @@ def start_script(
 def test_first_signal_leads_to_a_clean_exit(start_script: Callable[..., Any]) -> None:
     process = start_script("asks")
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 0
     (summary,) = core.list_runs(Path("paceline_runs"))
     assert summary.state is core.RunState.PREEMPTED
@@ -254,7 +254,7 @@ def test_second_signal_kills_while_a_checkpoint_is_stored(
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.readline() == "storing\n"
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == -signal.SIGTERM
     (summary,) = core.list_runs(Path("paceline_runs"))
     assert summary.state is core.RunState.CRASHED
@@ -265,5 +265,5 @@ def test_script_that_never_asks_dies_by_the_signal(start_script: Callable[..., A
     process = start_script("never")
     time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == -signal.SIGTERM

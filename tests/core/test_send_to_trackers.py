@@ -159,6 +159,8 @@ def test_a_tracker_that_hangs_neither_stops_training_nor_its_end(
     other = Told()
     with core.init(trackers=[hanging, other]) as context:
         train(context)
+        while not hanging.threads:
+            time.sleep(0.01)
     assert hanging.is_abandoned
     assert hanging.num_lost == 6
     assert "has not come to its end within 0.05 s and is left behind" in caplog.text

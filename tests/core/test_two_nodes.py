@@ -43,8 +43,9 @@ def names(path):
 
 with core.init(preempt_mode=PreemptMode.ChiefOnly) as context:
     distributed, checkpoint = context.distributed, context.checkpoint
-    context.profiler.on(0.1, 1)
+    # In this order, as there might be a sample before the fifth step otherwise.
     context.profiler.note_steps(5)
+    context.profiler.on(0.1, 1)
 
     if rank == 0:
         assert not context.preempt.should_preempt()

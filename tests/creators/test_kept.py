@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,12 @@ def make(**options: Any) -> PyTorchTrainer:
 
 
 def num_files(pid: int | str = "self", least_size: int = 0) -> int:
-    found = [path for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
-    found = [path for path in found if "paceline_state" in os.readlink(path)]
-    return sum(path.stat().st_size >= least_size for path in found)
+    num = 0
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        # The process may close some meanwhile.
+        with suppress(FileNotFoundError):
+            num += "paceline_state" in os.readlink(path) and path.stat().st_size >= least_size
+    return num
 
 
 def train_and_die_late(
@@ -58,7 +62,7 @@ def train_and_die_late(
     order = Path(config["order"])
     if os.environ["RANK"] == "1" and order.exists():
         order.unlink()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while num_files(config["driver"], least_size=1) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)

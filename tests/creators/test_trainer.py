@@ -64,7 +64,7 @@ def trainer() -> Iterator[PyTorchTrainer]:
     before = set(threading.enumerate())
     with make(num_workers=2) as trainer:
         yield trainer
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert set(threading.enumerate()) - before == set()

@@ -16,7 +16,8 @@ class ObjectServer(ThreadingHTTPServer):
 
     Attributes:
         reads: The keys and ranges that were asked for, in order.
-        fails_until: Until when each request is answered by 503, by `time.monotonic`.
+        fails_until: Until when each request is answered by 503, by `time.monotonic`; two are in
+            any case.
         hangs_on: The key whose requests are never answered.
         delay_s: How long each piece of an object takes, in seconds.
     """
@@ -57,7 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
         key = unquote(url.path).removeprefix(f"/{BUCKET}").lstrip("/")
         if self.server.is_forbidden:
             return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
-        if time.monotonic() < self.server.fails_until:
+        until = self.server.fails_until
+        if until and (time.monotonic() < until or self.server.num_failed < 2):
             self.server.num_failed += 1
             return self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
         if not key:

@@ -196,7 +196,7 @@ def test_decoding_ahead_fails_at_the_batch_of_the_image_and_leaves_no_thread(
     abandoned = iter(data.read_images(directory).to_torch(1))
     next(abandoned)
     del abandoned, batches
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(each.name.startswith("paceline-decode") for each in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -7,13 +7,13 @@ workers each load torch. As there, the others must end soon after the first rank
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 
 import paceline.pytorch  # noqa: F401 # so that no rank takes the time
+from paceline.workers import PortReservation
 
-GRACE_S = 10.0
+GRACE_S = 60.0
 
 
 def start_rank(rank: int, num_ranks: int, port: int) -> int:
@@ -52,15 +52,14 @@ def wait(running: set[int]) -> int:
 def main() -> None:
     """Start the ranks; each of them returns from here, too."""
     num_ranks = int(sys.argv[1])
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     running = set[int]()
-    for rank in range(num_ranks):
-        pid = start_rank(rank, num_ranks, port)
-        if pid == 0:
-            return
-        running.add(pid)
-    sys.exit(wait(running))
+    with PortReservation() as reservation:
+        for rank in range(num_ranks):
+            pid = start_rank(rank, num_ranks, reservation.port)
+            if pid == 0:
+                return
+            running.add(pid)
+        sys.exit(wait(running))
 
 
 main()

@@ -37,7 +37,7 @@ def straight_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=directory,
         env={**kept, "OMP_NUM_THREADS": "1"},
         check=True,
-        timeout=100,
+        timeout=240,
         capture_output=True,
     )
     return directory
@@ -158,7 +158,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
         if line.startswith(b"epoch 2 batch"):
             break
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     run(*STRAIGHT, PACELINE_RESUME="auto")
     resumed, straight = only_run(example), only_run(straight_run)
     assert len({key.attempt for key in resumed.journal_keys()}) == 2

@@ -106,7 +106,7 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=240)
     assert b"interrupted: " in output, output
     run("train.py", *SHORT, "--resume", "auto")
     resumed = only_run(example)

@@ -25,7 +25,7 @@ def run(lab: FaultLab, tmp_path: Path) -> Run:
             env=os.environ | lab.environment | environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
 

@@ -29,13 +29,13 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
-        if self.returncode is None:
-            os.kill(self.pid, number)
+        with suppress(ProcessLookupError):
+            if self.returncode is None:
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it and wait for its end."""
-        with suppress(ProcessLookupError):
-            self.send_signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         if self.returncode is None:
             self.returncode = self._server.wait(self.pid, 60)
         self.stdout.close()
@@ -79,8 +79,9 @@ class ForkedDaemon:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL, unless it has ended."""
@@ -120,7 +121,8 @@ class ForkServer:
     def ask(self, request: dict[str, Any], files: list[int]) -> int:
         """Have a process forked, and return its id."""
         socket.send_fds(self._channel, [json.dumps(request).encode()], files)
-        while "code" in (told := self._receive(60)):
+        # The first one waits for the modules.
+        while "code" in (told := self._receive(240)):
             self._codes[told["pid"]] = told["code"]
         # It may be the id of one that ended before, whose code nobody has asked for.
         self._codes.pop(told["pid"], None)
@@ -193,7 +195,7 @@ class RankServer(ForkServer):
                     if ended and not code:
                         code = ended
                         # A rank may have to say yet that another one has failed.
-                        deadline = time.monotonic() + 5
+                        deadline = time.monotonic() + 30
             except TimeoutError:
                 if not code:
                     raise

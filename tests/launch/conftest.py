@@ -47,7 +47,7 @@ def launch(
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         process = start_launcher(*arguments, **environment)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     return run

@@ -103,7 +103,7 @@ def is_free_to_bind(address: str) -> bool:
 def ends(launchers: Sequence[Launcher]) -> list[tuple[int, str, str]]:
     results = []
     for launcher in launchers:
-        out, err = launcher.communicate(timeout=120)
+        out, err = launcher.communicate(timeout=240)
         assert 'Traceback (most recent call last):\n  File "<frozen runpy>' not in err
         results.append((launcher.returncode, out, err))
     return results
@@ -126,7 +126,7 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_ended(pids: Sequence[int]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a worker is left"
         time.sleep(0.05)

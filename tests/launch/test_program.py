@@ -115,10 +115,12 @@ import atexit, threading, time
 from concurrent.futures import ThreadPoolExecutor
 atexit.register(print, "handler 1")
 atexit.register(print, "handler 2")
-threading.Thread(target=lambda: (time.sleep(0.5), print("thread"))).start()
+is_over = threading.Event()
+threading.Thread(target=lambda: (is_over.wait(), time.sleep(0.5), print("thread"))).start()
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 ThreadPoolExecutor(1).submit(print, "pool").result()
 print("end")
+is_over.set()
 """
     result = launch(script(text))
     assert result.returncode == 0, result.stderr

@@ -114,7 +114,7 @@ def test_a_rank_that_hangs_is_named_when_the_group_is_asked_to_end(
         assert launcher.poll() is None
         time.sleep(0.05)
     launcher.terminate()
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=240)
     assert launcher.returncode != 0
     assert "Rank 2 was asked to end, but has done nothing for" in err
     assert "in train_batch" in err

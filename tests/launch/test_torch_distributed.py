@@ -44,7 +44,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _wait_until_ended(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(map(_is_alive, pids)):
         assert time.monotonic() < deadline, "workers were left"
         time.sleep(0.02)
@@ -130,7 +130,7 @@ while True:
     launcher = start_launcher("--nproc-per-node=2", script(text))
     assert sorted(_read_lines(launcher, 2)) == ["[rank=0] up", "[rank=1] up"]
     launcher.send_signal(signum)
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=240)
     assert sorted(out.splitlines()) == ["[rank=0] saved", "[rank=1] saved"]
     assert launcher.returncode == 0
 
@@ -141,7 +141,7 @@ def test_workers_that_do_not_expect_a_signal_end_by_it(
     launcher = start_launcher(script("import time\nprint('up')\ntime.sleep(600)"))
     _read_lines(launcher, 1)
     launcher.terminate()
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 143
     assert "Rank 0 was ended by SIGTERM" in err
 
@@ -162,7 +162,7 @@ while True:
     launcher.terminate()
     assert sorted(_read_lines(launcher, 2)) == ["[rank=0] ignored", "[rank=1] ignored"]
     launcher.terminate()
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 137
     assert "SIGTERM again: the workers are killed." in err
 
@@ -187,7 +187,7 @@ while True:
     launcher.send_signal(signal.SIGINT)
     assert sorted(_read_lines(launcher, 2)) == ["[rank=0] noted", "[rank=1] noted"]
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=60)
+    _, err = launcher.communicate(timeout=240)
     assert launcher.returncode == 130
     assert ("KeyboardInterrupt" if leaves else "ended by SIGKILL") in err.splitlines()[-1]
 
@@ -198,8 +198,15 @@ import os, time
 class PeerError(RuntimeError):
     is_consequence = True
 if os.environ["RANK"] == "0":
+    # It tells of a failure that soon follows, however late the other one begins.
+    while not os.path.exists("up"):
+        time.sleep(0.01)
+    open("raises", "w").close()
     raise PeerError("rank 1 has failed")
-time.sleep(0.5)
+open("up", "w").close()
+while not os.path.exists("raises"):
+    time.sleep(0.01)
+time.sleep(0.3)
 raise ValueError("boom")
 """
     result = launch("--nproc-per-node=2", script(text))
@@ -221,7 +228,7 @@ while True:
     launcher = start_launcher(script(text))
     _read_lines(launcher, 1)
     launcher.send_signal(signal.SIGUSR1)
-    assert launcher.communicate(timeout=60)[0] == "child 0\n"
+    assert launcher.communicate(timeout=240)[0] == "child 0\n"
 
 
 def test_each_rank_is_told_its_place(launch: Launch, script: Script) -> None:
@@ -294,7 +301,8 @@ print()
     for rank in (0, 1):
         lines = [line for line in result.stdout.splitlines() if line.startswith(f"[rank={rank}]")]
         assert lines[-1] == f"[rank={rank}] 199/199"
-        assert 2 <= len(lines) <= 20
+        # Two a second, for as long as it takes.
+        assert 2 <= len(lines) <= 100
 
 
 def test_the_output_of_a_single_worker_is_left_as_it_is(launch: Launch, script: Script) -> None:

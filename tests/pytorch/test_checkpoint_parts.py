@@ -22,7 +22,8 @@ from paceline.engine.training import _training_checkpoints
 from paceline.engine.loop._rank_agreement import RankAgreement
 
 FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
-_training_checkpoints._PARTS_S = 3.0
+if FAULT == "storage":
+    _training_checkpoints._PARTS_S = 3.0
 PERIOD = os.environ["PERIOD"]
 if PERIOD == "continuous":
     RankAgreement.look_interval_s = _continuous_saves._RETRY_S = 0.02

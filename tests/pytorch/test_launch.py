@@ -175,7 +175,7 @@ def test_a_function_trains_on_workers_and_its_errors_are_those_of_the_first_rank
     """
     (tmp_path / "driver.py").write_text(textwrap.dedent(code))
     process = start("driver.py")
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     assert out.endswith("PASSED\n"), out
     assert out.count("RESULT reached max_length 6") == 2
 
@@ -246,7 +246,7 @@ NOTEBOOK = """
 import json, sys
 from jupyter_client.manager import start_new_kernel
 
-manager, client = start_new_kernel()
+manager, client = start_new_kernel(startup_timeout=200)
 
 def execute(code):
     shown = []
@@ -254,7 +254,7 @@ def execute(code):
         shown.append(message["content"].get("text", ""))
         if "waiting" in shown[-1]:
             manager.interrupt_kernel()
-    reply = client.execute_interactive(code, timeout=60, output_hook=show)
+    reply = client.execute_interactive(code, timeout=240, output_hook=show)
     return reply["content"].get("ename"), sorted("".join(shown).splitlines())
 
 print(json.dumps([execute(cell) for cell in json.loads(sys.argv[1])]))
@@ -270,7 +270,7 @@ def test_functions_of_a_notebook_run_in_workers_and_its_cells_can_be_interrupted
     pytest.importorskip("ipykernel", reason=reason)
     pytest.importorskip("jupyter_client", reason=reason)
     process = start("-c", NOTEBOOK, json.dumps(CELLS))
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     _, (error, shown), interrupted = json.loads(out.splitlines()[-1])
     assert error is None
     assert shown[:2] == ["[1, 4]", "[rank=0] hello from [0, 1]"]
@@ -300,7 +300,7 @@ def test_ctrl_c_stores_a_checkpoint_and_the_run_goes_on_later(
     process = start(*COMMANDS[how], LENGTH=100_000, PAUSE_S=0.01, LOADERS=loaders)
     read_until(process, "READY", num_workers)
     os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == code, out
     assert out.count("press Ctrl-C again to leave now") == 1
     assert out.count("RESULT interrupted") == num_workers
@@ -309,7 +309,7 @@ def test_ctrl_c_stores_a_checkpoint_and_the_run_goes_on_later(
     assert summary.latest_checkpoint is not None
     if how == "alone":
         process = start(*COMMANDS[how], LENGTH=2000)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=240)
         assert "RESULT reached max_length 2000" in out
         assert run_summary(tmp_path).num_attempts == 2
 
@@ -332,7 +332,7 @@ def test_a_signal_to_all_processes_of_a_job_stores_a_checkpoint(
         process = start("train.py", **options, LOADERS=2, METHOD=method)
         read_until(process, "READY")
         os.killpg(process.pid, number)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=240)
         assert process.returncode == 0, out
         assert "is killed by signal" not in out
         summary = run_summary(tmp_path)
@@ -357,9 +357,9 @@ def test_a_second_ctrl_c_leaves_at_once(start: Start, tmp_path: Path, how: str, 
     os.killpg(process.pid, signal.SIGINT)
     read_until(process, "press Ctrl-C again to leave now")
     os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == code, out
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{line.split()[-1]}").exists() for line in ready):
         assert time.monotonic() < deadline, "a worker went on"
         time.sleep(0.05)
@@ -372,7 +372,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_checkpoint(start: Start, tmp_path: 
     process.send_signal(signal.SIGINT)
     read_until(process, "WRITING")
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == -signal.SIGINT, out
     summary = run_summary(tmp_path)
     assert summary.state is core.RunState.CRASHED
@@ -425,7 +425,7 @@ def test_under_plain_torchrun_good_work_ends_with_code_0_every_time(
     for repetition in range(repetitions):
         end = ends[repetition % 2]
         process = start(*TORCHRUN, str(num_workers), "overlapped.py", *end)
-        out, _ = process.communicate(timeout=100)
+        out, _ = process.communicate(timeout=240)
         assert (process.returncode, out.count("DONE")) == (0, num_workers), out
 
 
@@ -433,7 +433,7 @@ def test_under_plain_torchrun_good_work_ends_with_code_0_every_time(
 def test_under_plain_torchrun_a_code_of_the_script_is_kept(start: Start, tmp_path: Path) -> None:
     (tmp_path / "overlapped.py").write_text(OVERLAPPED)
     process = start(*TORCHRUN, "2", "overlapped.py", "exit", "3")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "exitcode  : 3" in out
 
@@ -450,7 +450,7 @@ def test_under_plain_torchrun_a_rank_that_fails_ends_the_others(
     start: Start, fault: str, text: str
 ) -> None:
     process = start(*COMMANDS["torchrun"], FAULT=fault)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert text in out
     # It did not take torchrun's own kill, half a minute later.
@@ -507,7 +507,7 @@ def test_a_process_group_is_joined_or_made_for_every_way_to_tell_the_place(
     """
     (tmp_path / "places.py").write_text(textwrap.dedent(code))
     process = start("places.py")
-    out, _ = process.communicate(timeout=100)
+    out, _ = process.communicate(timeout=240)
     places = [[([0, 1], rank, 1)] * 4 for rank in range(2)]
     assert f"PLACES {places}" in out, out
 
@@ -574,7 +574,7 @@ def test_a_validation_on_the_chief_may_take_longer_than_ranks_wait(
 ) -> None:
     (tmp_path / "train.py").write_text(LONG_VALIDATION)
     process = start("-m", "paceline.launch.torch_distributed", "--nproc-per-node=3", "train.py")
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert [out.count(f"[rank={rank}] 1.5 3.0") for rank in range(3)] == [1, 1, 1]
     # A rank without a shard says so.

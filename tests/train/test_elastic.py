@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def test_point_5_with_too_few_workers_the_group_waits_longer_and_longer_up_to_a_
     with pytest.raises(
         train.NotEnoughWorkersError,
         match=r"At least 2 worker\(s\) must be able to run, but no more than 1 could at last, after"
-        r" a wait of 0\.\d+ s\. Hint: ElasticConfig",
+        r" a wait of \S+ s\. Hint: ElasticConfig",
     ) as raised:
         trainer.run(fit)
     assert (raised.value.wanted, raised.value.available) == (2, 1)
@@ -286,6 +287,9 @@ def test_workers_beyond_the_number_of_shards_stay_idle(caplog: pytest.LogCapture
 def test_exceptions_of_the_user_are_never_retried() -> None:
     def fail() -> None:
         Path(str(os.getpid())).touch()
+        # The error of one rank ends the other, which may not have begun by then.
+        while len(list(Path.cwd().glob("[0-9]*"))) < 2:
+            time.sleep(0.01)
         raise ZeroDivisionError("mine")
 
     trainer = train.Trainer(num_workers=(1, 2), max_retries=5)
@@ -372,7 +376,7 @@ def test_random_losses_and_growth_change_no_step(seed: int) -> None:
 def report_size(config: dict[str, Any]) -> int:
     """Save until the group has grown to the number of workers asked for."""
     begun_at = (train.load_checkpoint() or {"step": 0})["step"]
-    for step in range(begun_at + 1, begun_at + 400):
+    for step in count(begun_at + 1):
         train.report(step=step, samples=[])
         train.save_checkpoint(step=step)
         if train.world_size() == config["until"]:

@@ -74,7 +74,7 @@ class Way:
         self.lose_worker()
         self.host.close()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(60)
         self.driver.close()
 
 

@@ -13,30 +13,37 @@ import pytest
 
 from paceline import train
 from paceline.core import PreemptedError, RunState, list_runs
-from paceline.core._attempt_history import read_history
 from paceline.journal import Control, RunDirectory
 
 PROGRAM = """
 import os, sys, time
+from itertools import count
 from pathlib import Path
 from paceline import train
 
+class Stored(train.TrainingCallback):
+    def handle_checkpoint(self, checkpoint):
+        Path(f"stored-{checkpoint.metadata['steps_completed']}").touch()
+
 def fit(config):
-    state = train.load_checkpoint() or {"step": 0}
-    for step in range(state["step"], 40):
+    begun_at = (train.load_checkpoint() or {"step": 0})["step"]
+    for step in count(begun_at):
+        if step - begun_at == config["length"]:
+            return begun_at
         time.sleep(0.02)
         train.report(step=step)
         if config["saves"] and step % 5 == 4:
             train.save_checkpoint(step=step + 1)
-        if step == 12 and train.world_rank() == 0:
-            Path("up").touch()
+        if step == 12:
+            Path(f"up-{train.world_rank()}").touch()
             while Path("hold").exists():
                 time.sleep(0.01)
-    return state["step"]
 
 trainer = train.Trainer(2, run_dir="run")
 trainer.start()
-print("from", trainer.run(fit, {"saves": sys.argv[1] == "saves"})[0], flush=True)
+# Without a length it goes on until it is ended.
+config = {"saves": sys.argv[1] == "saves", "length": int(sys.argv[2])}
+print("from", trainer.run(fit, config, callbacks=[Stored()])[0], flush=True)
 trainer.shutdown()
 """
 
@@ -45,19 +52,19 @@ trainer.shutdown()
 def start(
     tmp_path: Path, clean_environment: dict[str, str]
 ) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return a function that starts the program and waits until it has done twelve steps.
+    """Return a function that starts the program, for so many steps or without an end.
 
-    Both of the checkpoints that it saves in them are there by then.
+    Without an end it is held after thirteen steps, and waited for. Its driver has taken both
+    checkpoints by then that it saves in them.
     """
     started: list[subprocess.Popen[str]] = []
 
-    def start(saves: str, *, is_held: bool = True, **environment: str) -> subprocess.Popen[str]:
+    def start(saves: str, length: int = -1, **environment: str) -> subprocess.Popen[str]:
         (tmp_path / "program.py").write_text(PROGRAM)
-        (tmp_path / "up").unlink(missing_ok=True)
-        if is_held:
+        if length < 0:
             (tmp_path / "hold").touch()
         process = subprocess.Popen(
-            [sys.executable, "program.py", saves],
+            [sys.executable, "program.py", saves, str(length)],
             cwd=tmp_path,
             env=clean_environment | {"OMP_NUM_THREADS": "1"} | environment,
             stdout=subprocess.PIPE,
@@ -65,12 +72,10 @@ def start(
             text=True,
         )
         started.append(process)
-        while not (tmp_path / "up").exists() and process.poll() is None and is_held:
-            time.sleep(0.02)
-        # Until it is committed, one that was begun before a signal is the next one.
-        run = RunDirectory(tmp_path / "run")
-        while saves == "saves" and is_held and len(read_history(run).checkpoints) < 2:
-            assert process.poll() is None
+        # One that the driver has not taken when a signal comes is the next one.
+        marks = ["up-0", "up-1", *(["stored-10"] if saves == "saves" else [])]
+        while length < 0 and not all((tmp_path / mark).exists() for mark in marks):
+            assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         return process
 
@@ -91,17 +96,18 @@ def test_a_signal_ends_the_run_with_its_next_checkpoint(
     while "the run ends with its next checkpoint" not in process.stderr.readline():
         assert process.poll() is None
     (tmp_path / "hold").unlink()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (0, ""), err
     (run,) = list_runs(tmp_path)
     assert run.state is RunState.PREEMPTED
-    again = start("saves", is_held=False, PACELINE_RESUME=str(tmp_path / "run"))
-    out, err = again.communicate(timeout=60)
+    again = start("saves", 25, PACELINE_RESUME=str(tmp_path / "run"))
+    out, err = again.communicate(timeout=240)
     assert again.returncode == 0, err
     # Two checkpoints were there when the signal came.
-    assert int(out.split()[1]) >= 15
+    begun_at = int(out.split()[1])
+    assert begun_at >= 15
     (run,) = list_runs(tmp_path)
-    assert (run.state, run.last_step) == (RunState.COMPLETED, 40)
+    assert (run.state, run.last_step) == (RunState.COMPLETED, begun_at + 25)
 
 
 def test_a_signal_ends_a_run_without_checkpoints_at_once(
@@ -109,7 +115,7 @@ def test_a_signal_ends_a_run_without_checkpoints_at_once(
 ) -> None:
     process = start("never")
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == -signal.SIGTERM
 
 
@@ -122,7 +128,7 @@ def test_a_second_signal_ends_the_run_at_once(
     while "the run ends with its next checkpoint" not in process.stderr.readline():
         assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == -signal.SIGTERM
 
 
@@ -132,7 +138,7 @@ def test_a_master_that_wants_room_gets_it_with_the_next_checkpoint(
     process = start("saves")
     RunDirectory(tmp_path / "run").write_control(Control(should_preempt=True))
     (tmp_path / "hold").unlink()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (0, ""), err
     (run,) = list_runs(tmp_path)
     assert run.state is RunState.PREEMPTED

@@ -77,6 +77,13 @@ def test_a_trainer_takes_the_connected_cluster_and_survives_a_lost_worker(
         train.Trainer(num_workers=9).run(fit, {})
 
 
+def await_end(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline, f"{pid} is still there"
+        time.sleep(0.05)
+
+
 def raylet_of(pid: int) -> int:
     parents = psutil.Process(pid).parents()
     return next(process.pid for process in parents if process.name() == "raylet")
@@ -221,8 +228,7 @@ def follow_samples(config: dict[str, Any]) -> int:
             weight = model.weight.item()
             train.report(step=step, samples=numbers.tolist(), weight=weight, pid=os.getpid())
             train.save_checkpoint(model=model, optimizer=optimizer, step=step)
-            is_left = train.world_size() <= config["most"]
-            if step == 240 or (is_left and step >= config["steps"]):
+            if train.world_size() <= config["most"] and step >= config["steps"]:
                 return train.world_size()
             time.sleep(config["pause_s"])
 
@@ -261,9 +267,6 @@ class AllReports(train.TrainingCallback):
 def test_a_group_leaves_a_node_that_is_drained_before_it_is_lost(
     ray_cluster: Any, seats: Callable[[int], None], drain_node: Callable[[str], None]
 ) -> None:
-    fixed = AllReports()
-    with train.Trainer(num_workers=2, cluster="local") as trainer:
-        trainer.run(follow_samples, {"steps": 60, "most": 2, "pause_s": 0}, callbacks=[fixed])
     seats(2)
     nodes = {n.all_processes["raylet"][0].process.pid: n.node_id for n in ray_cluster.worker_nodes}
     with train.Trainer(
@@ -277,13 +280,19 @@ def test_a_group_leaves_a_node_that_is_drained_before_it_is_lost(
         config = {"steps": 60, "most": 1, "pause_s": 0.05}
         results = trainer.run(follow_samples, config, callbacks=[record])
         # Nobody has killed the node: its worker was ended for the notice alone.
-        assert not psutil.pid_exists(leaving)
+        await_end(leaving)
         (left,) = trainer.execute(os.getpid)
         assert raylet_of(left) == kept
     assert (record.sizes, list(results), results.num_restarts) == ([1], [1], 0)
-    found, expected = by_step(record.reports), by_step(fixed.reports)
-    assert found == expected
-    assert list(found) == list(range(1, 61))
+    found = by_step(record.reports)
+    assert list(found) == list(range(1, len(found) + 1))
+    assert len(found) >= 60
+    # The notice may take long to come, and the training waits for it.
+    fixed = AllReports()
+    config = {"steps": len(found), "most": 2, "pause_s": 0}
+    with train.Trainer(num_workers=2, cluster="local") as trainer:
+        trainer.run(follow_samples, config, callbacks=[fixed])
+    assert found == by_step(fixed.reports)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -131,8 +132,11 @@ def test_reports_of_each_rank_arrive_while_the_function_goes_on(trainer: train.T
 
 
 def test_all_that_was_printed_is_there_when_a_run_or_an_error_returns(
-    trainer: train.Trainer, work_here: Path
+    trainer: train.Trainer, work_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Nobody takes the lines slowly but for a busy machine.
+    monkeypatch.setattr("paceline.train._run_driver._DRAIN_S", 60.0)
+
     def function(config: dict[str, Any]) -> None:
         for number in range(5000):
             print("line", number)
@@ -382,10 +386,14 @@ def test_a_run_of_which_any_rank_failed_is_no_completed_one(
 ) -> None:
     def function() -> None:
         train.report(x=1)
-        if train.world_rank() != first:
-            # The other one has returned by then.
-            time.sleep(0.5)
-            raise ValueError("too late")
+        if train.world_rank() == first:
+            Path("reported").touch()
+            return
+        while not Path("reported").exists():
+            time.sleep(0.01)
+        # The other one has returned by then.
+        time.sleep(0.5)
+        raise ValueError("too late")
 
     with pytest.raises(ValueError, match="too late"):
         trainer.run(function)
@@ -437,6 +445,8 @@ def test_reports_before_an_error_are_taken_before_it(trainer: train.Trainer) -> 
     def function() -> None:
         for number in range(5):
             train.report(number=number)
+        # The error of one rank would end another one that has reported less.
+        dist.barrier()
         raise ZeroDivisionError
 
     taken: list[Any] = []

@@ -50,12 +50,12 @@ def make_group(tmp_path: Path, lines: list[OutputLine]) -> Iterator[MakeGroup]:
 
 @pytest.fixture
 def wait_until() -> Callable[[Callable[[], object]], None]:
-    """Wait for a condition, for 10 s at most."""
+    """Wait for a condition, for two minutes at most."""
 
     def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not condition():
-            assert time.monotonic() < deadline, "the condition was not met within 60 s"
+            assert time.monotonic() < deadline, "the condition was not met within 120 s"
             time.sleep(0.01)
 
     return wait

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -333,8 +334,12 @@ def listening_sockets() -> set[str]:
 
 def sockets_of(pid: int) -> set[str]:
     """Return the sockets that a process listens to."""
-    opened = (os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
-    return set(opened) & listening_sockets()
+    opened = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        # It may have been closed meanwhile.
+        with suppress(FileNotFoundError):
+            opened.add(os.readlink(path))
+    return opened & listening_sockets()
 
 
 def shared_memory_of(pids: Sequence[int]) -> list[str]:

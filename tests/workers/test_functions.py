@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -247,9 +246,12 @@ class PeerError(RuntimeError):
     is_consequence = True
 def main():
     if os.environ["RANK"] == "0":
+        open("raises", "w").close()
         raise PeerError("rank 1 has failed")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(0.5)
+    while not os.path.exists("raises"):
+        time.sleep(0.01)
+    time.sleep(0.3)
     raise ValueError("boom")
 try:
     call_in_workers(main, 2)
@@ -293,15 +295,19 @@ call_in_workers(main, 2)
 
 SAVING = """
 def main():
+    noted = []
     def note(*_):
         signal.signal(number, signal.default_int_handler)
         # It may interrupt a print().
         os.write(1, b"noted\\n")
+        noted.append(number)
     number = signal.SIGINT
     signal.signal(number, note)
     print("up")
     try:
-        time.sleep(SECONDS)
+        while not (noted and CAN_FINISH):
+            time.sleep(0.05)
+        time.sleep(0.3)
     finally:
         print("left")
     return RANK
@@ -316,22 +322,22 @@ def interrupt(process: "subprocess.Popen[str]") -> None:
 
 
 def test_a_first_ctrl_c_is_passed_on_and_the_workers_may_finish(start: Start) -> None:
-    driver = start(SAVING.replace("SECONDS", "1"))
+    driver = start(SAVING.replace("CAN_FINISH", "True"))
     assert read_lines(driver, 2) == ["[rank=0] up", "[rank=1] up"]
     interrupt(driver)
-    out, err = driver.communicate(timeout=60)
+    out, err = driver.communicate(timeout=240)
     assert driver.returncode == 0, err
     assert out.splitlines()[-1] == "[None, None]"
     assert out.count("noted") == out.count("left") == 2
 
 
 def test_a_second_ctrl_c_makes_the_workers_leave(start: Start) -> None:
-    driver = start(SAVING.replace("SECONDS", "600"))
+    driver = start(SAVING.replace("CAN_FINISH", "False"))
     read_lines(driver, 2)
     interrupt(driver)
     assert read_lines(driver, 2) == ["[rank=0] noted", "[rank=1] noted"]
     interrupt(driver)
-    out, err = driver.communicate(timeout=60)
+    out, err = driver.communicate(timeout=240)
     # A shell shows this as 130.
     assert driver.returncode == -signal.SIGINT
     assert out.splitlines().count("[rank=0] left") == 1
@@ -343,18 +349,19 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_leave(
 ) -> None:
     code = """
 def main():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: os.write(1, b"noted\\n"))
     print(os.getpid())
-    time.sleep(600)
+    while True:
+        time.sleep(0.05)
 call_in_workers(main, 2)
 """
     driver = start(code)
     pids = [int(line.split()[1]) for line in read_lines(driver, 2)]
-    for _ in range(2):
-        interrupt(driver)
-        # Two signals that come at once would count as one.
-        time.sleep(0.3)
-    _, err = driver.communicate(timeout=60)
+    interrupt(driver)
+    # Two signals that come at once would count as one.
+    assert read_lines(driver, 2) == ["[rank=0] noted", "[rank=1] noted"]
+    interrupt(driver)
+    _, err = driver.communicate(timeout=240)
     assert driver.returncode == -signal.SIGINT
     assert "ended by SIGKILL" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -373,7 +380,7 @@ except KeyboardInterrupt as error:
     driver = start(code)
     read_lines(driver, 2)
     interrupt(driver)
-    out, err = driver.communicate(timeout=60)
+    out, err = driver.communicate(timeout=240)
     assert (driver.returncode, out) == (0, "caught True\n"), err
 
 
@@ -381,7 +388,7 @@ def test_a_sigterm_reaches_the_workers_and_ends_the_driver_as_without_them(start
     driver = start("def main():\n    print('up')\n    time.sleep(600)\ncall_in_workers(main, 2)\n")
     read_lines(driver, 2)
     driver.terminate()
-    assert driver.wait(timeout=60) == -signal.SIGTERM
+    assert driver.wait(timeout=240) == -signal.SIGTERM
 
 
 def test_handlers_of_the_driver_stay_and_are_given_back(drive: RunPython) -> None:

@@ -18,6 +18,7 @@ from paceline.workers import (
     WorkerFailedError,
     stop_fork_server,
 )
+from paceline.workers.pools import _generation
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -160,14 +161,26 @@ def stop_oneself() -> None:
     [(hold_the_lock, "Rank 1 hangs"), (stop_oneself, r"Rank 1 is stopped \(SIGSTOP\)")],
 )
 def test_a_rank_without_a_sign_of_life_is_a_lost_worker(
-    function: Callable[[], None], said: str, printed: list[OutputLine]
+    function: Callable[[], None],
+    said: str,
+    printed: list[OutputLine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    asked: list[int] = []
+
+    def has_not_begun(pid: int, signum: int) -> bool:
+        asked.append(pid)
+        return len(asked) < 5
+
+    monkeypatch.setattr(_generation, "has_pending_signal", has_not_begun)
     with LocalPool(2, on_line=printed.append, heartbeat_timeout_s=3.0) as pool:
         pids = [process.pid for process in pool.processes]
         with pytest.raises(WorkerFailedError, match=f"{said}: it gave no sign of life") as info:
             pool.submit(function).wait()
         assert info.value.rank == 1
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    # Workers that wait for the processor get the time to write where they are.
+    assert len(asked) >= 5
     if function is hold_the_lock:
         assert any("in hold_the_lock" in line.text for line in printed if line.rank == 1)
 

@@ -104,7 +104,7 @@ def test_invalid_hp_of_any_rank_decides_for_all(
         env=clean_environment | {"REFUSING": str(rank)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -13,7 +13,8 @@ TRAIN = """
 import os, pathlib, signal, sys, time
 import torch
 from torch import nn
-from paceline import pytorch
+from paceline import core, pytorch
+from paceline.journal import RunDirectory
 
 
 class Trial(pytorch.PyTorchTrial):
@@ -30,8 +31,9 @@ class Trial(pytorch.PyTorchTrial):
         killed = pathlib.Path(os.environ["TRACE"] + ".killed")
         if (rank, batch_idx) == (1, 12) and not killed.exists():
             killed.touch()
-            # Both checkpoints are whole once all ranks have stored their parts.
-            while len([*pathlib.Path().glob("paceline_runs/*/checkpoints/*/manifest.json")]) < 2:
+            # A next attempt knows of both checkpoints once they are recorded.
+            (run,) = pathlib.Path("paceline_runs").iterdir()
+            while len(core.read_checkpoints(RunDirectory(run))) < 2:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         loss = self.model(batch).square().mean()
@@ -81,7 +83,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint_after_a_change_of_directory(
             env=clean_environment | variables,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=240,
             check=False,
         )
     assert result.returncode == 0, result.stderr
@@ -139,7 +141,7 @@ def test_ranks_in_different_collectives_are_named(
         result = subprocess.run(
             [sys.executable, "-m", "paceline.launch.torch_distributed", "--nproc-per-node=3",
              "train.py"],
-            cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=100,
+            cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=240,
             check=False,
         )  # fmt: skip
     assert result.returncode != 0

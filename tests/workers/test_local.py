@@ -21,7 +21,7 @@ IGNORE_TERM = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up
 
 def _run(group: LocalGroup) -> list[int]:
     group.start()
-    exits = group.wait(20)
+    exits = group.wait(120)
     assert exits is not None
     return [exit_.code for exit_ in exits]
 
@@ -123,7 +123,7 @@ def test_stop_lets_what_a_shell_started_save_its_work(
     group = make_group(f'{sys.executable} -c "{python}"; echo never', shell=True)
     group.start()
     wait_until(lambda: lines)
-    exits = group.stop(grace_s=20.0)
+    exits = group.stop(grace_s=60.0)
     assert [exit_.signal for exit_ in exits] == [signal.SIGTERM]
     assert [line.text for line in lines] == ["up", "saved"]
 
@@ -145,7 +145,7 @@ def test_signals_reach_the_whole_group(
     group.start()
     wait_until(lambda: lines)
     group.signal(signal.SIGUSR1)
-    exits = group.wait(10)
+    exits = group.wait(120)
     assert exits is not None
     assert exits[0].code == 5
     assert lines[-1].text == "got"
@@ -154,8 +154,9 @@ def test_signals_reach_the_whole_group(
 def test_a_signal_can_be_meant_for_the_worker_process_alone(
     tmp_path: Path, lines: list[OutputLine], wait_until: WaitUntil
 ) -> None:
+    child = "while [ ! -e released ]; do sleep 0.05; done"
     spec = WorkerSpec(
-        command=["sh", "-c", "trap 'wait $!; echo child $?' USR1; sleep 1 & echo up; wait $!"],
+        command=["sh", "-c", f"trap 'wait $!; echo child $?' USR1; ({child}) & echo up; wait $!"],
         environment=os.environ,
         working_directory=tmp_path,
         signals_whole_group=False,
@@ -163,7 +164,8 @@ def test_a_signal_can_be_meant_for_the_worker_process_alone(
     with LocalGroup([spec], lines.append) as group:
         wait_until(lambda: lines)
         group.signal(signal.SIGUSR1)
-        group.wait(10)
+        (tmp_path / "released").touch()
+        group.wait(120)
     assert lines[-1].text == "child 0"
 
 
@@ -193,7 +195,7 @@ def test_a_blocked_on_line_cannot_hold_a_kill_up(tmp_path: Path, wait_until: Wai
         group.request_stop(grace_s=0.0)
         wait_until(group.poll)
         is_released = True
-        exits = group.wait(10)
+        exits = group.wait(120)
     assert exits is not None
     assert exits[0].signal == signal.SIGKILL
 
@@ -207,7 +209,8 @@ def test_states_of_a_progress_bar_are_delivered_while_the_worker_is_silent(
     # The carriage return of the very last state may yet become a line end.
     wait_until(lambda: lines and lines[-1].text == "98")
     group.stop(grace_s=0.0)
-    assert len(lines) < 10
+    # More than two of them if the worker had to wait for the processor in between.
+    assert len(lines) < 50
     assert lines[-1].text == "99"
 
 
@@ -218,7 +221,7 @@ def test_a_group_starts_once_and_is_waited_for_after_that(make_group: MakeGroup)
     group.start()
     with pytest.raises(RuntimeError, match="started once only"):
         group.start()
-    assert group.wait(20) is not None
+    assert group.wait(120) is not None
 
 
 def test_wait_returns_none_when_its_time_is_over(make_group: MakeGroup) -> None:
@@ -275,7 +278,7 @@ def test_workers_end_with_a_supervisor_that_is_killed(
 
 
 def test_what_a_worker_started_is_found_after_its_supervisor_was_killed(
-    tmp_path: Path,
+    tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     supervisor = subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, "sleep 300; echo never"],
@@ -285,7 +288,7 @@ def test_what_a_worker_started_is_found_after_its_supervisor_was_killed(
     with supervisor:
         assert supervisor.stdout is not None
         pgid, start_time = supervisor.stdout.readline().split()
-        time.sleep(0.3)
+        wait_until(lambda: len(living_members(int(pgid))) == 2)
         supervisor.kill()
     assert kill_leftover(int(pgid), float(start_time)) >= 1
     assert living_members(int(pgid)) == []

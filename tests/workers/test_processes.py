@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.workers import LocalGroup, WorkerSpec, kill_leftover
-from paceline.workers.processes._process_facts import read_process
+from paceline.workers.processes._process_facts import has_pending_signal, read_process
 
 WaitUntil = Callable[[Callable[[], object]], None]
 Family = tuple[subprocess.Popen[bytes], list[int]]
@@ -81,7 +81,7 @@ from paceline.workers import LocalGroup, WorkerSpec
 
 bystander = subprocess.Popen(["sleep", "300"], start_new_session=True)
 stray = "echo $$ >stray; while true; do sleep 300; done"
-script = f"setsid sh -c '{stray}' & sleep 0.3"
+script = f"setsid sh -c '{stray}' & while [ ! -s stray ]; do sleep 0.05; done"
 spec = WorkerSpec(
     command=["sh", "-c", script], environment=os.environ, working_directory=Path.cwd()
 )
@@ -103,7 +103,7 @@ sys.exit(f"{stray} is still there")
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's child subreaper")
 def test_strays_in_other_sessions_are_killed_and_other_children_are_not(tmp_path: object) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", STRAYS], cwd=str(tmp_path), timeout=60, capture_output=True
+        [sys.executable, "-c", STRAYS], cwd=str(tmp_path), timeout=240, capture_output=True
     )
     assert result.returncode == 0, result.stderr.decode()
 
@@ -172,9 +172,40 @@ if Path(f"/proc/{child}").exists():
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's child subreaper")
 def test_children_of_a_stray_that_takes_long_to_die_are_killed_too(tmp_path: object) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", DYING_STRAYS], cwd=str(tmp_path), timeout=120, capture_output=True
+        [sys.executable, "-c", DYING_STRAYS], cwd=str(tmp_path), timeout=240, capture_output=True
     )
     assert result.returncode == 0, result.stderr.decode()
+
+
+BLOCKS = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+print("blocked", flush=True)
+input()
+signal.signal(signal.SIGUSR1, lambda *_: print("handled", flush=True))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+input()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of signals that wait")
+def test_a_signal_is_pending_until_it_is_handled() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "blocked\n"
+        assert not has_pending_signal(process.pid, signal.SIGUSR1)
+        process.send_signal(signal.SIGUSR1)
+        assert has_pending_signal(process.pid, signal.SIGUSR1)
+        assert not has_pending_signal(process.pid, signal.SIGUSR2)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "handled\n"
+        assert not has_pending_signal(process.pid, signal.SIGUSR1)
+        process.communicate("\n")
+    assert not has_pending_signal(process.pid, signal.SIGUSR1)
 
 
 def test_start_times_tell_processes_apart() -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import psutil
 
 from paceline.client import Client
 
-_START_S = 30.0
+_START_S = 120.0
 # What an interpreter reads when it starts, and what others read from `/proc` to find it: that shows
 # the environment that a process was started with, which is the server's for a forked one.
 _OF_INTERPRETERS = ("PYTHONPATH", "LD_PRELOAD", "FAULT_LAB")
@@ -100,7 +101,10 @@ class MasterProcess:
 
     def processes(self) -> list[psutil.Process]:
         """Return every process that works for this home: the master's, runners, trials."""
-        found = [psutil.Process(self._process.pid)] if self.is_alive else []
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            if self.is_alive:
+                found.append(psutil.Process(self._process.pid))
         for process in psutil.process_iter():
             if process in found:
                 continue

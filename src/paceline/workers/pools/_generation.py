@@ -28,6 +28,7 @@ from paceline.workers.pools._thread_progress import Progress
 from paceline.workers.pools._worker_events import STACKS_SIGNAL
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._local_group import OnExit
+from paceline.workers.processes._process_facts import has_pending_signal
 from paceline.workers.processes._rank_environment import NodeLayout
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess
 
@@ -37,8 +38,10 @@ logger = logging.getLogger(__name__)
 _START_S = 120.0
 # What ending takes beyond the grace: kills, and the output of the dead.
 _END_SLACK_S = 10.0
-# What workers get to write their stacks.
+# What workers get to write their stacks once they have begun, and to begin on a busy machine.
 _STACKS_S = 0.3
+_STACKS_BEGIN_S = 10.0
+_STACKS_LOOK_S = 0.05
 # What a program returns.
 _NOTHING = pickle.dumps(None)
 
@@ -112,6 +115,7 @@ class Generation:
         self._detector = FailureDetector(self._workers, settings, self._group.is_stopped, layout)
         self._pool_end: PoolEnd | None = None
         self._break_at: float | None = None
+        self._stacks_due: float | None = None
         self._kill_at: float | None = None
         self.failure: BaseException | None = None
 
@@ -330,8 +334,9 @@ class Generation:
             elapsed_s = min(now - began, 2 * self._settings.tick_s)
             self._pass(self._detector.look(now, elapsed_s))
         if self._break_at is not None and now >= self._break_at and self._pool_end is not None:
-            self._break_at = None
-            self._break(self._pool_end)
+            self._break_at = self._end_of_stacks(now)
+            if self._break_at is None:
+                self._break(self._pool_end)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._group.request_stop(0.0)
@@ -349,7 +354,25 @@ class Generation:
         for worker in ready:
             logger.error("Rank %d %s.", worker.rank, worker.progress.describe())
         self._group.signal(STACKS_SIGNAL, [worker.rank for worker in ready])
-        self._break_at = time.monotonic() + _STACKS_S
+        self._break_at = time.monotonic()
+        self._stacks_due = self._break_at + _STACKS_BEGIN_S
+
+    def _end_of_stacks(self, now: float) -> float | None:
+        """Return until when workers that write their stacks need time; None if they had it."""
+        if self._stacks_due is None:
+            return None
+        if now < self._stacks_due and any(map(self._is_yet_to_write, self._workers)):
+            return now + _STACKS_LOOK_S
+        self._stacks_due = None
+        return now + _STACKS_S
+
+    def _is_yet_to_write(self, worker: PoolWorker) -> bool:
+        """Tell whether a worker has not begun to write its stacks, and can."""
+        if not worker.is_ready or worker.exit is not None or self._group.is_stopped(worker.rank):
+            return False
+        # The id of a process on another node names none here that gets this signal.
+        process = self._group.processes[self._workers.index(worker)]
+        return has_pending_signal(process.pid, STACKS_SIGNAL)
 
     def _break(self, pool_end: PoolEnd) -> None:
         """End all calls, and all workers in bounded time."""

@@ -65,6 +65,17 @@ def _read_proc(pid: int) -> ProcessFacts | None:
     )
 
 
+def has_pending_signal(pid: int, signum: int) -> bool:
+    """Tell whether a process was sent a signal that it has not begun to handle; Linux tells it."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    pending = next((int(line.split()[1], 16) for line in lines if line.startswith(b"ShdPnd:")), 0)
+    return bool(pending >> (signum - 1) & 1)
+
+
 def _read_psutil(pid: int) -> ProcessFacts | None:
     import psutil
 

@@ -662,6 +662,81 @@ def test_records_give_the_same_view_however_they_are_cut_and_repeated(
                         (4, 2, {"loss": 0.5})]  # fmt: skip
 
 
+def test_records_that_a_master_lost_are_sent_again(
+    make_master: Any, run: HandRun, runs_path: Path
+) -> None:
+    """A master on a database of before, and one that has none, answer at the address."""
+    run.live()
+    masters = [make_master(name=name) for name in ("whole", "older", "empty")]
+    clients = [Client(f"http://127.0.0.1:{one.port}", one.home.token) for one in masters]
+    run.begin()
+    run.report(1, 2.0)
+    RunSync(clients[1], run.path).send()
+    sync = RunSync(clients[0], run.path)
+    for step, client in ((2, clients[0]), (3, clients[1])):
+        run.report(step, 1.0 / step)
+        sync._session = client._session
+        sync.send()
+    assert [step for step, _, _ in losses(masters[1])] == [1, 2, 3]
+    run.report(4, 0.1)
+    sync._session = clients[2]._session
+    with pytest.raises(ApiError, match="There is no run"):
+        sync.send()
+    sync.send()
+    assert [step for step, _, _ in losses(masters[2])] == [1, 2, 3, 4]
+    assert shown(masters[2]) == ("ACTIVE", "ACTIVE")
+    for client in clients:
+        client.close()
+
+
+def test_a_run_that_is_reported_live_is_lost_once_nothing_is_heard_of_it(
+    master: Any, client: Client, run: HandRun
+) -> None:
+    run.live()
+    run.begin()
+    run.report(1, 2.0)
+    RunSync(client, run.path, lease_s=3600.0).send()
+    master.schedule()
+    assert shown(master) == ("ACTIVE", "ACTIVE")
+    # After a start of the master it has its time once more.
+    unmanaged = master.core.unmanaged
+    unmanaged._deadlines.clear()
+    master.schedule()
+    assert shown(master) == ("ACTIVE", "ACTIVE")
+    unmanaged._deadlines[1] -= 3601
+    master.schedule()
+    assert shown(master) == ("ERROR", "ERROR")
+    error = master.http.get("/experiments/1").json()["error"]
+    assert error.startswith("Nothing was heard of the run for 3600 s")
+    before = dump(master)
+    master.schedule()
+    assert dump(master) == before
+    run.report(2, 1.0)
+    RunSync(client, run.path, lease_s=3600.0).send()
+    assert shown(master) == ("ACTIVE", "ACTIVE")
+    assert [step for step, _, _ in losses(master)] == [1, 2]
+
+
+def test_a_run_that_goes_on_without_news_is_told_of_seldom(
+    master: Any, client: Client, run: HandRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.live()
+    run.begin()
+    sync = RunSync(client, run.path, lease_s=3600.0)
+    sync.send()
+    posted = []
+    post = sync._post
+    monkeypatch.setattr(sync, "_post", lambda *a, **k: (posted.append(a), post(*a, **k))[1])
+    assert sync.send().is_alive
+    assert posted == []
+    sync._last_at -= 1300
+    sync.send()
+    assert len(posted) == 1
+    run.die()
+    assert not sync.send().is_alive
+    assert shown(master) == ("ERROR", "ERROR")
+
+
 # ---- following a directory ---------------------------------------------------------------------
 
 

@@ -199,7 +199,8 @@ def _print_facts(
             ("Warning", "\n".join(data.warnings) or None),
             ("Lost", lost),
             ("Progress", progress_text(data)),
-            # A run without a master tells of no search.
+            ("Made", data.run_dir and f"without a master, in {data.run_dir}"),
+            # Such a run tells of no search.
             ("Search", None if data.is_unmanaged else search),
             ("Trials", f"{data.num_trials}, {data.num_running} running"),
             ("Best", best),

@@ -22,10 +22,11 @@ def create(
         str, typer.Argument(metavar="NAME", help="Name of the token, to tell it from others.")
     ],
     scope: Annotated[
-        Literal["read", "submit", "admin", "runner"],
+        Literal["read", "submit", "admin", "runner", "report"],
         typer.Option(
             help="What it allows: to read everything, to submit and change experiments as well,"
-            " everything, or to run the attempts of one node and nothing else.",
+            " everything, to run the attempts of one node and nothing else, or to report runs"
+            " without a master and nothing else.",
         ),
     ] = "read",
     expires: Annotated[

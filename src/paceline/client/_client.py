@@ -112,7 +112,7 @@ class Client(ClusterClient):
     def create_token(
         self,
         name: str,
-        scope: Literal["read", "submit", "admin", "runner"] = "read",
+        scope: Literal["read", "submit", "admin", "runner", "report"] = "read",
         *,
         expires_in_s: float | None = 90 * 24 * 3600.0,
     ) -> "CreatedToken":

@@ -5,6 +5,7 @@
 | `PACELINE_HOME`    | the master's home, `~/.paceline` by default        |
 | `PACELINE_MASTER`  | the master's URL, instead of the home's master.json |
 | `PACELINE_TOKEN`   | the token, instead of the home's token file        |
+| `PACELINE_TOKEN_FILE` | a file that has the token, instead of the home's |
 | `PACELINE_CA_FILE` | certificates that are trusted, instead of the system's |
 """
 
@@ -20,6 +21,8 @@ from paceline.client._errors import MasterUnreachableError
 HOME_VARIABLE = "PACELINE_HOME"
 MASTER_VARIABLE = "PACELINE_MASTER"
 TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 - the name of a variable, no secret
+TOKEN_FILE_VARIABLE = "PACELINE_TOKEN_FILE"  # noqa: S105 - the same
+REPORT_PATIENCE_VARIABLE = "PACELINE_REPORT_PATIENCE_S"
 START_COMMAND = "paceline up --detach"
 
 
@@ -83,6 +86,26 @@ def read_token(home: Path) -> str:
         ) from error
 
 
+def given_token() -> str | None:
+    """Return the token that the environment has or names, None if it has none.
+
+    Raises:
+        MasterUnreachableError: The file cannot be read, or is damaged.
+    """
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    path = os.environ.get(TOKEN_FILE_VARIABLE)
+    if not path:
+        return None
+    try:
+        return read_secret(Path(path).expanduser())
+    except (OSError, DamagedSecretError) as error:
+        raise MasterUnreachableError(
+            f"`{TOKEN_FILE_VARIABLE}` must name a file with a token, but {path!r} cannot be read"
+            f" ({error})."
+        ) from error
+
+
 def find_master(master: str | None = None, token: str | None = None) -> MasterAccess:
     """Return the master's address: the arguments, else the environment, else the home's files.
 
@@ -104,6 +127,6 @@ def find_master(master: str | None = None, token: str | None = None) -> MasterAc
     url = url.rstrip("/")
     return MasterAccess(
         url,
-        token or os.environ.get(TOKEN_VARIABLE) or read_token(home),
+        token or given_token() or read_token(home),
         file.certificate if file is not None and file.url == url else None,
     )

@@ -1,6 +1,7 @@
 """Sending a run that was made without a master to one."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,17 +36,25 @@ class RunSync:
     Args:
         client: The master to send to.
         path: The run directory; it stays as it is.
+        lease_s: How long the master may hear nothing until it takes a run that goes on for lost, in
+            seconds. Whoever gives it calls `send` again and again. By default for ever.
 
     Raises:
         NotARunDirectoryError: There is none at `path`.
         RunVersionError: It has another format version.
     """
 
-    def __init__(self, client: "Client", path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, client: "Client", path: str | os.PathLike[str], *, lease_s: float | None = None
+    ) -> None:
         self._session = client._session
         self._run = RunDirectory.open(Path(os.path.abspath(path)))
         self._info = self._run.read_info()
         self._tail: RunTail | None = None
+        self._lease_s = lease_s
+        self._sent: dict[JournalKey, int] = {}
+        self._last: RunReply | None = None
+        self._last_at = 0.0
 
     @property
     def name(self) -> str:
@@ -64,7 +73,7 @@ class RunSync:
             return self._send()
         except BaseException:
             # Nobody knows what has arrived.
-            self._tail = None
+            self._tail = self._last = None
             raise
 
     def _send(self) -> SyncResult:
@@ -79,7 +88,14 @@ class RunSync:
             is_rest = num_read < _MAX_RECORDS
             if is_rest and not is_alive:
                 found += tail.finish()
-            reply = self._post(found, is_alive=is_alive or not is_rest)
+            if is_alive and not found and (kept := self._kept_reply()) is not None:
+                reply = kept
+            else:
+                reply = self._post(found, is_alive=is_alive or not is_rest)
+            if _lacks_records(reply, found):
+                # The master has lost what it had, such as its database. The journals have it.
+                tail = self._register()
+                continue
             if is_rest:
                 return SyncResult(
                     experiment_id=reply.experiment_id,
@@ -95,6 +111,7 @@ class RunSync:
         response = self._session.send("PUT", self._url, content=msgspec.json.encode(body))
         reply = msgspec.json.decode(response.content, type=RunReply)
         marks = {JournalKey(m.attempt, m.generation, m.rank): m.sequence for m in reply.marks}
+        self._sent = dict(marks)
         self._tail = RunTail(self._run, marks)
         return self._tail
 
@@ -107,13 +124,26 @@ class RunSync:
                 key.generation,
                 key.rank,
                 [(entry.sequence, msgspec.Raw(entry.payload)) for entry in entries],
+                self._sent.get(key, -1),
             )
             for key, entries in found
         ]
-        body = RawRunRecords(batches=batches, is_alive=is_alive, moved=self._moved())
+        body = RawRunRecords(
+            batches=batches, is_alive=is_alive, moved=self._moved(), lease_s=self._lease_s
+        )
         content = msgspec.json.encode(body)
+        sent_at = time.monotonic()
         response = self._session.send("POST", f"{self._url}/records", content=content)
-        return msgspec.json.decode(response.content, type=RunReply)
+        self._last = msgspec.json.decode(response.content, type=RunReply)
+        self._last_at = sent_at
+        self._sent |= {key: entries[-1].sequence for key, entries in found if entries}
+        return self._last
+
+    def _kept_reply(self) -> "RunReply | None":
+        """Return the last reply if the master need not hear yet that the run goes on."""
+        if self._lease_s is None or time.monotonic() > self._last_at + self._lease_s / 3:
+            return None
+        return self._last
 
     @property
     def _url(self) -> str:
@@ -124,3 +154,8 @@ class RunSync:
         from paceline.core import moved_storage
 
         return moved_storage(self._run, self._info)
+
+
+def _lacks_records(reply: "RunReply", sent: list[tuple[JournalKey, list[Entry]]]) -> bool:
+    stored = {JournalKey(m.attempt, m.generation, m.rank): m.sequence for m in reply.marks}
+    return any(entries[-1].sequence > stored.get(key, -1) for key, entries in sent if entries)

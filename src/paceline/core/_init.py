@@ -54,6 +54,7 @@ def init(
     seed: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     trackers: Sequence[Tracker | str] = (),
+    master: str | None = None,
 ) -> Context:
     """Begin an attempt and return its context; use it in a `with` statement.
 
@@ -81,6 +82,10 @@ def init(
             they can be shown.
         trackers: What else shows the run: `Tracker` objects, or names such as "mlflow". They work
             on the chief; other ranks ignore them.
+        master: The URL of a master that shows this run live, such as "https://head:8080"; by
+            default what the variable PACELINE_REPORT_TO says. PACELINE_TOKEN or PACELINE_TOKEN_FILE
+            has its token. The run needs no answer: records are kept in its directory, and sent when
+            the master answers again. Under a master it has no effect.
 
     Raises:
         ImportError: `TensorboardMode.AUTO` without TensorBoard, or a tracker without its library.
@@ -108,6 +113,7 @@ def init(
             storage=storage,
             seed=seed,
             hparams=hparams,
+            master=master,
             lock=lock,
         )
         # The chief decides, and tells every rank.

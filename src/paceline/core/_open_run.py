@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from paceline.core._attempt_history import History, read_history
 from paceline.core._heartbeat import beating
+from paceline.core._live_reports import master_to_report_to, reporting
 from paceline.core._new_run_storage import (
     RESUME_VARIABLE,
     RUNS_VARIABLE,
@@ -91,6 +92,7 @@ def open_run(
     seed: int | None = None,
     hparams: Mapping[str, Any] | None = None,
     is_resumable: bool = True,
+    master: str | None = None,
     lock: ExitStack,
 ) -> OpenedRun:
     """Decide where an attempt writes and what it goes on from, and mark the run as alive.
@@ -110,6 +112,8 @@ def open_run(
         hparams: The hyperparameters of a run without a master.
         is_resumable: Whether what writes here can take up a stored state. Else PACELINE_RESUME is
             not for it, and nothing is said of an earlier run that failed.
+        master: The URL of a master that shows a run without one; by default what
+            PACELINE_REPORT_TO says.
         lock: Holds the run's lock until it is closed.
 
     Raises:
@@ -118,6 +122,7 @@ def open_run(
         NotARunDirectoryError: The run to resume does not exist.
     """
     cluster_path = os.environ.get(RUN_DIRECTORY_VARIABLE)
+    master = master_to_report_to(master)
     if not cluster_path:
         if is_resumable:
             resume = os.environ.get(RESUME_VARIABLE) or resume
@@ -133,12 +138,16 @@ def open_run(
             seed=seed,
             hparams=hparams,
             is_resumable=is_resumable,
+            master=master,
             lock=lock,
         )
     opened = open_run_of_attempt(Path(cluster_path), seed)
     run = RunDirectory(opened.path)
+    # A master that started the attempt hears of it by its runner.
+    start_reports = lock.enter_context(reporting(run, None if opened.info.cluster_id else master))
     # A runner may hold the lock itself; then it is what tells that the run is alive.
-    lock.enter_context(run.hold_attempt_lock())
+    if lock.enter_context(run.hold_attempt_lock()):
+        start_reports()
     if number > 1:
         last_step = max(read_history(run).last_steps.values(), default=0)
         return replace(opened, latest_checkpoint=None, steps_completed=last_step)
@@ -198,6 +207,7 @@ def open_run_by_name(
     seed: int | None,
     hparams: Mapping[str, Any] | None,
     is_resumable: bool = True,
+    master: str | None = None,
     lock: ExitStack,
 ) -> OpenedRun:
     """Make a run directory, or go on in an earlier one, and lock it.
@@ -245,9 +255,9 @@ def open_run_by_name(
             seed=drawn_seed() if seed is None else seed,
             hparams=None if hparams is None else recordable(hparams),
         )
-        return _place_new(path, info, start, lock)
+        return _place_new(path, info, start, master, lock)
     tell_of_changes(run.read_info(), hparams)
-    return _place_resumed(run, storage, seed, lock)
+    return _place_resumed(run, storage, seed, master, lock)
 
 
 def _run_to_resume(
@@ -274,9 +284,9 @@ def _run_to_resume(
 
 
 def _place_new(
-    path: Path, info: RunInfo, start: StartingPoint | None, lock: ExitStack
+    path: Path, info: RunInfo, start: StartingPoint | None, master: str | None, lock: ExitStack
 ) -> OpenedRun:
-    _take_lock(RunDirectory.create(path, info), lock)
+    _take_lock(RunDirectory.create(path, info), master, lock)
     assert info.seed is not None
     return OpenedRun(
         path=path,
@@ -290,12 +300,16 @@ def _place_new(
 
 
 def _place_resumed(
-    run: RunDirectory, storage: CheckpointStorage | None, seed: int | None, lock: ExitStack
+    run: RunDirectory,
+    storage: CheckpointStorage | None,
+    seed: int | None,
+    master: str | None,
+    lock: ExitStack,
 ) -> OpenedRun:
     info = run.read_info()
     # Runs of earlier versions have recorded none.
     recorded = drawn_seed() if info.seed is None else info.seed
-    _take_lock(run, lock)
+    _take_lock(run, master, lock)
     discard_unfinished(run)
     # What was said to the last attempt does not concern this one.
     run.control_path.unlink(missing_ok=True)
@@ -314,7 +328,9 @@ def _place_resumed(
     )
 
 
-def _take_lock(run: RunDirectory, lock: ExitStack) -> None:
+def _take_lock(run: RunDirectory, master: str | None, lock: ExitStack) -> None:
+    # Ended last, so that the end of the run is reported too.
+    start_reports = lock.enter_context(reporting(run, master))
     if not lock.enter_context(run.hold_attempt_lock()):
         raise RuntimeError(
             f"A run must not be resumed while it is running, but {str(run.path)!r} is. Hint: stop"
@@ -328,6 +344,7 @@ def _take_lock(run: RunDirectory, lock: ExitStack) -> None:
             HEARTBEAT_LIMIT_S,
         )
     lock.enter_context(beating(run))
+    start_reports()
 
 
 def _tell_of_earlier_run(root: Path, name: str) -> None:

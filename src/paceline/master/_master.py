@@ -133,6 +133,7 @@ class Master:
             node,
             self.leases,
             self.nodes.slots,
+            self.unmanaged.end_silent,
         )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.recorder = Recorder(self.database, home.path)

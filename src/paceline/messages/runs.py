@@ -13,12 +13,16 @@ class RunRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True):
-    """Consecutive records of one journal of a run, each with its sequence number."""
+    """Consecutive records of one journal of a run, each with its sequence number.
+
+    `after` is as in `RecordBatch`.
+    """
 
     attempt: int
     generation: int
     rank: int
     records: list[tuple[int, AnyRecord]]
+    after: int | None = None
 
 
 class RawRunBatch(msgspec.Struct, frozen=True):
@@ -28,18 +32,21 @@ class RawRunBatch(msgspec.Struct, frozen=True):
     generation: int
     rank: int
     records: list[tuple[int, msgspec.Raw]]
+    after: int | None = None
 
 
 class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
     """Further records of a run, earlier attempts first.
 
     `is_alive` tells that more may follow: the run goes on, or it wrote more than this. `moved`
-    maps checkpoint storages that the journal names to where they are now.
+    maps checkpoint storages that the journal names to where they are now. A run that goes on is
+    lost if nothing is heard of it for `lease_s` seconds; None waits for ever.
     """
 
     batches: list[RunBatch]
     is_alive: bool
     moved: dict[str, str] = {}
+    lease_s: float | None = None
 
 
 class RawRunRecords(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +55,7 @@ class RawRunRecords(msgspec.Struct, frozen=True, kw_only=True):
     batches: list[RawRunBatch]
     is_alive: bool
     moved: dict[str, str] = {}
+    lease_s: float | None = None
 
 
 class RunMark(msgspec.Struct, frozen=True):

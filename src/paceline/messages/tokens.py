@@ -10,15 +10,17 @@ NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
 
 
 class TokenScope(str, Enum):
-    """What a token allows: each scope includes those before it, but for `runner`.
+    """What a token allows: each scope includes those before it, but for the last two.
 
-    `runner` allows to register a node and to ask for its attempts, and nothing else.
+    `runner` allows to register a node and to ask for its attempts, and nothing else. `report`
+    allows to send runs without a master, and nothing else.
     """
 
     READ = "read"
     SUBMIT = "submit"
     ADMIN = "admin"
     RUNNER = "runner"
+    REPORT = "report"
 
 
 class NewToken(Request):

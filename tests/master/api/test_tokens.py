@@ -21,9 +21,10 @@ MAY_USE = {
     "expired": set(),
     "revoked": set(),
     "read": {RouteScope.READ},
-    "submit": {RouteScope.READ, RouteScope.SUBMIT},
+    "submit": {RouteScope.READ, RouteScope.SUBMIT, RouteScope.REPORT},
     "admin": set(RouteScope) - {RouteScope.PUBLIC},
     "runner": {RouteScope.RUNNER},
+    "report": {RouteScope.REPORT},
     "attempt": {RouteScope.ATTEMPT},
     "other attempt": set(),
     "forged attempt": set(),
@@ -53,7 +54,7 @@ def secrets(master: Any) -> dict[str, str | None]:
         return str(reply.json()["secret"])
 
     made: dict[str, str | None] = {"nobody": None, "wrong": "paceline_wrong"}
-    made |= {scope: make(scope, scope) for scope in ("read", "submit", "admin", "runner")}
+    made |= {scope: make(scope, scope) for scope in ("read", "submit", "admin", "runner", "report")}
     made["expired"] = make("expired", "admin", expires_in_s=0.001)
     made["revoked"] = make("revoked", "admin")
     [row] = [token for token in master.http.get("/tokens").json() if token["name"] == "revoked"]
@@ -132,7 +133,7 @@ def test_a_path_without_a_route_is_refused_to_who_may_not_administer(
         ("POST", "/api/v1/master/shutdown/"),
         ("DELETE", "/api/v1/nothing"),
     ):
-        for sender in ("read", "submit", "attempt", "runner"):
+        for sender in ("read", "submit", "attempt", "runner", "report"):
             assert bare.request(method, path, headers=bearer(secrets[sender])).status_code == 403
     assert Scopes().access("GET", "/api/v1/attempts/01/control").admits(RouteScope.ATTEMPT, 1) is (
         False

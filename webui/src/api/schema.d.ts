@@ -2633,7 +2633,7 @@ export interface components {
          *     `runner` allows to register a node and to ask for its attempts, and nothing else.
          * @enum {string}
          */
-        TokenScope: "read" | "submit" | "admin" | "runner";
+        TokenScope: "read" | "submit" | "admin" | "runner" | "report";
         /**
          * Trial
          * @description A trial; `summary` maps group and metric name to a summary (details only).

@@ -42,7 +42,12 @@ async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -
         reply = await write(
             master,
             lambda transaction: master.unmanaged.take(
-                transaction, run_id, body.batches, is_alive=body.is_alive, moved=body.moved
+                transaction,
+                run_id,
+                body.batches,
+                is_alive=body.is_alive,
+                moved=body.moved,
+                lease_s=body.lease_s,
             ),
         )
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:

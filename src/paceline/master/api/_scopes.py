@@ -20,6 +20,8 @@ class RouteScope(str, Enum):
     ADMIN = "admin"
     # Runners of nodes, and administrators.
     RUNNER = "runner"
+    # Whoever may submit, and those who report runs without a master.
+    REPORT = "report"
     # The token of the attempt that the path names, and administrators.
     ATTEMPT = "attempt"
 
@@ -82,10 +84,13 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "POST /experiments/{experiment_id}/fork",
         "POST /experiments/{experiment_id}/{action}",
         "POST /queue/move",
-        "POST /runs/{run_id}/records",
         "POST /trials/{trial_id}/continue",
         "POST /trials/{trial_id}/kill",
         "PUT /contexts/{digest}",
+    ),
+    # A run is known by its id, a random text that only its directory and readers have.
+    RouteScope.REPORT: (
+        "POST /runs/{run_id}/records",
         "PUT /runs/{run_id}",
     ),
     RouteScope.ADMIN: (
@@ -139,8 +144,10 @@ class Access(NamedTuple):
             return True
         if attempt_id is not None:
             return self.is_open_to_attempts or self.attempt == str(attempt_id)
-        if scope is RouteScope.RUNNER:
-            return self.scope is RouteScope.RUNNER
+        if scope in (RouteScope.RUNNER, RouteScope.REPORT):
+            return self.scope is scope
+        if self.scope is RouteScope.REPORT:
+            return scope is RouteScope.SUBMIT
         return self.scope in _RANKS and _RANKS.index(self.scope) <= _RANKS.index(scope)
 
 

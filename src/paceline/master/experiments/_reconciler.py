@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select
+from sqlalchemy import Row, delete, func, insert, select
 
 from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
@@ -27,6 +27,7 @@ from paceline.master.experiments._multi_node_attempts import (
 from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatch
 from paceline.master.experiments._scheduler_input import (
+    experiments_without_live_trials,
     live_attempts,
     read_cluster,
     waiting_trials,
@@ -55,11 +56,9 @@ from paceline.master.store import (
 )
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import (
-    LIVE_TRIALS,
     AttemptState,
     ErrorKind,
     ExitReason,
-    ExperimentState,
 )
 from paceline.runner import judge_start
 
@@ -70,7 +69,6 @@ faults.register("master.attempt.created", "master.attempt.spawned")
 _TICK_S = 1.0
 _MAX_EVENTS = 200_000
 _PRUNE_INTERVAL_S = 600.0
-_LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
 
 
 class Reconciler:
@@ -84,12 +82,14 @@ class Reconciler:
         node: Node,
         leases: Leases,
         other_slots: Callable[[], list[NodeSlots]] = list,
+        end_silent_runs: Callable[[Transaction], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._changes = changes
         self._executor = executor
         self._node = node
         self._other_slots = other_slots
+        self._end_silent_runs = end_silent_runs
         self._wakeup = threading.Event()
         self._is_closing = False
         self._is_draining = False
@@ -167,7 +167,8 @@ class Reconciler:
 
     def _pass(self, transaction: Transaction) -> None:
         connection = transaction.connection
-        for experiment_id in _without_live_trials(connection):
+        self._end_silent_runs(transaction)
+        for experiment_id in experiments_without_live_trials(connection):
             self._changes.end_experiment_if_done(transaction, experiment_id)
         if self._is_draining:
             for attempt in live_attempts(connection):
@@ -394,22 +395,6 @@ class Reconciler:
             self._next_sweeps.pop(experiment_id, None)
             if next_s is not None:
                 self._next_sweeps[experiment_id] = next_s
-
-
-def _without_live_trials(connection: Connection) -> list[int]:
-    """Return the live experiments that may be over; unmanaged ones follow their runs."""
-    experiments, trials = tables.experiments, tables.trials
-    has_live_trials = (
-        select(trials.c.id)
-        .where(trials.c.experiment_id == experiments.c.id, trials.c.state.in_(LIVE_TRIALS))
-        .exists()
-    )
-    query = select(experiments.c.id).where(
-        experiments.c.state.in_(_LIVE_EXPERIMENTS),
-        experiments.c.external_id.is_(None),
-        ~has_live_trials,
-    )
-    return list(connection.execute(query).scalars())
 
 
 def _unstarted(reason: ExitReason, detail: str, kind: ErrorKind | None = None) -> AttemptEnd:

@@ -12,6 +12,10 @@ from paceline.messages.runs import RunBatch
 from paceline.messages.states import ExperimentState, TrialState
 
 VANISHED = "The process ended without a word: it was killed, or its machine failed."
+SILENT = (
+    "Nothing was heard of the run for {:.0f} s: it was killed, its machine failed, or the network"
+    " does. It goes on here once it is heard again."
+)
 _NEVER_BEGAN = "The run ended before it recorded anything."
 
 
@@ -26,7 +30,12 @@ class RunEnd:
 
 
 def end_of_run(
-    *, is_alive: bool, has_begun: bool, outcome: str | None, error: str | None
+    *,
+    is_alive: bool,
+    has_begun: bool,
+    outcome: str | None,
+    error: str | None,
+    vanished: str = VANISHED,
 ) -> RunEnd:
     """Decide how a run is shown, from its newest attempt.
 
@@ -37,6 +46,7 @@ def end_of_run(
         has_begun: Whether there is an attempt at all.
         outcome: How the newest attempt said that it ended, None if it did not.
         error: The error that it named.
+        vanished: What to say if it did not tell how it ended.
     """
     if outcome is None and is_alive:
         return RunEnd(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
@@ -52,7 +62,7 @@ def end_of_run(
             reason=INVALID_HP,
             error=f"The run refused its hyperparameters: {error or 'InvalidHP'}.",
         )
-    why = error or (VANISHED if has_begun else _NEVER_BEGAN)
+    why = error or (vanished if has_begun else _NEVER_BEGAN)
     return RunEnd(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=why)
 
 

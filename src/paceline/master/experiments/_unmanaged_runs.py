@@ -5,12 +5,13 @@ from 1 as all attempts are; so is each generation, as rows are superseded attemp
 Nothing here is scheduled: states follow from what the journals say and whether the run is alive.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, Table, insert, select, update
+from sqlalchemy import Connection, Row, insert, select
 
 from paceline.config import without_secrets
 from paceline.journal import RunInfo
@@ -22,7 +23,17 @@ from paceline.master.experiments._state_transitions import (
     SearchEnd,
     end_of_experiment,
 )
+from paceline.master.experiments._unmanaged_rows import (
+    attempts_of_run,
+    experiment_of_run,
+    insert_row,
+    move_checkpoints,
+    trial_of_run,
+    update_attempt,
+    update_experiment,
+)
 from paceline.master.experiments._unmanaged_run_facts import (
+    SILENT,
     VANISHED,
     RunEnd,
     attempt_started,
@@ -32,7 +43,7 @@ from paceline.master.experiments._unmanaged_run_facts import (
     hparams_of_run,
     seed_of_run,
 )
-from paceline.master.store import Transaction, new_id, tables
+from paceline.master.store import Transaction, tables
 from paceline.messages.attempts import AttemptEnd, RecordBatch
 from paceline.messages.runs import RunBatch, RunMark, RunReply
 from paceline.messages.states import (
@@ -53,6 +64,8 @@ class Unmanaged:
     def __init__(self, changes: StateChanges, ingest: RecordIngest) -> None:
         self._changes = changes
         self._ingest = ingest
+        # By experiment, until when a run that is reported live may be silent.
+        self._deadlines: dict[int, float] = {}
 
     def register(self, transaction: Transaction, info: RunInfo, path: str) -> RunReply:
         """Make a run known, and say what is stored of it; a second call only updates its path.
@@ -62,13 +75,13 @@ class Unmanaged:
             paceline.config.ConfigError: The run holds a configuration that is not valid.
         """
         connection = transaction.connection
-        known = _experiment_of(connection, info.run_id)
+        known = experiment_of_run(connection, info.run_id)
         if known is None:
             check_run(info)
             experiment_id = self._create(transaction, info, path)
             known = self._changes.experiment(connection, experiment_id)
         elif known.external_path != path:
-            _update_experiment(connection, known.id, external_path=path)
+            update_experiment(connection, known.id, external_path=path)
         return self._reply(connection, known.id)
 
     def take(
@@ -79,6 +92,7 @@ class Unmanaged:
         *,
         is_alive: bool,
         moved: Mapping[str, str] | None = None,
+        lease_s: float | None = None,
     ) -> RunReply:
         """Store a run's further records and bring its states up to date.
 
@@ -90,31 +104,68 @@ class Unmanaged:
             batches: Records by journal, earlier attempts first.
             is_alive: Whether more may follow: the run goes on, or it wrote more than this.
             moved: Checkpoint storages that the journals name, and where they are now.
+            lease_s: How long nothing may be heard of the run while it goes on; None is for ever.
 
         Raises:
             NotFoundError: The run was not registered.
         """
         connection = transaction.connection
-        experiment = _experiment_of(connection, run_id)
+        experiment = experiment_of_run(connection, run_id)
         if experiment is None:
             raise NotFoundError(f"There is no run {run_id!r}. Hint: register it first.")
-        trial = _trial_of(connection, experiment.id)
+        if lease_s is not None:
+            self._deadlines[experiment.id] = time.monotonic() + lease_s
+        if experiment.report_lease_s != lease_s:
+            update_experiment(connection, experiment.id, report_lease_s=lease_s)
+        return self._take(transaction, experiment, batches, is_alive, moved or {})
+
+    def end_silent(self, transaction: Transaction) -> None:
+        """Take runs for lost that are reported live, and of which nothing was heard for too long.
+
+        A new record brings them back.
+        """
+        experiments = tables.experiments
+        query = select(experiments).where(
+            experiments.c.state == ExperimentState.ACTIVE.value,
+            experiments.c.report_lease_s.is_not(None),
+        )
+        now = time.monotonic()
+        for experiment in list(transaction.connection.execute(query)):
+            # After a start of the master all have their time once more.
+            deadline = self._deadlines.setdefault(experiment.id, now + experiment.report_lease_s)
+            if now > deadline:
+                silent = SILENT.format(experiment.report_lease_s)
+                self._take(transaction, experiment, [], False, {}, vanished=silent)
+                del self._deadlines[experiment.id]
+
+    def _take(
+        self,
+        transaction: Transaction,
+        experiment: Row[Any],
+        batches: Sequence[RunBatch],
+        is_alive: bool,
+        moved: Mapping[str, str],
+        vanished: str = VANISHED,
+    ) -> RunReply:
+        connection = transaction.connection
+        trial = trial_of_run(connection, experiment.id)
         full = sorted((batch for batch in batches if batch.records), key=_place)
         for key, group in groupby(full, lambda batch: (batch.attempt, batch.generation)):
             self._store(transaction, trial.id, key, list(group))
-        for old, new in (moved or {}).items():
-            _move_checkpoints(connection, experiment.id, old, new)
-        attempts = _attempts_of(connection, trial.id)
+        for old, new in moved.items():
+            move_checkpoints(connection, experiment.id, old, new)
+        attempts = attempts_of_run(connection, trial.id)
         newest = attempts[-1] if attempts else None
         for attempt in attempts:
             is_over = attempt is not newest or attempt.outcome is not None or not is_alive
             if is_over and attempt.state != AttemptState.ENDED.value:
-                self._end_attempt(transaction, attempt)
+                self._end_attempt(transaction, attempt, vanished)
         run_end = end_of_run(
             is_alive=is_alive,
             has_begun=newest is not None,
             outcome=newest and newest.outcome,
             error=newest and newest.error,
+            vanished=vanished,
         )
         ended_at = newest.last_record_at if newest else experiment.created_at
         self._bring_to(transaction, experiment.id, run_end, ended_at)
@@ -126,7 +177,7 @@ class Unmanaged:
     def _create(self, transaction: Transaction, info: RunInfo, path: str) -> int:
         config = config_of_run(info)
         state = ExperimentState.ACTIVE.value
-        experiment_id = _insert(
+        experiment_id = insert_row(
             transaction.connection,
             tables.experiments,
             name=info.name,
@@ -143,7 +194,7 @@ class Unmanaged:
             external_path=path,
         )
         hparams = hparams_of_run(info)
-        trial_id = _insert(
+        trial_id = insert_row(
             transaction.connection,
             tables.trials,
             experiment_id=experiment_id,
@@ -166,30 +217,34 @@ class Unmanaged:
     ) -> None:
         connection = transaction.connection
         known = {
-            (row.run_attempt, row.run_generation): row for row in _attempts_of(connection, trial_id)
+            (row.run_attempt, row.run_generation): row
+            for row in attempts_of_run(connection, trial_id)
         }
         attempt = known.get(key)
         started_at = None
         if attempt is None:
+            if any(batch.after is not None and batch.after > -1 for batch in batches):
+                # What came before was lost here, and is sent again first.
+                return
             attempt = self._begin_attempt(transaction, trial_id, key, batches)
             started_at = attempt.created_at
         elif not _has_news(connection, attempt.id, batches):
             return
         elif attempt.state == AttemptState.ENDED.value:
             # It looked dead: its lock cannot be seen from another machine, for example.
-            _update_attempt(
+            update_attempt(
                 connection, attempt.id, state=AttemptState.RUNNING.value, ended_at=None, exit=None
             )
         self._ingest.store(
             transaction,
             attempt.id,
-            [RecordBatch(b.generation, b.rank, b.records) for b in batches],
+            [RecordBatch(b.generation, b.rank, b.records, b.after) for b in batches],
         )
         newest = max(record.time for batch in batches for _, record in batch.records)
         values = {"last_record_at": max(newest, attempt.last_record_at or 0.0)}
         if started_at is not None:
             values["started_at"] = started_at
-        _update_attempt(connection, attempt.id, **values)
+        update_attempt(connection, attempt.id, **values)
         if known and attempt.number < max(row.number for row in known.values()):
             # Late records may lie beyond the step from which a later attempt went on.
             recompute_best(self._changes, transaction, self._changes.trial(connection, trial_id))
@@ -225,18 +280,20 @@ class Unmanaged:
             where = f"process {started.pid} on {started.host}, {started.world_size} rank(s)"
             text = f"Attempt {number} of the run began at step {started.steps_completed}: {where}."
             self._changes.note(transaction, trial_id, number, "INFO", text)
-        return _attempts_of(connection, trial_id)[-1]
+        return attempts_of_run(connection, trial_id)[-1]
 
     # ---- ends ------------------------------------------------------------------------------
 
-    def _end_attempt(self, transaction: Transaction, attempt: Row[Any]) -> None:
+    def _end_attempt(
+        self, transaction: Transaction, attempt: Row[Any], vanished: str = VANISHED
+    ) -> None:
         """End an attempt at its last sign of life."""
         ended_at = attempt.last_record_at
-        error = attempt.error or (VANISHED if attempt.outcome is None else None)
+        error = attempt.error or (vanished if attempt.outcome is None else None)
         kind = ErrorKind.USER if attempt.error else None
         end = AttemptEnd(reason=ExitReason.EXITED, code=None, signal=None, time=ended_at, kind=kind)
         stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
-        _update_attempt(
+        update_attempt(
             transaction.connection,
             attempt.id,
             state=AttemptState.ENDED.value,
@@ -255,7 +312,7 @@ class Unmanaged:
     ) -> None:
         changes, connection = self._changes, transaction.connection
         experiment = changes.experiment(connection, experiment_id)
-        trial = _trial_of(connection, experiment_id)
+        trial = trial_of_run(connection, experiment_id)
         present = (experiment.state, trial.state, experiment.error)
         if present == (run_end.experiment.value, run_end.trial.value, run_end.error):
             return
@@ -280,7 +337,7 @@ class Unmanaged:
             changes.set_experiment_state(transaction, experiment_id, stopping, error=run_end.error)
             changes.set_experiment_state(transaction, experiment_id, end_of_experiment(stopping))
             changes.update_trial(transaction, trial.id, ended_at=ended_at)
-            _update_experiment(connection, experiment_id, ended_at=ended_at)
+            update_experiment(connection, experiment_id, ended_at=ended_at)
 
     def _activate(self, transaction: Transaction, experiment: Row[Any], trial: Row[Any]) -> None:
         changes = self._changes
@@ -290,18 +347,18 @@ class Unmanaged:
                 transaction, trial.id, ended_at=None, error=None, error_kind=None, stop_reason=None
             )
         if experiment.state != ExperimentState.ACTIVE.value:
-            _update_experiment(transaction.connection, experiment.id, ended_at=None, error=None)
+            update_experiment(transaction.connection, experiment.id, ended_at=None, error=None)
             changes.set_experiment_state(transaction, experiment.id, ExperimentState.ACTIVE)
 
     def _follow_progress(self, transaction: Transaction, experiment_id: int) -> None:
         """Let the experiment's progress be its trial's; a completed run is all done."""
         connection = transaction.connection
         experiment = self._changes.experiment(connection, experiment_id)
-        progress = _trial_of(connection, experiment_id).progress or 0.0
+        progress = trial_of_run(connection, experiment_id).progress or 0.0
         if experiment.state == ExperimentState.COMPLETED.value:
             progress = 1.0
         if progress != experiment.progress:
-            _update_experiment(connection, experiment_id, progress=progress)
+            update_experiment(connection, experiment_id, progress=progress)
             transaction.emit("progress", experiment_id, progress=progress)
 
     @staticmethod
@@ -315,7 +372,7 @@ class Unmanaged:
         )
         return RunReply(
             experiment_id=experiment_id,
-            trial_id=_trial_of(connection, experiment_id).id,
+            trial_id=trial_of_run(connection, experiment_id).id,
             marks=[RunMark(*row) for row in rows],
         )
 
@@ -331,48 +388,3 @@ def _has_news(connection: Connection, attempt_id: int, batches: Iterable[RunBatc
     )
     stored = {row.rank: row.sequence for row in rows}
     return any(batch.records[-1][0] > stored.get(batch.rank, -1) for batch in batches)
-
-
-def _experiment_of(connection: Connection, run_id: str) -> Row[Any] | None:
-    experiments = tables.experiments
-    return connection.execute(
-        select(experiments).where(experiments.c.external_id == run_id)
-    ).first()
-
-
-def _trial_of(connection: Connection, experiment_id: int) -> Row[Any]:
-    trials = tables.trials
-    return connection.execute(select(trials).where(trials.c.experiment_id == experiment_id)).one()
-
-
-def _attempts_of(connection: Connection, trial_id: int) -> list[Row[Any]]:
-    attempts = tables.attempts
-    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
-    return list(connection.execute(query))
-
-
-def _insert(connection: Connection, table: Table, **values: Any) -> int:
-    row_id = new_id(connection, table)
-    connection.execute(insert(table).values(id=row_id, **values))
-    return row_id
-
-
-def _update_experiment(connection: Connection, experiment_id: int, **values: Any) -> None:
-    experiments = tables.experiments
-    connection.execute(
-        update(experiments).where(experiments.c.id == experiment_id).values(**values)
-    )
-
-
-def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
-    attempts = tables.attempts
-    connection.execute(update(attempts).where(attempts.c.id == attempt_id).values(**values))
-
-
-def _move_checkpoints(connection: Connection, experiment_id: int, old: str, new: str) -> None:
-    checkpoints = tables.checkpoints
-    connection.execute(
-        update(checkpoints)
-        .where(checkpoints.c.experiment_id == experiment_id, checkpoints.c.storage == old)
-        .values(storage=new)
-    )

@@ -83,6 +83,8 @@ experiments = Table(
     # Of a run that was made without a master: its run id and its run directory.
     Column("external_id", String, unique=True),
     Column("external_path", String),
+    # How long nothing may be heard of it while it goes on, in seconds; null is for ever.
+    Column("report_lease_s", Float),
     # What people write beside the configuration; the first two begin as it says.
     Column("description", Text, nullable=False, default="", server_default=""),
     Column("labels", JSON, nullable=False, default=list, server_default="[]"),

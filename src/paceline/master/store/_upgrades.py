@@ -227,6 +227,7 @@ def _to_version_9(operations: Operations) -> None:
         sa.Column("priority", sa.Integer()),
         sa.Column("weight", sa.Float()),
         sa.Column("queue_place", sa.Float()),
+        sa.Column("report_lease_s", sa.Float()),
     ):
         operations.add_column("experiments", column)
     # It names columns, and is made anew with these.

@@ -1,0 +1,59 @@
+"""Rows of runs made without a master."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, Table, insert, select, update
+
+from paceline.master.store import new_id, tables
+
+
+def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
+    """Return the experiment that shows a run, None if there is none."""
+    experiments = tables.experiments
+    return connection.execute(
+        select(experiments).where(experiments.c.external_id == run_id)
+    ).first()
+
+
+def trial_of_run(connection: Connection, experiment_id: int) -> Row[Any]:
+    """Return the trial of such an experiment."""
+    trials = tables.trials
+    return connection.execute(select(trials).where(trials.c.experiment_id == experiment_id)).one()
+
+
+def attempts_of_run(connection: Connection, trial_id: int) -> list[Row[Any]]:
+    """Return a trial's attempts, the earliest first."""
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    return list(connection.execute(query))
+
+
+def insert_row(connection: Connection, table: Table, **values: Any) -> int:
+    """Insert a row and return its id."""
+    row_id = new_id(connection, table)
+    connection.execute(insert(table).values(id=row_id, **values))
+    return row_id
+
+
+def update_experiment(connection: Connection, experiment_id: int, **values: Any) -> None:
+    """Change the row of an experiment."""
+    experiments = tables.experiments
+    connection.execute(
+        update(experiments).where(experiments.c.id == experiment_id).values(**values)
+    )
+
+
+def update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
+    """Change the row of an attempt."""
+    attempts = tables.attempts
+    connection.execute(update(attempts).where(attempts.c.id == attempt_id).values(**values))
+
+
+def move_checkpoints(connection: Connection, experiment_id: int, old: str, new: str) -> None:
+    """Note that checkpoints of one storage are in another one now."""
+    checkpoints = tables.checkpoints
+    connection.execute(
+        update(checkpoints)
+        .where(checkpoints.c.experiment_id == experiment_id, checkpoints.c.storage == old)
+        .values(storage=new)
+    )

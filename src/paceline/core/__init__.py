@@ -44,7 +44,7 @@ from paceline.core._errors import (
     PreemptedError,
 )
 from paceline.core._init import init
-from paceline.core._launcher_variables import LaunchedPlace, forget_launcher, launched_place
+from paceline.core._launched_place import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._metric_numbers import numbers_of
 from paceline.core._new_run_storage import (
     is_storage_in_environment,

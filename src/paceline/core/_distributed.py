@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from paceline._listening import PortReservation
 from paceline.core._key_value_store import Transport
-from paceline.core._launcher_variables import LaunchedPlace, launched_place
+from paceline.core._launched_place import LaunchedPlace, launched_place
 from paceline.core._rank_checks import LOOPBACK, check_address, check_place, check_timeout
 
 T = TypeVar("T")

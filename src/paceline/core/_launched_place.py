@@ -1,0 +1,243 @@
+"""The place that an outer launcher gives a process: its rank, its node, the meeting point."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core._launcher_variables import LAUNCHERS, Launcher
+
+_LOOPBACK = "127.0.0.1"
+# Below the ports that systems give out by themselves.
+_FIRST_PORT, _NUM_PORTS = 15000, 10000
+_SIZES_OF_ALPS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedPlace:
+    """This process among those that an outer launcher started together.
+
+    Attributes:
+        launcher: The launcher's name.
+        rank: This process among all, from 0.
+        size: The number of processes, at least 2.
+        local_rank: This process among those of its node, from 0; None if nothing tells it, as
+            where a script has set RANK and WORLD_SIZE itself.
+        local_size: The number of processes on this node; None if the launcher does not tell.
+        node_rank: This node among all; None if the launcher does not tell.
+        num_nodes: The number of nodes; None if the launcher does not tell.
+        address: The address of the node of rank 0; None if it must be told by MASTER_ADDR.
+        port: The port on which rank 0 listens; None if it must be told by MASTER_PORT.
+        hint: How to tell what is missing.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
+    address: str | None
+    port: int | None
+    hint: str = ""
+
+    def known_local_rank(self) -> int:
+        """Return the process's number on its node.
+
+        Raises:
+            ValueError: Nothing tells it.
+        """
+        if self.local_rank is None:
+            raise ValueError(
+                "The environment variable LOCAL_RANK must be a number where WORLD_SIZE is above 1"
+                " and no process group was made, but it is missing. Hint: set LOCAL_RANK, or call"
+                " `torch.distributed.init_process_group` first, or start with torchrun, srun,"
+                " mpirun or `python -m paceline.launch.torch_distributed`."
+            )
+        return self.local_rank
+
+    def meeting_point(self, address: str | None = None) -> tuple[str, int]:
+        """Return the address and port at which all processes meet.
+
+        Args:
+            address: Takes the place of the address found.
+
+        Raises:
+            ValueError: The address or the port must be told, but was not.
+        """
+        address = address or self.address
+        for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", self.port)):
+            if value is None:
+                raise ValueError(
+                    f"The environment variable {name} must be set for the {self.size} processes"
+                    f" that {self.launcher} has started, but is missing. Hint: {self.hint}"
+                )
+        assert address is not None
+        assert self.port is not None
+        return address, self.port
+
+
+def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlace | None:
+    """Return the place that torchrun, srun, mpirun or another launcher gave this process.
+
+    None for a process that works alone: one that no launcher started, or as the only one.
+
+    Args:
+        environment: The variables; those of this process by default.
+
+    Raises:
+        ValueError: A variable is missing or no number.
+    """
+    environment = _with_place_of_alps(os.environ if environment is None else environment)
+    launcher = next((one for one in LAUNCHERS if one.is_at_work(environment)), None)
+    if launcher is None:
+        return None
+    size = _number(launcher, launcher.size, environment)
+    if size <= 1:
+        return None
+    outer = launcher
+    if launcher.local_rank not in environment:
+        # A script that has set RANK and WORLD_SIZE from what its launcher tells.
+        launcher = _same_place(launcher, environment) or launcher
+    node_rank = _optional(launcher, (launcher.node_rank,), environment)
+    local_size = _optional(launcher, launcher.local_size, environment)
+    if launcher.tasks_per_node in environment and node_rank is not None:
+        local_size = _tasks_of_node(environment[launcher.tasks_per_node], node_rank)
+    num_nodes = _optional(launcher, (launcher.num_nodes,), environment)
+    if local_size == size:
+        node_rank, num_nodes = 0, 1
+    return LaunchedPlace(
+        launcher=launcher.name,
+        rank=_number(outer, outer.rank, environment),
+        size=size,
+        local_rank=_optional(launcher, (launcher.local_rank,), environment),
+        local_size=local_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        address=_address(launcher, environment, is_one_node=num_nodes == 1),
+        port=_port(launcher, environment, is_one_node=num_nodes == 1),
+        hint=launcher.hint,
+    )
+
+
+def _with_place_of_alps(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables with those that follow from what a user of aprun tells.
+
+    ALPS sets the rank alone, and places as many processes on each node as `aprun -N` says, one node
+    after the other.
+
+    Raises:
+        ValueError: The number of processes, or that on each node, was not told.
+    """
+    if "ALPS_APP_PE" not in environment or "RANK" in environment:
+        return environment
+    if any(one.is_at_work(environment) for one in LAUNCHERS if one.size != "WORLD_SIZE"):
+        return environment  # such as Cray's MPI, which tells more
+    rank, *sizes = (environment.get(n, "") for n in ("ALPS_APP_PE", *_SIZES_OF_ALPS))
+    if rank == "0" and not any(sizes):
+        return environment  # the only process, as the others would raise
+    for name, value in zip(_SIZES_OF_ALPS, sizes, strict=True):
+        if not value.isdecimal() or int(value) < 1:
+            raise ValueError(
+                f"The environment variable {name} must be a number for the processes of aprun, but"
+                f" got {environment.get(name)!r}. Hint: aprun -n 8 -N 4 -e WORLD_SIZE=8"
+                " -e LOCAL_WORLD_SIZE=4 ..."
+            )
+    size, local_size = map(int, sizes)
+    return {
+        **environment,
+        "LOCAL_RANK": str(int(rank) % local_size),
+        "GROUP_RANK": str(int(rank) // local_size),
+        "GROUP_WORLD_SIZE": str(-(-size // local_size)),
+        # The last node may have fewer.
+        "LOCAL_WORLD_SIZE": str(min(local_size, size - int(rank) // local_size * local_size)),
+    }
+
+
+def _same_place(outer: Launcher, environment: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that tells the same rank and size, and the rest of the place as well."""
+    names = (outer.rank, outer.size)
+    for launcher in LAUNCHERS:
+        if launcher is outer or not launcher.is_at_work(environment):
+            continue
+        theirs = environment[launcher.rank], environment[launcher.size]
+        if theirs == tuple(environment.get(name) for name in names):
+            return launcher
+    return None
+
+
+def forget_launcher(environment: MutableMapping[str, str]) -> None:
+    """Remove what would make a process of this environment one of a launcher's group."""
+    for launcher in LAUNCHERS:
+        for name in (launcher.rank, launcher.size, launcher.local_rank):
+            environment.pop(name, None)
+
+
+def _number(launcher: Launcher, name: str, environment: Mapping[str, str]) -> int:
+    text = environment.get(name)
+    if text is None or not text.isdecimal():
+        raise ValueError(
+            f"The environment variable {name} must be a number when {launcher.size} is above 1,"
+            f" but got {text!r}. Hint: start with torchrun, srun, mpirun or `python -m"
+            " paceline.launch.torch_distributed`, or use the `DistributedContext` constructor."
+        )
+    return int(text)
+
+
+def _optional(
+    launcher: Launcher, names: tuple[str, ...], environment: Mapping[str, str]
+) -> int | None:
+    name = next((name for name in names if name in environment), None)
+    return None if name is None else _number(launcher, name, environment)
+
+
+def _tasks_of_node(text: str, node_rank: int) -> int | None:
+    """Return what "2(x3),1" says for a node."""
+    counts: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(times or 1)
+    return counts[node_rank] if node_rank < len(counts) else None
+
+
+def _address(
+    launcher: Launcher, environment: Mapping[str, str], *, is_one_node: bool
+) -> str | None:
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"]
+    if is_one_node:
+        return _LOOPBACK
+    return launcher.first_host(environment) if launcher.first_host is not None else None
+
+
+def _port(launcher: Launcher, environment: Mapping[str, str], *, is_one_node: bool) -> int | None:
+    if "MASTER_PORT" in environment:
+        return _number(launcher, "MASTER_PORT", environment)
+    job = next((environment[name] for name in launcher.job if environment.get(name)), None)
+    if job is None and is_one_node and not launcher.is_alone_decisive:
+        job = str(_pid_of_launcher(launcher.rank))
+    if job is None:
+        return None
+    if launcher.step:
+        job = f"{job}.{environment.get(launcher.step, '0')}"
+    digest = hashlib.sha256(job.encode()).digest()
+    return _FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS
+
+
+def _pid_of_launcher(rank_variable: str) -> int:
+    """Return the nearest process above this one that has no rank: that which started all ranks."""
+    marker = f"{rank_variable}=".encode()
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            status = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return pid
+        if not any(variable.startswith(marker) for variable in variables):
+            return pid
+        # The parent follows the state, after the name, which may hold parentheses.
+        pid = int(status.rpartition(b") ")[2].split()[1])
+    return pid

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,3 +40,30 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes, *, is_durable: bool = False) -> None:
+    """Write a private file that readers see either not at all or as a whole.
+
+    Args:
+        path: The file; its directory must exist.
+        data: The whole content.
+        is_durable: Whether the file must survive the loss of the node as well; this waits for
+            the disk.
+
+    Raises:
+        OSError: The file cannot be written; the previous one is intact.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    if is_durable:
+        sync_directory(path.parent)

@@ -1,6 +1,6 @@
 """The append-only record of what a training process did, and the directory that holds it."""
 
-from paceline._atomic_files import sync_directory
+from paceline._atomic_files import sync_directory, write_atomically
 from paceline.journal._metric_values import decode_value, encode_float, encode_metrics, same_value
 from paceline.journal._reader import Entry, JournalReader, JournalVersionError
 from paceline.journal._records import (
@@ -36,16 +36,12 @@ from paceline.journal._run_directory import (
     HEARTBEAT_LIMIT_S,
     MEETING_PORT_VARIABLE,
     RUN_DIRECTORY_VARIABLE,
-    RUN_FORMAT_VERSION,
-    Control,
     JournalKey,
     NotARunDirectoryError,
     RunDirectory,
-    RunInfo,
     RunVersionError,
-    TrialInfo,
-    write_atomically,
 )
+from paceline.journal._run_info import RUN_FORMAT_VERSION, Control, RunInfo, TrialInfo
 from paceline.journal._run_tail import RunTail
 from paceline.journal._time_shares import AttemptTimes, TimeShares, divide_time
 from paceline.journal._writer import JournalWriter, frame_line, segment_name

@@ -3,20 +3,19 @@
 import fcntl
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
-from paceline._atomic_files import sync_directory
+from paceline._atomic_files import write_atomically
 from paceline._sealed_json import check_seal, seal
 from paceline.journal._reader import JournalReader
+from paceline.journal._run_info import RUN_FORMAT_VERSION, Control, RunInfo
 
-RUN_FORMAT_VERSION = 1
 RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
 # Where the launchers of an attempt on several nodes meet.
 MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
@@ -37,76 +36,6 @@ class RunVersionError(ValueError):
 
 class NotARunDirectoryError(ValueError):
     """Raised when a path holds no run directory."""
-
-
-class TrialInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a trial that its processes may read."""
-
-    trial_id: int
-    experiment_id: int
-    trial_seed: int
-    hparams: dict[str, Any]
-    config: dict[str, Any]
-
-
-class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `run.json`, written before the processes start and never changed.
-
-    `trial` is None for a run without a master. `attempt` is the attempt that the processes belong
-    to when a runner or launcher made the directory; a run without a master counts its attempts by
-    their journals. `seed` and `hparams` are those of a run without a master, if they are known.
-    `judged_metrics` names the validation metrics that a search needs to judge a report; None if
-    there is no search that stops trials, or a master that does not tell `Control.judged`.
-    `metadata` is what earlier attempts of a trial have set. `container_slot_counts` are the slots
-    of each node of `container_addrs`; those of this one on each if it is empty.
-    """
-
-    version: int = RUN_FORMAT_VERSION
-    run_id: str
-    name: str
-    created: float
-    attempt: int = 0
-    generation: int = 0
-    trial: TrialInfo | None = None
-    latest_checkpoint: str | None = None
-    steps_completed: int = 0
-    checkpoint_storage: str
-    cluster_id: str = ""
-    agent_id: str = ""
-    slot_ids: list[int] = []
-    container_addrs: list[str] = []
-    container_rank: int = 0
-    container_slot_counts: list[int] = []
-    arguments: list[str] = []
-    seed: int | None = None
-    hparams: dict[str, Any] | None = None
-    judged_metrics: list[str] | None = None
-    metadata: dict[str, Any] | None = None
-
-
-class Control(msgspec.Struct, frozen=True, kw_only=True):
-    """Last message of the runner to the processes; the file is replaced as a whole.
-
-    Attributes:
-        should_preempt: Checkpoint and leave.
-        operation_length: The target of the current search operation (absolute), None before the
-            first one is known.
-        operations_closed: No operation follows the ones completed so far.
-        best_validation: The best searched metric of the whole experiment that is known.
-        judged: Generation and sequence number of the chief's newest record that the search has
-            judged: all of this is said in the knowledge of it. Not every record changes it.
-        reports_released: The number of the chief's newest report that a stepwise run may go on
-            from, None before the first one is known.
-        is_stopped: A stepwise run is to end at its present report.
-    """
-
-    should_preempt: bool = False
-    operation_length: int | None = None
-    operations_closed: bool = False
-    best_validation: float | dict[str, str] | None = None
-    judged: tuple[int, int] | None = None
-    reports_released: int | None = None
-    is_stopped: bool = False
 
 
 class JournalKey(msgspec.Struct, frozen=True, order=True):
@@ -389,30 +318,3 @@ def _try_lock(file: IO[str]) -> bool:
     except OSError:
         return False
     return True
-
-
-def write_atomically(path: Path, data: bytes, *, is_durable: bool = False) -> None:
-    """Write a private file that readers see either not at all or as a whole.
-
-    Args:
-        path: The file; its directory must exist.
-        data: The whole content.
-        is_durable: Whether the file must survive the loss of the node as well; this waits for
-            the disk.
-
-    Raises:
-        OSError: The file cannot be written; the previous one is intact.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    if is_durable:
-        sync_directory(path.parent)

@@ -1,8 +1,5 @@
 """The tables of the master's database."""
 
-import json
-from typing import Any
-
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -12,43 +9,22 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
-    LargeBinary,
-    MetaData,
     String,
     Table,
     Text,
-    TypeDecorator,
     UniqueConstraint,
     false,
     select,
     text,
 )
 
+from paceline.master.store._access_tables import sign_ins, tokens, users
+from paceline.master.store._column_types import Id, Scalar, metadata
+from paceline.master.store._metric_tables import chunks, metric_names, series
+from paceline.master.store._search_tables import search_inputs, search_snapshots, search_views
+
 SCHEMA_VERSION = 9
 
-metadata = MetaData()
-
-
-class _Scalar(TypeDecorator[Any]):
-    """Any JSON value, numbers included, as text.
-
-    A bare number in a column of type JSON becomes one of SQLite's own, whose last digit may differ.
-    """
-
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
-        """Encode a value."""
-        return None if value is None else json.dumps(value, allow_nan=False)
-
-    def process_result_value(self, value: Any, dialect: Any) -> Any:
-        """Decode a value."""
-        return None if value is None else json.loads(value)
-
-
-# SQLite numbers rows by itself only for a plain INTEGER key.
-_Id = BigInteger().with_variant(Integer, "sqlite")
 
 meta = Table(
     "meta",
@@ -62,7 +38,7 @@ VERSION = select(meta.c.value).where(meta.c.key == "schema_version")
 experiments = Table(
     "experiments",
     metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("id", Id, primary_key=True, autoincrement=True),
     Column("name", String, nullable=False),
     Column("state", String, nullable=False),
     Column("config", JSON, nullable=False),
@@ -112,7 +88,7 @@ experiments = Table(
 trials = Table(
     "trials",
     metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("id", Id, primary_key=True, autoincrement=True),
     Column("experiment_id", ForeignKey("experiments.id"), nullable=False),
     Column("request_id", String, nullable=False),
     Column("state", String, nullable=False),
@@ -126,7 +102,7 @@ trials = Table(
     # Null stands for NaN too: a NaN is never the best.
     Column("best_metric", Float),
     Column("best_step", BigInteger),
-    Column("latest_metric", _Scalar),
+    Column("latest_metric", Scalar),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("stop_reason", String),
@@ -158,7 +134,7 @@ trials = Table(
 attempts = Table(
     "attempts",
     metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("id", Id, primary_key=True, autoincrement=True),
     Column("trial_id", ForeignKey("trials.id"), nullable=False),
     Column("experiment_id", BigInteger, nullable=False),
     Column("number", Integer, nullable=False),
@@ -219,46 +195,6 @@ time_marks = Table(
     Column("seconds", JSON, nullable=False),
 )
 
-# One row per (trial, attempt, group, key): the summary, and the newest points until they fill a
-# chunk. Points lie in columns: steps as int64, times and float values as float64.
-series = Table(
-    "series",
-    metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
-    Column("trial_id", BigInteger, nullable=False),
-    Column("attempt", Integer, nullable=False),
-    Column("group", String, nullable=False),
-    Column("key", String, nullable=False),
-    Column("num_points", BigInteger, nullable=False),
-    Column("num_numbers", BigInteger, nullable=False),
-    Column("sum", Float),
-    Column("min", Float),
-    Column("max", Float),
-    Column("last", _Scalar),
-    Column("first_step", BigInteger, nullable=False),
-    Column("last_step", BigInteger, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("steps", LargeBinary, nullable=False),
-    Column("times", LargeBinary, nullable=False),
-    Column("value_bytes", LargeBinary, nullable=False),
-    UniqueConstraint("trial_id", "attempt", "group", "key"),
-)
-
-chunks = Table(
-    "chunks",
-    metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
-    Column("series_id", ForeignKey("series.id"), nullable=False),
-    Column("first_step", BigInteger, nullable=False),
-    Column("last_step", BigInteger, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("steps", LargeBinary, nullable=False),
-    Column("times", LargeBinary, nullable=False),
-    Column("value_bytes", LargeBinary, nullable=False),
-    # Holds all that says where points lie, so that no chunk is touched before it is read.
-    Index("ix_chunks_series", "series_id", "first_step", "last_step"),
-)
-
 checkpoints = Table(
     "checkpoints",
     metadata,
@@ -282,35 +218,6 @@ checkpoints = Table(
     ),
 )
 
-# The search's input log: applying `input` to the state before it gave `operations`.
-search_inputs = Table(
-    "search_inputs",
-    metadata,
-    Column("experiment_id", ForeignKey("experiments.id"), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("time", Float, nullable=False),
-    Column("input", JSON, nullable=False),
-    Column("operations", JSON, nullable=False),
-)
-
-# The newest snapshot of each search and how many inputs it includes.
-search_snapshots = Table(
-    "search_snapshots",
-    metadata,
-    Column("experiment_id", ForeignKey("experiments.id"), primary_key=True),
-    Column("num_inputs", Integer, nullable=False),
-    Column("snapshot", JSON, nullable=False),
-)
-
-# What a search shows of its rungs, as JSON, and how many of its inputs that includes.
-search_views = Table(
-    "search_views",
-    metadata,
-    Column("experiment_id", ForeignKey("experiments.id"), primary_key=True),
-    Column("num_inputs", Integer, nullable=False),
-    Column("view", LargeBinary, nullable=False),
-)
-
 # How many rows there are in each state, so that nothing has to be counted; the experiment 0 stands
 # for all of them. Kept by triggers: see `_row_counts.py`.
 counts = Table(
@@ -324,21 +231,10 @@ counts = Table(
     sqlite_with_rowid=False,
 )
 
-# The metrics that the trials of an experiment reported, kept by a trigger as well.
-metric_names = Table(
-    "metric_names",
-    metadata,
-    Column("experiment_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("group", String, primary_key=True),
-    Column("key", String, primary_key=True),
-    Index("ix_metric_names", "group", "key"),
-    sqlite_with_rowid=False,
-)
-
 events = Table(
     "events",
     metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("id", Id, primary_key=True, autoincrement=True),
     Column("time", Float, nullable=False),
     Column("experiment_id", BigInteger, nullable=False),
     Column("trial_id", BigInteger),
@@ -349,43 +245,12 @@ events = Table(
     sqlite_autoincrement=True,
 )
 
-users = Table(
-    "users",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("password_hash", String, nullable=False),
-    Column("changed_at", Float, nullable=False),
-)
-
-# Sign-ins of browsers. Only a digest is kept, so nobody who reads the database can sign in by it.
-sign_ins = Table(
-    "sign_ins",
-    metadata,
-    Column("digest", String, primary_key=True),
-    Column("user", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float, nullable=False),
-)
-
-# Tokens of programs; as with sign-ins, only digests are kept.
-tokens = Table(
-    "tokens",
-    metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
-    Column("name", String, nullable=False),
-    Column("scope", String, nullable=False),
-    Column("digest", String, nullable=False, unique=True),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float),
-    Column("revoked_at", Float),
-)
-
 # Machines whose runner has registered. `facts` are those that it gave; `session` is the fencing
 # token of its polls.
 nodes = Table(
     "nodes",
     metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("id", Id, primary_key=True, autoincrement=True),
     Column("name", String, nullable=False, unique=True),
     Column("key", String, nullable=False),
     Column("session", Integer, nullable=False),
@@ -419,9 +284,37 @@ drained_slots = Table(
 unrecorded = Table(
     "unrecorded",
     metadata,
-    Column("id", _Id, primary_key=True, autoincrement=True),
+    Column("id", Id, primary_key=True, autoincrement=True),
     Column("experiment_id", BigInteger),
     Column("kind", String, nullable=False),
     Column("row_id", BigInteger, nullable=False),
     sqlite_autoincrement=True,
 )
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "VERSION",
+    "attempts",
+    "checkpoints",
+    "chunks",
+    "counts",
+    "drained_slots",
+    "events",
+    "experiments",
+    "journal_marks",
+    "meta",
+    "metadata",
+    "metric_names",
+    "nodes",
+    "pools",
+    "search_inputs",
+    "search_snapshots",
+    "search_views",
+    "series",
+    "sign_ins",
+    "time_marks",
+    "tokens",
+    "trials",
+    "unrecorded",
+    "users",
+]

@@ -1,7 +1,7 @@
 """From a loss to an optimizer step: weighting, accumulation, reduction over ranks, precision."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.engine.profiling._step_timeline import BACKWARD, REDUCE, STEP
 from paceline.engine.profiling._step_timer import StepTimer
 from paceline.engine.steps._direct_calls import DirectCalls
 from paceline.engine.steps._idle_ranks import LOSS, NO_MORE, SUM, IdleRanks
+from paceline.engine.steps._optimizer_reductions import OptimizerReductions
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 
@@ -86,7 +87,14 @@ class Stepper:
         self._distributed = distributed
         self._is_alone = distributed.size == 1
         self.num_steps_of: dict[int, int] = {}
-        self._reductions: dict[int, tuple[tuple[bool, ...], FlatReduction, FlatReduction]] = {}
+        self._reductions = OptimizerReductions(
+            device,
+            self.all_reduce,
+            self.models,
+            # One tensor-parallel group sums nothing; its ranks' words to each other still travel.
+            sums_gradients=self.grid.data_size > 1,
+            sums_sharded=not self.is_sharded,
+        )
         self.idle_ranks = IdleRanks(distributed, device, self.accumulation, self.optimizers)
         self._has_told = False
         self._has_stepped = False
@@ -346,37 +354,8 @@ class Stepper:
         return nullcontext() if self.timer is None else self.timer.measure(part)
 
     def _reduce(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = parameters_of(optimizer)
-        # Layers may be frozen and groups added while training goes on.
-        pattern = tuple(parameter.requires_grad for parameter in parameters)
-        known = self._reductions.get(id(optimizer))
-        if known is None or known[0] != pattern:
-            known = (pattern, *self._make_reductions(parameters))
-            self._reductions[id(optimizer)] = known
-        self.sum_over_ranks(known[2] if self.is_overlapping() else known[1])
-
-    def _make_reductions(
-        self, parameters: Sequence[torch.nn.Parameter]
-    ) -> tuple[FlatReduction, FlatReduction]:
-        """Return the reductions of all parameters, and of those outside overlapped models."""
-        if self.is_sharded:
-            # Those of sharded models are summed in the backward pass always.
-            parameters = [parameter for parameter in parameters if not is_sharded(parameter)]
-        elif self.grid.data_size == 1:
-            # One tensor-parallel group sums nothing; its ranks' words to each other still travel.
-            parameters = []
-        overlapped = {
-            parameter
-            for model in self.models
-            if isinstance(model, OverlappedModel)
-            for parameter in model.parameters()
-        }
-        outside = [parameter for parameter in parameters if parameter not in overlapped]
-        complete = FlatReduction(parameters, self.device, self.all_reduce)
-        is_all_outside = len(outside) == len(parameters)
-        if is_all_outside:
-            return complete, complete
-        return complete, FlatReduction(outside, self.device, self.all_reduce)
+        complete, outside = self._reductions.of(optimizer)
+        self.sum_over_ranks(outside if self.is_overlapping() else complete)
 
     def is_overlapping(self) -> bool:
         """Tell whether overlapped models sum their gradients in the present backward pass."""

@@ -7,6 +7,7 @@ import typer
 from paceline.cli._archive_commands import archive, delete, unarchive
 from paceline.cli._checkpoint_commands import list_checkpoints
 from paceline.cli._create_command import create
+from paceline.cli._describe_command import describe, note_of_end
 from paceline.cli._errors import CommandError
 from paceline.cli._fork_commands import download, fork
 from paceline.cli._options import (
@@ -23,7 +24,7 @@ from paceline.cli._options import (
 from paceline.cli._queue_commands import set_priority, set_weight
 
 if TYPE_CHECKING:
-    from paceline.client import Client, Experiment, Trial
+    from paceline.client import Client, Experiment
     from paceline.messages.resources import Experiment as ExperimentData
 
 app = typer.Typer(
@@ -104,126 +105,7 @@ def _nothing_listed(word: str | None) -> str:
     return "No experiments. Create one with `paceline e create CONFIG`."
 
 
-@app.command()
-def describe(
-    experiment: ExperimentId,
-    json: Json = False,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Also print the resolved config.")
-    ] = False,
-) -> None:
-    """Show an experiment with its best trial and its rungs."""
-    from paceline.cli._connection import connect
-    from paceline.cli._output import console, print_json
-
-    with connect() as client:
-        found = client.get_experiment(experiment)
-        if json:
-            print_json(found.data)
-            return
-        best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
-        _print_facts(found.data, best, waits, _note_of_end(found))
-        _print_rungs(found)
-    if show_config:
-        import yaml
-
-        console().print(yaml.safe_dump(found.config, sort_keys=False).rstrip())
-
-
-def _note_of_end(experiment: "Experiment") -> str | None:
-    """Return why an experiment that has completed has no best trial; None if it has one."""
-    from paceline.cli._leaderboard_table import why_no_best
-
-    data = experiment.data
-    if data.is_unmanaged or data.best_metric is not None or data.num_records_lost:
-        return None  # What was lost may have told of one.
-    if data.state.value != "COMPLETED":
-        return None
-    return why_no_best(experiment) if data.num_trials else None
-
-
-def _best_trial(client: "Client", data: "ExperimentData") -> "Trial | None":
-    return None if data.best_trial_id is None else client.get_trial(data.best_trial_id)
-
-
-def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
-    """Return what an experiment waits for to start, and who has it; None if it does not wait."""
-    from paceline.cli._state_words import experiment_word
-
-    if experiment_word(data) != "QUEUED" or data.is_unmanaged:
-        return None
-    slots = client.slots()
-    if any(slot.experiment_id == data.id for slot in slots):
-        return "starting"
-    given = data.config.get("resources", {}).get("slots_per_trial", 1)
-    wanted = int(given["min"] if isinstance(given, dict) else given)
-    free = sum(slot.experiment_id is None for slot in slots)
-    holders = sorted({slot.experiment_id for slot in slots if slot.experiment_id is not None})
-    text = f"waiting for {wanted} slot{'s' * (wanted > 1)}; {free} of {len(slots)} free"
-    if holders:
-        text += f", held by experiment{'s' * (len(holders) > 1)} "
-        text += ", ".join(map(str, holders))
-    return text
-
-
-def _print_facts(
-    data: "ExperimentData", best_trial: "Trial | None", waits: str | None, note: str | None
-) -> None:
-    from paceline.cli._output import (
-        format_duration,
-        format_moment,
-        format_number,
-        format_values,
-        print_facts,
-        state_text,
-    )
-    from paceline.cli._state_words import experiment_word, lost_text, progress_text
-
-    best, hparams, lost = note, None, None
-    if data.num_records_lost:
-        lost = f"{lost_text(data.num_records_lost)}; the trials' logs say which"
-    if best_trial is not None:
-        best = f"{format_number(data.best_metric)} (trial {best_trial.id})"
-        hparams = format_values(best_trial.hparams) or None
-    direction = "smaller" if data.smaller_is_better else "larger"
-    search = f"{data.searcher} on {data.metric} ({direction} is better)"
-    took = None if data.ended_at is None else format_duration(data.ended_at - data.created_at)
-    print_facts(
-        [
-            ("Experiment", f"{data.id} ({data.name})"),
-            ("Description", data.description or None),
-            ("Labels", ", ".join(data.labels) or None),
-            ("State", state_text(experiment_word(data))),
-            ("Waits", waits),
-            ("Error", data.error),
-            ("Warning", "\n".join(data.warnings) or None),
-            ("Lost", lost),
-            ("Progress", progress_text(data)),
-            ("Made", data.run_dir and f"without a master, in {data.run_dir}"),
-            # Such a run tells of no search.
-            ("Search", None if data.is_unmanaged else search),
-            ("Trials", f"{data.num_trials}, {data.num_running} running"),
-            ("Best", best),
-            ("With", hparams),
-            ("Continues", data.parent_trial_id and f"trial {data.parent_trial_id}"),
-            ("Created", format_moment(data.created_at)),
-            ("Took", took),
-        ]
-    )
-
-
-def _print_rungs(experiment: "Experiment") -> None:
-    from paceline.cli._output import console, print_table
-
-    rows = []
-    for number, bracket in enumerate(experiment.search().brackets, start=1):
-        for rung in bracket:
-            counts = rung.counts
-            rows.append((number, rung.length, sum(counts.values()), counts.get("stopped", 0)))
-    if rows:
-        console().print()
-        titles = ["Bracket", "Rung", "Reached", "Stopped"]
-        print_table(titles, rows, right=titles)
+app.command()(describe)
 
 
 @app.command()
@@ -336,7 +218,7 @@ def wait(
             state = found.wait(interval).value
         except ValueError as error:
             raise CommandError(str(error)) from error
-        note = _note_of_end(found)
+        note = note_of_end(found)
     lost = found.data.num_records_lost
     more = f"; {lost_text(lost)}" if lost else ""
     typer.echo(f"Experiment {experiment} is {state}{more}.")

@@ -139,7 +139,7 @@ def test_a_ctrl_c_takes_effect_though_it_does_not_wake_the_wait(
         start_new_session=True,
     )
     try:
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         _, errors = process.communicate()

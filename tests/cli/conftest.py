@@ -64,7 +64,7 @@ def runner_in(home: Path, server: Any) -> Paceline:
             *command, directory=cwd or Path.cwd(), environment=clean_environment(home)
         )
         try:
-            output, errors = process.communicate(timeout=90)
+            output, errors = process.communicate(timeout=240)
         finally:
             process.kill()
         result = Result(command, process.returncode, output, errors)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -365,7 +366,7 @@ def test_an_experiment_without_slots_says_who_has_them(mastered: Any, code: Path
     first = create(
         mastered,
         code,
-        *("--config", "data={steps: 500, pause_s: 0.2}", "--config", "resources.slots_per_trial=2"),
+        *("--config", "data={steps: 999, pause_s: 0.2}", "--config", "resources.slots_per_trial=2"),
     )["id"]
     first_trial(mastered, first)
     second = create(mastered, code)["id"]
@@ -388,7 +389,7 @@ def test_an_unknown_group_of_metrics_lists_the_known_ones(mastered: Any, code: P
 
 
 def test_cancel_ends_wait_with_1(mastered: Any, code: Path) -> None:
-    experiment = create(mastered, code, "--config", "data={steps: 500, pause_s: 0.2}")["id"]
+    experiment = create(mastered, code, "--config", "data={steps: 1500, pause_s: 0.2}")["id"]
     first_trial(mastered, experiment)
     mastered("e", "cancel", experiment)
     assert "CANCELED" in mastered("e", "wait", experiment, code=1).stdout
@@ -500,7 +501,7 @@ def test_a_directory_with_a_link_that_leads_outside_is_refused(mastered: Any, co
 
 def test_ctrl_c_leaves_the_experiment_running(mastered: Any, code: Path) -> None:
     home = json.loads(mastered("status", "--json").stdout)["home"]
-    options = ["--config", "data={steps: 500, pause_s: 0.2}", "-f"]
+    options = ["--config", "data={steps: 1500, pause_s: 0.2}", "-f"]
     command = ["e", "create", str(code / "config.yaml"), str(code), *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline.cli", *command],
@@ -514,7 +515,7 @@ def test_ctrl_c_leaves_the_experiment_running(mastered: Any, code: Path) -> None
         if line == "step 1\n":
             break
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "running" in errors
     assert "Traceback" not in errors
@@ -552,22 +553,21 @@ def test_a_host_that_others_can_reach_is_refused(paceline: Any) -> None:
 def test_down_ends_the_master_and_its_trials(paceline: Any, code: Path, tmp_path: Path) -> None:
     paceline("up", "--detach", "--port", 0, "--slots", 1)
     master = json.loads((tmp_path / "home" / "master.json").read_text())["pid"]
-    experiment = create(paceline, code, "--config", "data={steps: 500, pause_s: 0.1}")["id"]
+    experiment = create(paceline, code, "--config", "data={steps: 3000, pause_s: 0.1}")["id"]
     first_trial(paceline, experiment)
     assert "Stopped the master" in paceline("down", "--timeout", 10).stdout
     home = str(tmp_path / "home")
     left = [p.info for p in psutil.process_iter(["cmdline", "status"]) if home in str(p.info)]
     assert [p for p in left if p["status"] != psutil.STATUS_ZOMBIE] == []
-    assert not psutil.pid_exists(master) or (
-        psutil.Process(master).status() == psutil.STATUS_ZOMBIE
-    )
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(master).status() == psutil.STATUS_ZOMBIE
 
 
 def test_trials_that_go_on_without_a_master_are_counted(
     paceline: Any, code: Path, tmp_path: Path
 ) -> None:
     paceline("up", "--detach", "--port", 0, "--slots", 1)
-    experiment = create(paceline, code, "--config", "data={steps: 500, pause_s: 0.1}")["id"]
+    experiment = create(paceline, code, "--config", "data={steps: 3000, pause_s: 0.1}")["id"]
     first_trial(paceline, experiment)
     told = "1 trial goes on without a master"
     assert told in paceline("down", "--keep-trials").stderr
@@ -581,7 +581,7 @@ def test_trials_that_go_on_without_a_master_are_counted(
     assert master.stdout is not None
     assert "Ctrl-C stops it" in master.stdout.readline()
     master.send_signal(signal.SIGINT)
-    output, _ = master.communicate(timeout=60)
+    output, _ = master.communicate(timeout=120)
     assert "Stopping: 1 trial gets up to 30 s to store checkpoints" in output
     assert told not in paceline("status", code=1).stderr
 

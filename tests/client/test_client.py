@@ -39,6 +39,11 @@ with paceline.core.init() as context:
             with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
                 (path / "sub").mkdir()
                 (path / "sub" / "state.txt").write_text(f"{step}")
+        # The first attempt may be held until it is told to leave.
+        while step == data.get("held_at") and not context.latest_checkpoint:
+            if context.preempt.should_preempt():
+                break
+            time.sleep(0.05)
         if context.preempt.should_preempt():
             break
         time.sleep(data.get("pause_s", 0))
@@ -68,7 +73,7 @@ def start_master(home: Path) -> None:
         [sys.executable, "-m", "paceline.cli", "up", "-d", "--port", "0", "--slots", "2"],
         env={**environment, "PACELINE_HOME": str(home)},
         check=True,
-        timeout=90,
+        timeout=240,
         capture_output=True,
     )
 
@@ -81,7 +86,7 @@ def master_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run(
         [sys.executable, "-m", "paceline.cli", "down", "--timeout", "1", "--home", str(home)],
         check=True,
-        timeout=90,
+        timeout=240,
         capture_output=True,
     )
 
@@ -229,7 +234,7 @@ def wait_for_report(experiment: Experiment) -> None:
 
 
 def test_pausing_activating_and_waiting(client: Client, code: Path) -> None:
-    experiment = client.create_experiment(config(data={"steps": 12, "pause_s": 0.2}), code)
+    experiment = client.create_experiment(config(data={"steps": 3, "held_at": 2}), code)
     wait_for_report(experiment)
     assert experiment.reload().state.value == "RUNNING"
     assert experiment.pause().state is ExperimentState.PAUSED
@@ -357,6 +362,6 @@ def test_events_and_waiting_survive_a_killed_master_that_comes_back_elsewhere(
         subprocess.run(
             [sys.executable, "-m", "paceline.cli", "down", "--timeout", "1", "--home", str(home)],
             check=True,
-            timeout=90,
+            timeout=240,
             capture_output=True,
         )

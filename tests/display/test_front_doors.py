@@ -44,7 +44,8 @@ class Trial(pytorch.PyTorchTrial):
         if mode == "error" and batch_idx == 11:
             raise ValueError("broken")
         if mode == "slow":
-            time.sleep(0.02)
+            # From the second epoch on so slowly that it is interrupted before it ends.
+            time.sleep(0.02 if batch_idx < 10 else 0.5)
         return {"loss": loss}
 
     def evaluate_batch(self, batch):

@@ -37,7 +37,7 @@ def test_a_cell_has_one_line_of_progress_that_is_replaced_and_a_further_one_its_
     notebook = nbformat.v4.new_notebook(
         cells=[*map(nbformat.v4.new_code_cell, (CELL, END))], metadata={"kernelspec": kernel}
     )
-    nbclient.NotebookClient(notebook, timeout=60, iopub_timeout=60).execute()
+    nbclient.NotebookClient(notebook, timeout=200, iopub_timeout=200).execute()
     shown, printed = notebook.cells[0].outputs
     assert shown["data"]["text/plain"].startswith("epoch ")
     assert printed["text"] == "a printed line\n"

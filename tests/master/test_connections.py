@@ -301,7 +301,9 @@ def test_what_is_idle_makes_room_for_who_is_known_and_streams_do_not(
 
         def client() -> httpx.Client:
             return stack.enter_context(
-                httpx.Client(base_url=master.url, headers=master.headers, verify=False)
+                httpx.Client(
+                    base_url=master.url, headers=master.headers, timeout=PATIENCE_S, verify=False
+                )
             )
 
         def follow() -> tuple[int, Iterator[str]]:

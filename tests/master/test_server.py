@@ -117,7 +117,7 @@ def test_the_home_is_private_and_token_and_identity_stay(
         with client(home) as http:
             seen.append(((home / "token").read_text(), http.get("/master").json()["cluster_id"]))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM)
         assert not (home / "master.json").exists()
     assert seen[0] == seen[1]
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
@@ -150,7 +150,7 @@ def test_a_shutdown_request_closes_streams_and_ends_the_process(
             body = {"keep_trials": keep_trials}
             assert other.post("/master/shutdown", json=body).status_code == 202
         assert [line for line in lines if line] == []
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     assert not (home / "master.json").exists()
 
 

@@ -277,7 +277,7 @@ def test_a_runner_that_does_not_trust_its_master_ends_and_says_why(
         f"https://127.0.0.1:{master.port}", "--token-file", str(token), "--dir",
         str(tmp_path / "runner"), "--name", "box", "--ca-file", str(authority.ca_file),
     ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 1
     assert "use a host name that the certificate is for" in ended.stderr
     assert "Traceback" not in ended.stderr

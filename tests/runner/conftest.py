@@ -8,6 +8,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class MasterProcess:
     def wait(self) -> int:
         """Wait for its end and return its exit code."""
         assert self._process is not None
-        code: int = self._process.wait(60)
+        code: int = self._process.wait(120)
         return code
 
     def log(self) -> str:
@@ -134,7 +135,7 @@ class MasterProcess:
 
     def wait_for_end(self, experiment_id: int) -> Any:
         """Wait until an experiment has ended and return its first trial."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not self.read(f"/experiments/{experiment_id}")["ended_at"]:
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.05)
@@ -148,8 +149,11 @@ class MasterProcess:
     def runner(self, attempt_id: int) -> psutil.Process:
         """Return the runner of an attempt."""
         directory = AttemptDirectory(self.home / "attempts" / str(attempt_id))
-        pid = directory.runner_pid()
-        assert pid
+        deadline = time.monotonic() + 60
+        # It may not have its lock yet, or not have written its id.
+        while not (pid := directory.runner_pid()):
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.02)
         return psutil.Process(pid)
 
     def processes(self) -> list[psutil.Process]:
@@ -167,11 +171,12 @@ class MasterProcess:
     def close(self) -> None:
         """Kill everything that belongs to the home."""
         self.kill()
-        for process in self.processes():
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        # What is killed may have started more meanwhile.
+        while left := self.processes():
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.02)
 
 
 def packed(script: str) -> bytes:
@@ -255,7 +260,7 @@ def report() -> Callable[[int], MetricsReported]:
 def wait_until() -> Callable[..., None]:
     """Return a function that waits for a condition."""
 
-    def wait(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    def wait(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{condition} did not hold within {timeout_s} s"

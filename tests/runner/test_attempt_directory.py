@@ -108,7 +108,7 @@ def test_the_lock_ends_with_its_process_however_it_ends(
         else:
             process.stdin.close()
             process.stdin = None
-        process.wait(30)
+        process.wait(60)
     assert directory.runner_pid() is None
     with directory.hold_lock() as is_mine:
         assert is_mine

@@ -84,7 +84,7 @@ def copy_address(sleeping: Sleeping, home: Path) -> None:
 def run(directory: AttemptDirectory, *options: str) -> str:
     """Run the runner on a directory and return its log."""
     command = [sys.executable, "-m", "paceline.runner", str(directory.path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -232,7 +232,7 @@ def test_what_ends_well_while_it_is_being_killed_has_ended_well(
 ) -> None:
     """Paused, the attempt is told at half the timeout, and finishes all of its work."""
     master = shared_master
-    experiment_id = master.create(END_AT_THE_LAST_MOMENT, preemption_timeout=4)
+    experiment_id = master.create(END_AT_THE_LAST_MOMENT, preemption_timeout=10)
     wait_until(lambda: master.trial(experiment_id)["best_metric"] == 0.5)
     master.post(f"/experiments/{experiment_id}/pause")
     trial = master.wait_for_end(experiment_id)

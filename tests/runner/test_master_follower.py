@@ -96,7 +96,7 @@ def test_a_kill_begins_so_early_that_it_is_done_at_the_timeout(
 def test_a_timeout_of_zero_kills_at_once(make_follower: MakeFollower, group: LocalGroup) -> None:
     follower = make_follower()
     follower._obey(AttemptControl(version=1, should_preempt=True, preempt_timeout_s=0.0))
-    exits = group.wait(30)
+    exits = group.wait(60)
     assert exits is not None
     assert exits[0].signal == 9
     assert follower.kill_reason is ExitReason.PREEMPTION_TIMEOUT
@@ -108,7 +108,7 @@ def test_a_kill_asks_nobody_unless_it_gives_time(
 ) -> None:
     follower = make_follower()
     follower._obey(AttemptControl(version=1, should_kill=True, kill_grace_s=grace_s))
-    exits = group.wait(30)
+    exits = group.wait(60)
     assert exits is not None
     assert exits[0].signal == signum
     assert follower.kill_reason is ExitReason.KILLED
@@ -137,7 +137,7 @@ def test_a_kill_needs_no_space_on_the_disk(
 ) -> None:
     follower = make_follower(RunDirectory(full_disk))
     follower._obey(AttemptControl(version=1, should_kill=True))
-    assert group.wait(30)
+    assert group.wait(60)
     assert follower.kill_reason is ExitReason.KILLED
 
 

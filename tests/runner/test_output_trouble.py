@@ -88,4 +88,4 @@ def test_output_whose_storing_never_ends_holds_no_metrics_up(
     os.mkfifo(path)
     master.start()
     (tmp_path / "go").touch()
-    wait_until(lambda: count(master, halfway) == 40, 20)
+    wait_until(lambda: count(master, halfway) == 40)

@@ -144,7 +144,7 @@ def test_a_runner_that_lacks_inodes_says_so_or_leaves_the_attempt_to_be_tried_ag
     directory = AttemptDirectory(Path(shutil.move(made.path, path)))
     few_inodes.use_up(but=num_left)
     command = [sys.executable, "-m", "paceline.runner", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert "No space left on device" in done.stderr
     attempt = shared_master.trial(experiment_id)["attempts"][0]
     if done.returncode == 0:

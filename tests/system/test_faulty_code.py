@@ -310,6 +310,11 @@ def test_paused_experiment_resumes_from_its_checkpoint(
                 if step % 5 == 0:
                     with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
                         (path / "step").write_text(str(step))
+                    # The first attempt goes no further until it is told to leave.
+                    while step == 25 and not info.latest_checkpoint:
+                        if context.preempt.should_preempt():
+                            break
+                        time.sleep(0.02)
                     if context.preempt.should_preempt():
                         break
     """
@@ -333,7 +338,7 @@ LONG = """
     import time
     import paceline as det
     with det.core.init() as context:
-        for step in range(1, 2000):
+        for step in range(1, 20_000):
             time.sleep(0.02)
             if context.preempt.should_preempt():
                 with context.checkpoint.store_path({"steps_completed": step}) as (path, _):

@@ -21,11 +21,12 @@ with det.core.init() as context:
         time.sleep(0.01)
     {after}
 """
+HOLD = "(files / 'there').touch()\n    while not (files / 'go').exists(): time.sleep(0.01)"
 # Where the script is when a process is killed: it has not asked yet, has been told and saves its
 # work, or was told and does not leave.
 MOMENTS = {
-    "unaware": ("(files / 'there').touch(); time.sleep(1)", "pass"),
-    "saving": ("pass", "(files / 'there').touch(); time.sleep(1)"),
+    "unaware": (HOLD, "pass"),
+    "saving": ("pass", HOLD),
     "staying": ("pass", "(files / 'there').touch(); time.sleep(600)"),
 }
 # The entrypoint is run by a shell, which counts as the training, and its Python as a loader.
@@ -45,7 +46,7 @@ CELLS = [
 ]  # fmt: skip
 SEARCHER = {
     "name": "async_halving", "metric": "loss", "num_rungs": 1, "max_trials": 1, "max_time": 1,
-    "time_metric": "batches", "stop_timeout": 2,
+    "time_metric": "batches", "stop_timeout": 5,
 }  # fmt: skip
 
 
@@ -74,8 +75,9 @@ def test_a_stopped_trial_ends_although_its_processes_are_killed(
     for found in processes_of(tmp_path):
         if found.kind in victims:
             assert found.kill()
+    (files / "go").touch()
     if "master" in victims:
-        master.wait(30)
+        master.wait(60)
         master.start(FAULT_LAB=str(tmp_path))
     client = master.client()
     (experiment,) = client.list_experiments()

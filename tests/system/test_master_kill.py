@@ -132,7 +132,7 @@ def check_metrics(client: Client, notes: Path) -> None:
 def run_search(master: Any, context: Path, notes: Path, disturb: Callable[[Any], None]) -> Client:
     experiment = master.client().create_experiment(config(notes), context)
     disturb(master)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while True:
         if not master.is_alive:
             master.start()
@@ -185,7 +185,6 @@ def kill_at_random(seed: int) -> Callable[[Any], None]:
     return disturb
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("seed", range(RANDOM_ROUNDS))
 def test_search_with_one_slot_ends_as_undisturbed_after_kills_at_random_moments(
     seed: int,
@@ -202,7 +201,6 @@ def test_search_with_one_slot_ends_as_undisturbed_after_kills_at_random_moments(
     check_search_log(master.home, client.get_experiment(1).config)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "point",
     [pytest.param(p, marks=[] if i < 1 else pytest.mark.slow) for i, p in enumerate(POINTS)],
@@ -219,7 +217,7 @@ def test_search_with_one_slot_ends_as_undisturbed_after_a_kill_at_a_fault_point(
     died = []
 
     def await_death(master: Any) -> None:
-        master.wait(60)
+        master.wait(200)
         died.append(True)
 
     client = run_search(master, write_context(SCRIPT), notes, await_death)
@@ -230,7 +228,6 @@ def test_search_with_one_slot_ends_as_undisturbed_after_a_kill_at_a_fault_point(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("seed", range(3 if FULL else 1))
 def test_search_with_two_slots_keeps_every_report_and_decision_after_kills(
     seed: int,
@@ -255,7 +252,6 @@ def test_every_fault_point_of_the_master_is_in_the_campaign() -> None:
     assert {p for p in faults.points() if p.startswith("master.")} == covered
 
 
-@pytest.mark.timeout(60)
 def test_experiment_whose_creation_was_cut_short_does_not_exist(
     make_master: Callable[..., Any], write_context: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -263,6 +259,6 @@ def test_experiment_whose_creation_was_cut_short_does_not_exist(
     context = write_context(SCRIPT)
     with pytest.raises(MasterUnreachableError):
         master.client().create_experiment(config(tmp_path / "notes"), context)
-    master.wait(10)
+    master.wait(60)
     master.start()
     assert master.client().list_experiments() == []

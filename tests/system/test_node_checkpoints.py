@@ -6,7 +6,6 @@ Each node finds an empty disk of its own where the master has its checkpoints. N
 import json
 import os
 import shutil
-import socket
 import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from fault_lab.nodes import NodeProcess
+from forked_processes import free_ports
 
 from paceline.runner import AttemptDirectory
 from paceline.storage import DirectoryStorage
@@ -57,9 +57,15 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def master(make_master: Callable[..., Any]) -> Any:
-    """Return a master without slots of its own, whose leases are short."""
-    return make_master(0, "home", "--runner-timeout", "6")
+def lease_s() -> int:
+    """Return how long a node may be silent, which healthy ones may be on a busy machine."""
+    return 60
+
+
+@pytest.fixture
+def master(make_master: Callable[..., Any], lease_s: int, free_port: int) -> Any:
+    """Return a master without slots of its own, which comes back at the same address."""
+    return make_master(0, "home", "--runner-timeout", str(lease_s), "--port", str(free_port))
 
 
 @pytest.fixture
@@ -124,6 +130,7 @@ def peak_bytes(pid: int) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
+@pytest.mark.parametrize("lease_s", [10])
 def test_a_trial_goes_on_on_another_node_when_its_own_is_gone(
     master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
     wait_until: Callable[..., None], tmp_path: Path,
@@ -146,8 +153,13 @@ def test_a_trial_goes_on_on_another_node_when_its_own_is_gone(
     assert [attempt.resumed_steps for attempt in attempts] == [0, 3]
     # They are where the master's own would be, and are deleted by the same policy.
     storage = DirectoryStorage(master.home / "checkpoints")
-    wait_until(lambda: len(storage.list()) == 2)
-    kept = {each.uuid: each for each in trial.checkpoints() if each.state.value == "COMPLETED"}
+
+    def stored() -> dict[str, Any]:
+        return {one.uuid: one for one in trial.checkpoints() if one.state.value == "COMPLETED"}
+
+    # The database hears of it last.
+    wait_until(lambda: len(stored()) == 2)
+    kept = stored()
     assert sorted(kept) == storage.list()
     for uuid in kept:
         manifest = storage.verify(uuid)
@@ -195,13 +207,11 @@ def test_a_master_that_was_killed_while_it_takes_a_checkpoint_goes_on_with_it(
     wait_until: Callable[..., None],
 ) -> None:  # fmt: skip
     master.start(fault)
-    port = master.client().url.rpartition(":")[2]
     node = make_node("box", "--slots", "1").start()
     wait_until(lambda: master.client().nodes())
     submit(14 * 2**20)
     wait_until(lambda: not master.is_alive)
     node.gate.touch()
-    master.options = ("--runner-timeout", "6", "--port", port)
     [experiment] = master.start().client().list_experiments()
     [trial] = experiment.trials()
     assert experiment.wait().value == "COMPLETED", told(master, trial)
@@ -214,6 +224,7 @@ def test_a_master_that_was_killed_while_it_takes_a_checkpoint_goes_on_with_it(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lease_s", [10])
 def test_a_large_checkpoint_takes_little_memory_both_ways(
     master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
     wait_until: Callable[..., None], tmp_path: Path,
@@ -267,10 +278,9 @@ def test_a_checkpoint_of_several_ranks_arrives_whole(
                 context.train.report_validation_metrics(1, {"loss": 1.0})
     """
     (tmp_path / "context" / "train.py").write_text(textwrap.dedent(script))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
     resources = {"slots_per_trial": 3}
-    experiment = submit(resources=resources, environment={"variables": {"PORT": port}})
+    variables = {"PORT": str(free_ports(1))}
+    experiment = submit(resources=resources, environment={"variables": variables})
     [trial] = experiment.trials()
     assert experiment.wait().value == "COMPLETED", told(master, trial)
     [checkpoint] = trial.checkpoints()

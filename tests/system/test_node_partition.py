@@ -115,12 +115,19 @@ def link() -> Iterator[Link]:
 class Setup:
     """A master here, a node `far` in the namespace, and a node `spare` here."""
 
-    def __init__(self, make_master: Callable[..., Any], link: Link, root: Path, waits: str) -> None:
+    def __init__(
+        self,
+        make_master: Callable[..., Any],
+        link: Link,
+        root: Path,
+        waits: str,
+        lease_s: int = LEASE_S,
+    ) -> None:
         self.link = link
         self.root = root
         self.gate = root / "gate"
         self.waits = waits
-        options = ("--runner-timeout", str(LEASE_S), "--host", link.near_ip, "--unencrypted")
+        options = ("--runner-timeout", str(lease_s), "--host", link.near_ip, "--unencrypted")
         self.master = make_master(0, "home", *options).start()
         self.client = self.master.client()
         self.token = root / "token"
@@ -191,8 +198,8 @@ def make_setup(
     """Return a function that starts a master with a node that can be cut off."""
     made: list[Setup] = []
 
-    def make(waits: str) -> Setup:
-        made.append(Setup(make_master, link, tmp_path, waits))
+    def make(waits: str, **options: Any) -> Setup:
+        made.append(Setup(make_master, link, tmp_path, waits, **options))
         return made[-1]
 
     yield make
@@ -263,7 +270,7 @@ def test_a_network_that_fails_for_less_than_a_lease_changes_nothing(
     write_context: Callable[..., Path],
     wait_until: Callable[..., None],
 ) -> None:
-    setup = make_setup("training")
+    setup = make_setup("training", lease_s=60)
     setup.start("far")
     wait_until(lambda: setup.state("far") == "ready")
     experiment = submit(setup, write_context(SCRIPT))

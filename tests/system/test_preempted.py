@@ -31,7 +31,7 @@ class Trial(pytorch.PyTorchTrial):
             if Path(os.environ["LEAVE"]).exists():
                 break
         if batch_idx > 15 and not gate.exists():
-            time.sleep(1.0)  # until it hears that it is to leave
+            time.sleep(0.5 * (batch_idx - 15))  # until it hears that it is to leave
         loss = self.model(batch).square().mean()
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
@@ -106,6 +106,7 @@ def test_it_takes_the_slot_and_the_other_one_goes_on_bit_for_bit_after_a_restart
     wait_until(preempted)
     files["LEAVE"].touch()
     wait_until(lambda: client.get_experiment(high.id).data.num_running == 1)
+    wait_until(client.queue)
     [waits] = client.queue()
     assert (waits.experiment_id, waits.priority, waits.reason) == (low.id, 80, "slots_in_use")
     left_at = client.get_experiment(low.id).trials()[0].data.steps_completed

@@ -84,7 +84,7 @@ class Desk:
     def paceline(self, *arguments: str, code: int = 0) -> str:
         """Run a command to its end and return what it printed."""
         process = self.start_paceline(*arguments)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=200)
         assert process.returncode == code, output
         return output
 
@@ -155,7 +155,7 @@ def test_a_master_shows_runs_live_through_a_kill_and_a_resume(
     wait_until(lambda: desk.states() == ["ACTIVE"] and desk.rows()[-1][1] == 2)
     assert desk.rows() == [(1, 1, 1.0), (2, 1, 0.5), (3, 2, 2 / 3)]
     desk.go_to(5)
-    assert again.wait(60) == 0
+    assert again.wait(200) == 0
     wait_until(lambda: desk.states() == ["COMPLETED"])
     lines = desk.paceline("t", "metrics", "1", "--json").splitlines()
     assert [json.loads(line)["steps_completed"] for line in lines] == [1, 2, 3, 4, 5]
@@ -163,7 +163,7 @@ def test_a_master_shows_runs_live_through_a_kill_and_a_resume(
     assert [(c["steps_completed"], c["attempt"]) for c in listed] == [(4, 2), (2, 1)]
     assert listed[0]["storage"] == str(run_dir / "checkpoints")
     master.send_signal(signal.SIGINT)
-    assert master.wait(30) == 0
+    assert master.wait(60) == 0
     output, _ = master.communicate()
     assert "Traceback" not in output
 
@@ -176,7 +176,7 @@ def test_sync_sends_a_run_that_ended_and_then_nothing_more(desk: Desk) -> None:
         assert time.monotonic() < wait
         time.sleep(0.02)
     script.send_signal(signal.SIGTERM)
-    assert script.wait(60) == 0
+    assert script.wait(200) == 0
     desk.up()
     output = desk.paceline("sync", str(run_dir))
     assert re.search(r"^train is experiment 1: sent \d records\.$", output.strip()), output
@@ -198,9 +198,9 @@ def test_sync_goes_on_until_the_run_has_ended_and_survives_the_master(
     master.kill()
     master.wait()
     desk.go_to(4)
-    assert script.wait(60) == 0
+    assert script.wait(200) == 0
     desk.up()
-    output, _ = sync.communicate(timeout=60)
+    output, _ = sync.communicate(timeout=200)
     assert sync.returncode == 0, output
     assert output.splitlines()[-1] == "train has ended."
     assert [step for step, _, _ in desk.rows()] == [1, 2, 3, 4]
@@ -212,9 +212,9 @@ def test_a_master_that_dies_while_it_takes_up_a_run_loses_and_doubles_nothing(
 ) -> None:
     desk.go_to(4)
     script, _ = desk.train(4)
-    assert script.wait(60) == 0
+    assert script.wait(200) == 0
     killed = desk.up("--runs", "paceline_runs", PACELINE_FAULT="master.records.stored")
-    assert killed.wait(60) == -signal.SIGKILL
+    assert killed.wait(200) == -signal.SIGKILL
     desk.up("--runs", "paceline_runs")
     wait_until(lambda: desk.states() == ["COMPLETED"])
     assert desk.rows() == [(1, 1, 1.0), (2, 1, 0.5), (3, 1, 1 / 3), (4, 1, 0.25)]

@@ -62,7 +62,7 @@ def test_stopped_process_goes_on_when_it_is_continued(
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     process.send_signal(signal.SIGCONT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert (process.returncode, output.split()) == (0, ["0", "1", "2", "3", "4"])
 
 

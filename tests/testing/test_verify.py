@@ -28,7 +28,7 @@ def verify(script: Path, tmp_path: Path) -> Any:
         directory=tmp_path,
         straight=script.with_name("straight"),
         deterministic=False,
-        timeout_s=60,
+        timeout_s=200,
     )
 
 

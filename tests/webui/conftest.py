@@ -16,7 +16,7 @@ from paceline.master.api._web_ui_files import ASSETS_PATH
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_PATIENCE_MS = 20_000
+_PATIENCE_MS = 60_000
 
 # Trains until a file `finish` appears beside it, so that a test decides how long it takes.
 STEADY = """
@@ -66,7 +66,7 @@ class MasterProcess:
             env={**kept, "PACELINE_HOME": str(self.home)},
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=240,
             check=False,
         )
         assert result.returncode == 0, (result.stdout, result.stderr)

@@ -110,7 +110,7 @@ def runs(
         command = [sys.executable, path]
         running.append(subprocess.Popen(command, cwd=project, stderr=subprocess.PIPE, text=True))
     for process in running:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
     home = tmp_path_factory.mktemp("home")
     started = master_of(home, "--runs", project / "paceline_runs")

@@ -4,7 +4,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,18 +102,14 @@ def test_smoothing_is_by_steps_whatever_is_drawn(own: Any, open_page: Any) -> No
     page = open_page(own, f"/trials/{own.long_trial}")
     chart = page.get_by_role("img", name=re.compile("^often: 1 line"))
     expect(chart).to_be_visible()
-    assert faint_share(chart) < 0.2
+    await_faint_share(chart, lambda share: share < 0.2)
     page.get_by_role("slider").focus()
     for _ in range(60):
         page.keyboard.press("ArrowRight")
     expect(page.get_by_text("Smoothing 0.60")).to_be_visible()
     expect(page.get_by_text("reported values are faint").first).to_be_visible()
     # The lines of what was reported, behind the line of averages.
-    for _ in range(100):
-        if faint_share(chart) > 0.4:
-            break
-        page.wait_for_timeout(100)
-    assert faint_share(chart) > 0.4
+    await_faint_share(chart, lambda share: share > 0.4)
     averages = []
     for begin in (999_000, 0):
         page.goto(f"/trials/{own.long_trial}?smooth=0.6&table=true&from={begin}&to=999999")
@@ -129,6 +125,15 @@ def test_smoothing_is_by_steps_whatever_is_drawn(own: Any, open_page: Any) -> No
     assert averages[0] == averages[2]
     assert averages[1] == averages[3]
     assert averages[0] == pytest.approx(averages[1], abs=0.002)
+
+
+def await_faint_share(chart: Any, is_right: Callable[[float], bool]) -> None:
+    """Wait until a chart is drawn, and drawn so; nothing drawn is no share."""
+    for _ in range(600):
+        if is_right(share := faint_share(chart)):
+            return
+        chart.page.wait_for_timeout(100)
+    raise AssertionError(share)
 
 
 def faint_share(chart: Any) -> float:
@@ -147,7 +152,10 @@ def faint_share(chart: Any) -> float:
 
 def test_dragging_over_a_chart_zooms_and_back_takes_it_back(own: Any, open_page: Any) -> None:
     page = open_page(own, f"/trials/{own.long_trial}")
-    chart = page.get_by_role("img", name=re.compile("^wave: 1 line"))
+    # What is drawn later would move the chart.
+    for name in ("often", "seldom", "wave"):
+        chart = page.get_by_role("img", name=re.compile(f"^{name}: 1 line"))
+        expect(chart).to_be_visible()
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     assert box is not None
@@ -214,7 +222,7 @@ def test_a_run_without_a_master_is_shown_live(
             expect(page.get_by_role("img", name=re.compile("^loss: 2 lines"))).to_be_visible()
         finally:
             (project / "finish").touch()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     expect(page.locator("header").get_by_text("Completed")).to_be_visible()
 
 

@@ -221,7 +221,7 @@ def test_all_windows_say_that_the_master_is_away_and_go_on_when_it_is_back(
     for window in windows:
         tabs.wait_until(lambda window=window: window.batches > before, "it goes on")
     follows(tabs, *windows)
-    assert all("Live" in window.text for window in windows)
+    tabs.wait_until(lambda: all("Live" in window.text for window in windows), "all say so")
 
 
 def test_a_hidden_tab_is_current_in_front_whatever_happened_meanwhile(

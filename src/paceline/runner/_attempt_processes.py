@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -82,8 +83,14 @@ class AttemptProcesses:
         if child is not None and child.is_alive():
             # It may not have the lock yet.
             child.kill()
-        elif pid := self.directory(attempt_id).runner_pid():
-            os.kill(pid, signal.SIGKILL)
+        else:
+            self.signal_runner(attempt_id, signal.SIGKILL)
+
+    def signal_runner(self, attempt_id: int, number: signal.Signals) -> None:
+        """Send a signal to a runner that is at work; one that ends at this moment gets none."""
+        if pid := self.directory(attempt_id).runner_pid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def all(self) -> list[int]:
         """Return the ids of the attempts that have a directory, sorted."""

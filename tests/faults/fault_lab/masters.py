@@ -122,8 +122,9 @@ class MasterProcess:
             client.close()
         if self.is_alive:
             self.kill()
-        for process in self.processes():
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        # What is killed may have started more meanwhile.
+        while left := self.processes():
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.02)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -59,8 +60,12 @@ class NodeProcess:
 
     def runner(self, attempt_id: int) -> psutil.Process:
         """Return the runner of an attempt that runs here."""
-        pid = AttemptDirectory(self.directory / "attempts" / str(attempt_id)).runner_pid()
-        assert pid, self.log_path.read_text()
+        directory = AttemptDirectory(self.directory / "attempts" / str(attempt_id))
+        deadline = time.monotonic() + 60
+        # It may not have its lock yet, or not have written its id.
+        while not (pid := directory.runner_pid()):
+            assert time.monotonic() < deadline, self.log_path.read_text()
+            time.sleep(0.02)
         return psutil.Process(pid)
 
     def processes(self) -> list[psutil.Process]:

@@ -342,7 +342,7 @@ def test_a_waiting_control_request_wakes_on_a_change(running: Any, path: str, fi
     while not running.core.controls._waiting:
         time.sleep(0.005)
     assert running.http.post(path).status_code == 200
-    waiting.join(30)
+    waiting.join(60)
     assert not waiting.is_alive()
     assert found[0]["version"] > 1
     assert found[0][field]
@@ -369,7 +369,7 @@ def following(
     """Follow events; gives an iterator over them that ends when the server closes the stream."""
     headers = master.headers | ({} if last_id is None else {"last-event-id": last_id})
     with httpx.stream(
-        "GET", f"{master.url}/events", params=query, headers=headers, timeout=30
+        "GET", f"{master.url}/events", params=query, headers=headers, timeout=60
     ) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
@@ -443,7 +443,7 @@ def test_streams_and_waiting_requests_end_when_the_master_closes(running: Any) -
             time.sleep(0.005)
         running.server._stop()
         assert list(events) == []
-    waiting.join(30)
+    waiting.join(60)
     assert found[0]["version"] == 1
 
 

@@ -66,7 +66,7 @@ def test_the_first_look_at_a_long_log_keeps_no_other_request_waiting(running: An
     try:
         while not running.core.logs._files:
             asking.join(0.005)
-        other = httpx.get(f"{running.url}/master", headers=running.headers, timeout=20)
+        other = httpx.get(f"{running.url}/master", headers=running.headers, timeout=60)
     finally:
         os.close(os.open(path, os.O_WRONLY))
         asking.join()

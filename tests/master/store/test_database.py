@@ -34,10 +34,10 @@ def hold_writer(database: Database) -> Callable[[], threading.Event]:
 
         def wait(_transaction: Transaction) -> None:
             is_held.set()
-            may_go.wait(30)
+            may_go.wait(60)
 
         database.write(wait)
-        is_held.wait(30)
+        is_held.wait(60)
         return may_go
 
     return hold

@@ -2,7 +2,6 @@
 
 import fcntl
 import logging
-import os
 import queue
 import signal
 import threading
@@ -322,8 +321,7 @@ class NodeRunner:
             path = f"/nodes/{self._session.node_id}/poll"
             self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)
         for attempt_id in self._processes.all():
-            if pid := self._processes.directory(attempt_id).runner_pid():
-                os.kill(pid, signal.SIGTERM)
+            self._processes.signal_runner(attempt_id, signal.SIGTERM)
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

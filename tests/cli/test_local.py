@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def test_local_ends_with_the_exit_code_of_the_script(
 def test_a_local_run_that_was_stopped_can_be_resumed(
     paceline: Any, code: Path, tmp_path: Path
 ) -> None:
-    options = ["--local", "--config", "data={steps: 12, pause_s: 0.2}"]
+    options = ["--local", "--config", "data={steps: 12, held_at: 2}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline.cli", "e", "create", "config.yaml", ".", *options],
         env={**os.environ, "PACELINE_HOME": str(tmp_path)},
@@ -85,9 +84,8 @@ def test_a_local_run_that_was_stopped_can_be_resumed(
         seen.append(line)
         if line == "step 2\n":
             break
-    time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=200)
     seen += output.splitlines(keepends=True)
     [run] = runs(paceline, code)
     assert run["state"] == "preempted"

@@ -54,7 +54,8 @@ def test_status_and_slots_of_a_running_master(mastered: Any) -> None:
     shown = mastered("status").stdout.splitlines()
     assert shown[0].split() == ["Master", status["url"]]
     assert {"Waiting trials", "Problems"} <= {line[:16].strip() for line in shown}
-    assert status["problems"] == []
+    # On a busy machine, a request may be slow.
+    assert [one for one in status["problems"] if "took longer than" not in one] == []
     slots = json.loads(mastered("slot", "list", "--json").stdout)
     assert [slot["id"] for slot in slots] == [0, 1]
 

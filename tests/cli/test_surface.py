@@ -94,7 +94,7 @@ heavy = {"torch", "numpy", "pydantic", "fastapi", "httpx", "sqlalchemy", "uvicor
 print("LOADED", sorted(heavy & sys.modules.keys()))
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
     )
     assert result.stdout.splitlines()[-1] == "LOADED []"
 
@@ -108,7 +108,7 @@ def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
         [sys.executable, "-m", "paceline.cli", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert result.returncode == 2

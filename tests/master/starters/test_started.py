@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class Pool:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if "runner" in words and str(self.home.parent) in " ".join(words):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 @pytest.fixture
@@ -135,6 +137,10 @@ def test_slurm_runs_trials_and_a_canceled_job_lets_them_go_on_in_another(
             command, env=environment, capture_output=True, text=True, check=True
         ).stdout.strip()
 
+    # After a second, Slurm would kill a runner that has not told its attempts to leave yet.
+    config = Path(slurm["SLURM_CONF"])
+    config.write_text(config.read_text().replace("KillWait=1\n", "KillWait=60\n"))
+    call("scontrol", "reconfigure")
     with pool.client() as client:
         experiment = pool.create(client)
         pool.wait(lambda: any(n.attempts for n in client.nodes()))
@@ -177,8 +183,18 @@ def test_a_job_that_waits_is_canceled_with_its_trial(
         pool.wait(lambda: not jobs())
 
 
+def await_listener(port: int) -> None:
+    """Wait until something listens on a port."""
+    deadline = time.monotonic() + 60
+    while True:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.fixture
-def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
+def sshd(tmp_path: Path, free_port: int) -> Iterator[dict[str, Any]]:
     """Start a real sshd on loopback, and return the options of the pool."""
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None or shutil.which("ssh") is None:
@@ -192,8 +208,7 @@ def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / name)], check=True
         )
     (place / "keys").write_text((place / "user.pub").read_text())
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port
     (place / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {place}/host\nPidFile none\n"
         f"AuthorizedKeysFile {place}/keys\nStrictModes no\nUsePAM no\n"
@@ -202,6 +217,7 @@ def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
     process = subprocess.Popen(
         [program, "-D", "-e", "-f", str(place / "config")], stderr=subprocess.DEVNULL
     )
+    await_listener(port)
     key = (place / "host.pub").read_text().split()
     (place / "known").write_text(f"[127.0.0.1]:{port} {key[0]} {key[1]}\n")
     options = [
@@ -210,13 +226,14 @@ def sshd(tmp_path: Path) -> Iterator[dict[str, Any]]:
     ]  # fmt: skip
     yield {"hosts": [f"{getpass.getuser()}@127.0.0.1"], "ssh_options": options}
     process.terminate()
-    process.wait(30)
+    process.wait(60)
 
 
 def test_ssh_starts_a_runner_that_leaves_when_idle_and_is_started_again(
     sshd: dict[str, Any], make_pool: Callable[..., Pool]
 ) -> None:
-    pool = make_pool({"starter": "ssh", "slots": 1, "idle_timeout": 2.0, "options": sshd}, {})
+    # It is not idle for so long while it waits for its first trial.
+    pool = make_pool({"starter": "ssh", "slots": 1, "idle_timeout": 5.0, "options": sshd}, {})
     with pool.client() as client:
         for expected in (1, 2):
             pool.hold.touch()

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Row, delete, func, insert, select
+from sqlalchemy import Row, delete, func, select
 
 from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
+from paceline.master.experiments._attempt_creation import create_attempt
 from paceline.master.experiments._attempt_launch import Node, build_launch
-from paceline.master.experiments._checkpoint_files import is_gone, note_deleted_files
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
 from paceline.master.experiments._multi_node_attempts import (
@@ -32,7 +32,6 @@ from paceline.master.experiments._scheduler_input import (
     read_cluster,
     waiting_trials,
 )
-from paceline.master.experiments._start_checkpoints import latest_checkpoint
 from paceline.master.experiments._start_delays import pause_after
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.scheduling import (
@@ -40,23 +39,18 @@ from paceline.master.scheduling import (
     PolicyName,
     PoolNeed,
     Schedule,
-    SlotAssignment,
     decide,
     needs_of,
     schedule,
 )
 from paceline.master.store import (
     Database,
-    Member,
     Transaction,
     config_of,
-    new_id,
-    stored_members,
     tables,
 )
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import (
-    AttemptState,
     ErrorKind,
     ExitReason,
 )
@@ -64,7 +58,7 @@ from paceline.runner import judge_start
 
 logger = logging.getLogger(__name__)
 
-faults.register("master.attempt.created", "master.attempt.spawned")
+faults.register("master.attempt.spawned")
 
 _TICK_S = 1.0
 _MAX_EVENTS = 200_000
@@ -189,7 +183,7 @@ class Reconciler:
         found = schedule(waiting, cluster.holding, cluster.nodes, cluster.pools)
         self._preempt(transaction, found, cluster.policies)
         for assignment in found.assignments:
-            self._create_attempt(transaction, assignment)
+            create_attempt(self._changes, self._node, transaction, assignment)
 
     def _preempt(
         self, transaction: Transaction, found: Schedule, policies: dict[int, PolicyName]
@@ -215,69 +209,6 @@ class Reconciler:
             waiting = waiting_trials(connection, is_by_arrival=cluster.is_by_arrival)
             results = decide(waiting, cluster.holding, cluster.nodes, cluster.pools)
             return needs_of(results, cluster.holding)
-
-    def _create_attempt(self, transaction: Transaction, assignment: SlotAssignment) -> None:
-        connection, trial_id = transaction.connection, assignment.trial_id
-        trial = self._changes.trial(connection, trial_id)
-        number = trial.num_attempts + 1
-        latest = self._latest_checkpoint(transaction, trial_id, number)
-        if latest is None and trial.source_checkpoint is not None:
-            # A warm start brings weights, not steps: the trial counts from its own beginning.
-            latest = (trial.source_checkpoint, 0)
-        uuid, steps = latest or (None, 0)
-        connection.execute(
-            insert(tables.attempts).values(
-                id=new_id(connection, tables.attempts),
-                trial_id=trial_id,
-                experiment_id=trial.experiment_id,
-                number=number,
-                state=AttemptState.PENDING.value,
-                slots=list(assignment.slots),
-                node_id=assignment.node_id or None,
-                members=self._members(assignment),
-                created_at=time.time(),
-                resumed_from=uuid,
-                resumed_steps=steps,
-            )
-        )
-        self._changes.update_trial(transaction, trial_id, num_attempts=number)
-        # The directory of the attempt must not outlive its row: after a power cut, another attempt
-        # would get the same number and find it.
-        transaction.force()
-        faults.reach("master.attempt.created")
-
-    def _members(self, assignment: SlotAssignment) -> Any:
-        parts = [(assignment.node_id, assignment.slots), *assignment.others]
-        if len(parts) == 1:
-            return None
-        return stored_members(
-            [
-                Member(node_id=node_id, name=self._node.place(node_id).name, slots=list(slots))
-                for node_id, slots in parts
-            ]
-        )
-
-    def _latest_checkpoint(
-        self, transaction: Transaction, trial_id: int, number: int
-    ) -> tuple[str, int] | None:
-        """Return a trial's newest checkpoint; those whose files are gone count as deleted.
-
-        A power cut can take a checkpoint of which the database has heard, if it comes before the
-        disk has it.
-        """
-        while (latest := latest_checkpoint(transaction.connection, trial_id)) is not None:
-            if not is_gone(transaction.connection, latest[0]):
-                break
-            note_deleted_files(transaction.connection, latest[0], {})
-            self._changes.note(
-                transaction,
-                trial_id,
-                number,
-                "WARNING",
-                f"The files of checkpoint {latest[0]} (step {latest[1]}) are gone; the trial goes"
-                " on from an earlier one, or from the beginning without one.",
-            )
-        return latest
 
     def _kill_all(self, transaction: Transaction) -> None:
         for attempt in live_attempts(transaction.connection):

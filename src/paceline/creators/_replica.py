@@ -25,6 +25,7 @@ from paceline.engine import (
     Precision,
     StepTimes,
     WorkerBatch,
+    all_parameters,
     built_settings,
     capture_pass_state,
     check_whole,
@@ -133,7 +134,7 @@ class Replica:
                 )
             elif isinstance(module, torch.nn.Module):
                 self._gradients.add_model(module)
-        self._gradients.watch(self.parameters())
+        self._gradients.watch(all_parameters(self.models, self.optimizers))
         for optimizer in self.optimizers:
             self._gradients.watch_optimizer(optimizer)
 
@@ -149,14 +150,6 @@ class Replica:
             models = list(map(whole_model, self._outlines, models))
         return models if self.rank == 0 else None
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters of models and optimizers, each once."""
-        found = {id(p): p for model in self.models for p in model.parameters()}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                found.update((id(p), p) for p in group["params"] if id(p) not in found)
-        return list(found.values())
-
     def objects(self) -> ModelsAndOptimizers:
         """Return what the state is made of."""
         return ModelsAndOptimizers(
@@ -165,7 +158,7 @@ class Replica:
             optimizers=self.optimizers,
             schedulers=self.schedulers,
             scaler=self.scaler,
-            parameters=self.parameters(),
+            parameters=all_parameters(self.models, self.optimizers),
         )
 
     def state_part(self, path: str | None) -> dict[str, Any] | None:

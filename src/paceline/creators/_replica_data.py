@@ -1,18 +1,14 @@
 """Data loading in shards, from the results of `data_creator`."""
 
-import fcntl
 import logging
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.creators._replica_spec import BATCH_SIZE, ReplicaSpec
-from paceline.engine import DataPosition
+from paceline.engine import DataPosition, node_data_lock
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +39,7 @@ def make_loaders(spec: ReplicaSpec) -> Loaders:
         ValueError: It returned more than two data sets, or none.
         TypeError: It returned something else.
     """
-    with _one_at_a_time(spec.is_serial):
+    with node_data_lock() if spec.is_serial else nullcontext():
         made = spec.data_creator(creators_config(spec))
     parts = list(made) if _is_pair(made) else [made]
     if not 1 <= len(parts) <= 2 or parts[0] is None:
@@ -106,15 +102,3 @@ def _options(spec: ReplicaSpec) -> dict[str, Any]:
     config = _DEFAULT_LOADER_CONFIG if spec.loader_config is None else spec.loader_config
     size = {} if "batch_sampler" in config else {"batch_size": spec.shard_size}
     return {**size, **config}
-
-
-@contextmanager
-def _one_at_a_time(is_serial: bool) -> Iterator[None]:
-    """Let the workers of a node work one after the other, so that downloads do not collide."""
-    if not is_serial:
-        yield
-        return
-    path = Path(tempfile.gettempdir(), f"paceline-data-{os.getuid()}.lock")
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -50,6 +50,7 @@ from paceline.engine.gradients._clipping import clip_grad_norm_, clipping
 from paceline.engine.gradients._gradient_sync import GradientSync
 from paceline.engine.gradients._loss_weights import Accumulation
 from paceline.engine.loaders._epoch_order import EpochOrder, shards_of_worker, shuffled_indices
+from paceline.engine.loaders._node_data_lock import node_data_lock
 from paceline.engine.loaders._sample_collation import Collate, form_of, loader_of, split
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
@@ -112,6 +113,7 @@ from paceline.engine.state._changed_settings import SettingChanges, built_settin
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, load_models
 from paceline.engine.steps._loss_plan import LossPlan, Prediction, accuracy
 from paceline.engine.steps._stepper import ClipGrads, Stepper
+from paceline.engine.tensors._optimizer_parameters import all_parameters
 from paceline.engine.tensors._stored_tensors import whole
 from paceline.engine.train_functions._accelerate import accelerate
 from paceline.engine.train_functions._checkpoint_reader import UserStateReader
@@ -233,6 +235,7 @@ __all__ = [
     "WorkerBatch",
     "accelerate",
     "accuracy",
+    "all_parameters",
     "asked_state",
     "batches_by_rank",
     "built_settings",
@@ -280,6 +283,7 @@ __all__ = [
     "mix_seed",
     "models_in",
     "mover_to",
+    "node_data_lock",
     "outline_of",
     "own_device",
     "position_of",

@@ -24,7 +24,7 @@ from paceline.engine.profiling._step_timer import StepTimer
 from paceline.engine.steps._direct_calls import DirectCalls
 from paceline.engine.steps._idle_ranks import LOSS, NO_MORE, SUM, IdleRanks
 from paceline.engine.steps._optimizer_reductions import OptimizerReductions
-from paceline.engine.tensors._optimizer_parameters import parameters_of
+from paceline.engine.tensors._optimizer_parameters import all_parameters, parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 
 ClipGrads = Callable[[Iterable[torch.nn.Parameter]], Any]
@@ -172,10 +172,7 @@ class Stepper:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters of all models, then those that only optimizers have; each once."""
-        found = {id(p): p for model in self.models for p in model.parameters()}
-        for optimizer in self.optimizers:
-            found.update((id(p), p) for p in parameters_of(optimizer) if id(p) not in found)
-        return list(found.values())
+        return all_parameters(self.models, self.optimizers)
 
     def _optimized(self) -> Iterable[torch.nn.Parameter]:
         return (p for optimizer in self.optimizers for p in parameters_of(optimizer))

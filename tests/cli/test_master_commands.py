@@ -16,7 +16,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 
+import paceline
 from paceline.master.api._web_ui_files import has_web_ui
 
 
@@ -273,6 +275,11 @@ def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:
     assert described["steps_completed"] == 5
     assert len(described["attempts"]) == 2
     text = mastered("t", "describe", trial["id"]).stdout
+    assert "packages (" in text
+    whole = mastered("t", "describe", trial["id"], "--environment").stdout
+    told = yaml.safe_load(whole[whole.index("- attempt: 1") :])
+    assert told[0]["environment"]["paceline"] == paceline.__version__
+    assert told[1] == {"attempt": 2, "environment": "that of attempt 1"}
     assert "preempted" in text
 
 

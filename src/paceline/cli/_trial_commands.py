@@ -29,10 +29,20 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and ch
 
 
 @app.command()
-def describe(trial: TrialId, json: Json = False) -> None:
+def describe(
+    trial: TrialId,
+    json: Json = False,
+    show_environment: Annotated[
+        bool,
+        typer.Option(
+            "--environment", help="Also print what its attempts ran in: packages, changed code."
+        ),
+    ] = False,
+) -> None:
     """Show the hyperparameters, metrics and attempts of a trial."""
     from paceline.cli._alerts_table import print_alerts
     from paceline.cli._connection import connect
+    from paceline.cli._environment_facts import print_environments
     from paceline.cli._output import print_json
     from paceline.cli._state_words import word_of
 
@@ -40,13 +50,15 @@ def describe(trial: TrialId, json: Json = False) -> None:
         found = client.get_trial(trial)
         data = found.data
         experiment_state = found.experiment().data.state
+        environments = [] if json and not show_environment else found.environments()
     if json:
-        print_json(data)
+        print_json(environments if show_environment else data)
     else:
         _print_facts(data, word_of(data, experiment_state))
         print_alerts(data.alerts)
         _print_summary(data)
         _print_attempts(data)
+        print_environments(environments, is_whole=show_environment)
 
 
 def _print_facts(data: "TrialData", state: str) -> None:

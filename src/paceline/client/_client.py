@@ -16,7 +16,7 @@ from paceline.client._trial import Trial
 
 if TYPE_CHECKING:
     from paceline.config import ExperimentConfig
-    from paceline.messages.resources import Event, MasterInfo
+    from paceline.messages.resources import Event, MasterInfo, Source
     from paceline.messages.searches import SearchPreview
     from paceline.messages.status import MasterStatus
     from paceline.messages.tokens import CreatedToken, Token
@@ -197,6 +197,7 @@ class Client(ClusterClient):
             submitted_config=submitted_config or _submitted_text(config),
             context_digest=digest,
             activate=activate,
+            source=None if model_dir is None else _source_of(Path(model_dir)),
         )
         data = self._session.call("POST", "experiments", ExperimentData, body=body)
         return Experiment(self._session, data)
@@ -297,3 +298,11 @@ def _submitted_text(config: "ExperimentConfig | dict[str, Any] | str | Path") ->
 
         return str(yaml.safe_dump(config, sort_keys=False))
     return None
+
+
+def _source_of(directory: Path) -> "Source | None":
+    from paceline.core import describe_source
+    from paceline.messages.resources import Source
+
+    found = describe_source(directory)
+    return None if found is None else Source(**found)

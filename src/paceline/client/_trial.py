@@ -10,7 +10,7 @@ from paceline.client._http_session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.client._experiment import Experiment
-    from paceline.messages.resources import LogLine, MetricRow
+    from paceline.messages.resources import AttemptEnvironment, LogLine, MetricRow
     from paceline.messages.resources import Trial as TrialData
     from paceline.messages.states import ShownState, TrialState
     from paceline.messages.times import TrialTime
@@ -85,6 +85,21 @@ class Trial:
         from paceline.messages.times import TrialTime
 
         return self._session.get(f"trials/{self.id}/time", TrialTime)
+
+    def environments(self) -> "list[AttemptEnvironment]":
+        """Return what the attempts of the trial ran in, the earliest first.
+
+        A master of before tells of none.
+        """
+        from paceline.client._errors import ApiError
+        from paceline.messages.resources import AttemptEnvironment
+
+        try:
+            return self._session.get(f"trials/{self.id}/environments", list[AttemptEnvironment])
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return []
 
     def kill(self) -> "Trial":
         """End the trial at once, without a checkpoint, and return it as it stands."""

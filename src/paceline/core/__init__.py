@@ -35,6 +35,7 @@ from paceline.core._enums import (
     PreemptMode,
     TensorboardMode,
 )
+from paceline.core._environment import describe_source
 from paceline.core._errors import (
     DistributedError,
     DistributedPeerError,
@@ -143,6 +144,7 @@ __all__ = [
     "commit_checkpoint",
     "delete_checkpoint",
     "describe_error",
+    "describe_source",
     "discard_unfinished",
     "end_journal",
     "failing_together",

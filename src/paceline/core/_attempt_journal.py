@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core._enums import EarlyExitReason, Outcome
+from paceline.core._environment import describe_environment
 from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
 from paceline.core._notices_to_parent import tell_run_began, tell_run_completed
 from paceline.core._open_run import OpenedRun
 from paceline.core._run_summaries import summarize_run
 from paceline.core._time_account import TimeEvent
 from paceline.journal import (
+    RUN_DIRECTORY_VARIABLE,
     AttemptFinished,
     AttemptStarted,
     EarlyExitReported,
@@ -79,9 +81,20 @@ def record_start(
             host=os.uname().nodename,
             resumed_from=resumed_from,
             steps_completed=steps_completed,
+            environment=_environment() if rank == 0 and world_size > 0 else None,
         )
     )
     tell_run_began(journal)
+
+
+def _environment() -> dict[str, Any] | None:
+    # A master knows the source of the code that it has unpacked.
+    is_managed = RUN_DIRECTORY_VARIABLE in os.environ
+    try:
+        return describe_environment(with_source=not is_managed)
+    except Exception:
+        logger.exception("The environment cannot be recorded.")
+        return None
 
 
 def record_metrics(

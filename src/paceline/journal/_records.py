@@ -22,7 +22,7 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
 
     Rows of earlier attempts beyond `steps_completed` are superseded: it is the step of the
     checkpoint that was handed to the attempt, 0 without one, and the last step where a driver goes
-    on recording.
+    on recording. `environment` is what the chief runs in.
     """
 
     attempt: int
@@ -33,6 +33,7 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
     host: str
     resumed_from: str | None
     steps_completed: int
+    environment: dict[str, Any] | None = None
 
 
 class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics"):

@@ -110,13 +110,27 @@ class Shutdown(Request):
     timeout_s: float = Field(default=30.0, ge=0)
 
 
+class Source(Request):
+    """The commit of code that was submitted, and its uncommitted changes; `diff` may be cut off."""
+
+    commit: str = Field(max_length=200)
+    branch: str | None = Field(default=None, max_length=1000)
+    num_diff_bytes: int = 0
+    num_untracked_files: int = 0
+    diff: str | None = Field(default=None, max_length=400_000)
+
+
 class CreateExperiment(Request):
-    """A new experiment; `context_digest` names a context that was uploaded before."""
+    """A new experiment; `context_digest` names a context that was uploaded before.
+
+    `source` is where the context was taken from.
+    """
 
     config: dict[str, Any]
     submitted_config: str | None = None
     context_digest: str | None = None
     activate: bool = True
+    source: Source | None = None
 
 
 class ContinueTrial(Request):
@@ -220,6 +234,17 @@ class Attempt(Message):
     preempt_reason: str | None
     exit: AttemptExit | None
     nodes: list[AttemptNode] = Field(default_factory=list)
+
+
+class AttemptEnvironment(Message):
+    """What an attempt ran in, as its chief told; None if it has not, such as one that never began.
+
+    `source` is that of the experiment's code, or of the directory of a run without a master.
+    """
+
+    number: int
+    environment: dict[str, Any] | None
+    source: dict[str, Any] | None
 
 
 class MetricSummary(Message):

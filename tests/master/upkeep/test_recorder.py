@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, insert, select
 
-from paceline.master.store import ALL, Database, note_experiment, tables
+from paceline.master._home_directory import Home
+from paceline.master.store import ALL, Database, Transaction, note_experiment, tables
+from paceline.master.upkeep._database_rebuild import rebuild_database
 from paceline.master.upkeep._recovery_writer import write_some
 
 
@@ -25,5 +27,50 @@ def test_experiments_that_are_recorded_whole_come_some_at_a_time(tmp_path: Path)
         while write_some(database, tmp_path):
             left.append(num_left())
         assert left == [50, 30, 10, 0]
+    finally:
+        database.close()
+
+
+def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.prepare()
+    database = Database(home.database_path)
+    facts = {"name": "box", "key": "k", "version": "1", "protocol": 1}
+    node = {"id": 4, "name": "box", "key": "k", "session": 7, "facts": facts, "is_draining": True,
+            "registered_at": 1.0}  # fmt: skip
+    pools = [{"name": name, "policy": "priority", "max_slots": 3, "labels": {"gpu": "a"}}
+             for name in ("big", "gone")]  # fmt: skip
+    slots = [{"node_id": 0, "slot": 1}, {"node_id": 4, "slot": 0}, {"node_id": 4, "slot": 2}]
+    wanted = {
+        tables.nodes: [node | {"token_id": None}],
+        tables.pools: pools[:1],
+        tables.drained_slots: slots[:2],
+    }
+
+    def change(transaction: Transaction) -> None:
+        connection = transaction.connection
+        connection.execute(insert(tables.nodes).values(**node))
+        connection.execute(insert(tables.pools), pools)
+        connection.execute(insert(tables.drained_slots), slots)
+
+    def delete_some(transaction: Transaction) -> None:
+        connection = transaction.connection
+        connection.execute(delete(tables.pools).where(tables.pools.c.name == "gone"))
+        connection.execute(delete(tables.drained_slots).where(tables.drained_slots.c.slot == 2))
+
+    try:
+        for job in (change, delete_some):
+            database.write(job).result()
+            while write_some(database, tmp_path):
+                pass
+    finally:
+        database.close()
+    rebuild_database(tmp_path)
+    database = Database(home.database_path)
+    try:
+        with database.read() as connection:
+            for table, rows in wanted.items():
+                found = connection.execute(select(table)).mappings()
+                assert [dict(row) for row in found] == rows
     finally:
         database.close()

@@ -86,6 +86,60 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/attempts/{attempt_id}/checkpoints/{uuid}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Checkpoint Files
+         * @description Read the manifest of a checkpoint that the attempt may start from.
+         */
+        get: operations["read_checkpoint_files_api_v1_attempts__attempt_id__checkpoints__uuid__get"];
+        put?: never;
+        /**
+         * Offer Checkpoint
+         * @description Tell what is missing of a checkpoint; once nothing is, it is stored.
+         */
+        post: operations["offer_checkpoint_api_v1_attempts__attempt_id__checkpoints__uuid__post"];
+        /**
+         * Delete Sent Checkpoint
+         * @description Delete a checkpoint of the attempt's trial; a second time changes nothing.
+         */
+        delete: operations["delete_sent_checkpoint_api_v1_attempts__attempt_id__checkpoints__uuid__delete"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/attempts/{attempt_id}/checkpoints/{uuid}/pieces": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Piece
+         * @description Read a piece of a file of such a checkpoint, as large as pieces are; nothing is verified.
+         */
+        get: operations["read_piece_api_v1_attempts__attempt_id__checkpoints__uuid__pieces_get"];
+        /**
+         * Store Piece
+         * @description Append a piece to a file of a checkpoint that is being sent; tells the file's size then.
+         *
+         *     A piece that does not begin at the present size changes nothing.
+         */
+        put: operations["store_piece_api_v1_attempts__attempt_id__checkpoints__uuid__pieces_put"];
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/nodes": {
         parameters: {
             query?: never;
@@ -1148,6 +1202,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/trials/{trial_id}/environments": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Environments
+         * @description Read what the attempts of a trial ran in, the earliest first.
+         */
+        get: operations["list_environments_api_v1_trials__trial_id__environments_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/trials/{trial_id}/kill": {
         parameters: {
             query?: never;
@@ -1405,6 +1479,24 @@ export interface components {
             nodes?: components["schemas"]["AttemptNode"][];
         };
         /**
+         * AttemptEnvironment
+         * @description What an attempt ran in, as its chief told; None if it has not, such as one that never began.
+         *
+         *     `source` is that of the experiment's code, or of the directory of a run without a master.
+         */
+        AttemptEnvironment: {
+            /** Number */
+            number: number;
+            /** Environment */
+            environment: {
+                [key: string]: unknown;
+            } | null;
+            /** Source */
+            source: {
+                [key: string]: unknown;
+            } | null;
+        };
+        /**
          * AttemptExit
          * @description How an attempt ended; `outcome` is what the training process itself said, if it did.
          *
@@ -1606,6 +1698,8 @@ export interface components {
         /**
          * CreateExperiment
          * @description A new experiment; `context_digest` names a context that was uploaded before.
+         *
+         *     `source` is where the context was taken from.
          */
         CreateExperiment: {
             /** Config */
@@ -1621,6 +1715,7 @@ export interface components {
              * @default true
              */
             activate?: boolean;
+            source?: components["schemas"]["Source"] | null;
         };
         /**
          * CreatedToken
@@ -2610,6 +2705,28 @@ export interface components {
             attempt_id: number | null;
         };
         /**
+         * Source
+         * @description The commit of code that was submitted, and its uncommitted changes; `diff` may be cut off.
+         */
+        Source: {
+            /** Commit */
+            commit: string;
+            /** Branch */
+            branch?: string | null;
+            /**
+             * Num Diff Bytes
+             * @default 0
+             */
+            num_diff_bytes?: number;
+            /**
+             * Num Untracked Files
+             * @default 0
+             */
+            num_untracked_files?: number;
+            /** Diff */
+            diff?: string | null;
+        };
+        /**
          * Token
          * @description A token without its secret; times are in seconds since the epoch.
          */
@@ -2628,9 +2745,10 @@ export interface components {
         };
         /**
          * TokenScope
-         * @description What a token allows: each scope includes those before it, but for `runner`.
+         * @description What a token allows: each scope includes those before it, but for the last two.
          *
-         *     `runner` allows to register a node and to ask for its attempts, and nothing else.
+         *     `runner` allows to register a node and to ask for its attempts, and nothing else. `report`
+         *     allows to send runs without a master, and nothing else.
          * @enum {string}
          */
         TokenScope: "read" | "submit" | "admin" | "runner" | "report";
@@ -2927,6 +3045,183 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_checkpoint_files_api_v1_attempts__attempt_id__checkpoints__uuid__get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+                uuid: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    offer_checkpoint_api_v1_attempts__attempt_id__checkpoints__uuid__post: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+                uuid: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    delete_sent_checkpoint_api_v1_attempts__attempt_id__checkpoints__uuid__delete: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                attempt_id: number;
+                uuid: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    read_piece_api_v1_attempts__attempt_id__checkpoints__uuid__pieces_get: {
+        parameters: {
+            query: {
+                /** @description The file. */
+                name: string;
+                offset: number;
+            };
+            header?: never;
+            path: {
+                attempt_id: number;
+                uuid: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    store_piece_api_v1_attempts__attempt_id__checkpoints__uuid__pieces_put: {
+        parameters: {
+            query: {
+                /** @description The file. */
+                name: string;
+                offset: number;
+            };
+            header: {
+                /** @description xxh3_128 */
+                "x-paceline-digest": string;
+            };
+            path: {
+                attempt_id: number;
+                uuid: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/octet-stream": unknown;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
             };
             /** @description What was wrong, with a `code`. */
             "4XX": {
@@ -4779,6 +5074,37 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["TrialTime"];
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_environments_api_v1_trials__trial_id__environments_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                trial_id: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AttemptEnvironment"][];
                 };
             };
             /** @description What was wrong, with a `code`. */

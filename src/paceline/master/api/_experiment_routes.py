@@ -54,6 +54,7 @@ async def create_experiment(
             submitted_config=request.submitted_config,
             context_digest=digest,
             activate=request.activate,
+            source=None if request.source is None else request.source.model_dump(exclude_none=True),
         ),
     )
     return await asyncio.to_thread(_read, master, experiment_id)

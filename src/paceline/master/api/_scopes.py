@@ -65,6 +65,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /status",
         "GET /trials/{trial_id}",
         "GET /trials/{trial_id}/checkpoints",
+        "GET /trials/{trial_id}/environments",
         "GET /trials/{trial_id}/logs",
         "GET /trials/{trial_id}/metrics",
         "GET /trials/{trial_id}/time",

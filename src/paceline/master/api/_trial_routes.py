@@ -28,6 +28,7 @@ from paceline.master.store import (
     Transaction,
     encode_cursor,
     merge_lines,
+    read_environment,
     read_rows,
     tables,
     tagged,
@@ -75,6 +76,26 @@ def read_trial_time(trial_id: TrialId, master: MasterOf) -> times.TrialTime:
     return times.TrialTime(
         **shares.seconds(), total_s=shares.total_s, goodput=shares.goodput, until=until
     )
+
+
+@router.get("/trials/{trial_id}/environments")
+def list_environments(trial_id: TrialId, master: MasterOf) -> list[resources.AttemptEnvironment]:
+    """Read what the attempts of a trial ran in, the earliest first."""
+    attempts = tables.attempts.c
+    with master.database.read() as connection:
+        trial = trial_row(connection, trial_id)
+        source = experiment_row(connection, trial.experiment_id).source
+        query = select(attempts.number, attempts.environment).where(attempts.trial_id == trial_id)
+        found = []
+        for row in connection.execute(query.order_by(attempts.number)):
+            environment = read_environment(connection, row.environment)
+            own = None if environment is None else environment.pop("source", None)
+            found.append(
+                resources.AttemptEnvironment(
+                    number=row.number, environment=environment, source=source or own
+                )
+            )
+    return found
 
 
 @router.post("/trials/{trial_id}/kill")

@@ -59,6 +59,7 @@ class Commands:
         parent_trial_id: int | None = None,
         forked_from: int | None = None,
         secrets_from: int | None = None,
+        source: dict[str, Any] | None = None,
     ) -> int:
         """Create an experiment with its first trials and return its id.
 
@@ -100,6 +101,7 @@ class Commands:
                 created_at=time.time(),
                 parent_trial_id=parent_trial_id,
                 forked_from=forked_from,
+                source=source,
             )
         )
         assert result.inserted_primary_key is not None
@@ -195,6 +197,7 @@ class Commands:
             activate=activate,
             parent_trial_id=trial_id,
             secrets_from=parent.id,
+            source=parent.source,
         )
 
     def fork(
@@ -227,6 +230,7 @@ class Commands:
             activate=activate,
             forked_from=experiment_id,
             secrets_from=experiment_id,
+            source=row.source,
         )
 
     def continue_experiment(

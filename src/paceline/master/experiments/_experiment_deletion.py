@@ -13,6 +13,7 @@ from paceline.master.store import (
     TRIALS,
     Transaction,
     checkpoint_sizes,
+    drop_unused_environments,
     keep_ids,
     numbers_of,
     tables,
@@ -102,6 +103,10 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
     series, attempts = tables.series, tables.attempts
     series_ids = select(series.c.id).where(series.c.trial_id.in_(trial_ids))
     attempt_ids = select(attempts.c.id).where(attempts.c.experiment_id == experiment_id)
+    used = select(attempts.c.environment).where(
+        attempts.c.experiment_id == experiment_id, attempts.c.environment.is_not(None)
+    )
+    environments = set(connection.execute(used.distinct()).scalars())
     connection.execute(delete(tables.chunks).where(tables.chunks.c.series_id.in_(series_ids)))
     connection.execute(delete(series).where(series.c.trial_id.in_(trial_ids)))
     for marks in (tables.journal_marks, tables.time_marks):
@@ -119,6 +124,7 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
         connection.execute(delete(table).where(table.c.experiment_id == experiment_id))
     experiments = tables.experiments
     connection.execute(delete(experiments).where(experiments.c.id == experiment_id))
+    drop_unused_environments(connection, environments)
 
 
 def _obstacle(connection: Connection, row: Row[Any]) -> str | None:

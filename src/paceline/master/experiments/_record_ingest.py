@@ -46,6 +46,7 @@ from paceline.master.store import (
     config_of,
     has_points_beyond,
     measure_checkpoints,
+    store_environment,
     tables,
     trim_summaries,
 )
@@ -147,6 +148,8 @@ class RecordIngest:
                 store_checkpoint(self._changes, transaction, attempt, record)
             elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
                 take_deletion(transaction.connection, attempt, record)
+            elif isinstance(record, AttemptStarted):
+                _take_environment(transaction.connection, attempt, record)
             elif isinstance(record, AlertRaised):
                 self._take_alert(transaction, attempt, rank, record)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
@@ -278,6 +281,12 @@ def _emit_newest(
             metrics=small_metrics(reports[-1].metrics),
         )
     untold.clear()
+
+
+def _take_environment(connection: Connection, attempt: Row[Any], record: AttemptStarted) -> None:
+    if record.environment is not None:
+        digest = store_environment(connection, record.environment)
+        _update_attempt(connection, attempt.id, environment=digest)
 
 
 def _read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:

@@ -28,6 +28,11 @@ from paceline.master.store._database import (
     Transaction,
 )
 from paceline.master.store._database_copy import check_copy, copy_database
+from paceline.master.store._environments import (
+    drop_unused_environments,
+    read_environment,
+    store_environment,
+)
 from paceline.master.store._experiment_list import (
     Condition,
     ExperimentQuery,
@@ -62,6 +67,7 @@ from paceline.master.store._recovery_rows import (
     LASTING,
     NEW,
     OF_ATTEMPTS,
+    OF_CLUSTER,
     RECORDS_BEGUN,
     RecordedRow,
     begin_records,
@@ -126,6 +132,7 @@ __all__ = [
     "MetricRow",
     "NEW",
     "OF_ATTEMPTS",
+    "OF_CLUSTER",
     "Order",
     "POINTS",
     "Place",
@@ -151,6 +158,7 @@ __all__ = [
     "cut_curve",
     "decode_cursor",
     "decode_row",
+    "drop_unused_environments",
     "encode_cursor",
     "encode_row",
     "experiment_views",
@@ -180,6 +188,7 @@ __all__ = [
     "read_curve",
     "read_known_files",
     "read_members",
+    "read_environment",
     "read_rows",
     "read_series",
     "read_summary",
@@ -191,6 +200,7 @@ __all__ = [
     "settle_cluster_id",
     "slots_by_node",
     "smooth_at",
+    "store_environment",
     "stored_members",
     "tables",
     "tagged",

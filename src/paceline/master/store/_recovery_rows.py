@@ -27,7 +27,7 @@ LASTING = {
     "experiments": (
         "name", "state", "config", "search_end", "ended_at", "error", "parent_trial_id",
         "description", "labels", "notes", "is_archived", "external_path", "priority", "weight",
-        "queue_place",
+        "queue_place", "max_slots",
     ),
     "trials": (
         "state", "hparams", "target_length", "operations_closed", "restarts", "ended_at",
@@ -39,6 +39,8 @@ LASTING = {
     "users": ("password_hash",),
     "tokens": ("revoked_at",),
 }  # fmt: skip
+# Recorded whole, with users and tokens: they are few, and their rows are deleted.
+OF_CLUSTER = ("nodes", "pools", "drained_slots")
 # Recorded when their attempt ends.
 OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks")
 
@@ -73,6 +75,11 @@ def watch_rows(connection: Connection) -> None:
               f"{first}{note} '{table}', NEW.rowid);{ended}")  # fmt: skip
         _make(connection, f"recorded_{table}", f"AFTER UPDATE OF {names} ON {table}",
               f"{note} '{table}', NEW.rowid);{ended}")  # fmt: skip
+    for table in OF_CLUSTER:
+        for change in ("INSERT", "UPDATE", "DELETE"):
+            _make(connection, f"recorded_{change.lower()}_{table}", f"AFTER {change} ON {table}",
+                  "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (NULL, 'all', 0);"
+            )  # fmt: skip
     _make(connection, "recorded_gone", "AFTER DELETE ON experiments",
           "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (OLD.id, 'gone', OLD.id);"
     )  # fmt: skip
@@ -111,7 +118,7 @@ def _note_all(transaction: "Transaction") -> None:
 
 
 def note_experiment(connection: Connection, experiment_id: int | None) -> None:
-    """Have all rows of an experiment recorded anew, or those of users and tokens for None."""
+    """Have all rows of an experiment recorded anew, or those of the cluster for None."""
     connection.execute(
         insert(tables.unrecorded).values(
             experiment_id=experiment_id, kind=ALL, row_id=experiment_id or 0
@@ -122,7 +129,7 @@ def note_experiment(connection: Connection, experiment_id: int | None) -> None:
 def rows_of_change(connection: Connection, kind: str, row_id: int) -> Iterator[RecordedRow]:
     """Yield the rows that a noted change stands for, as they are now."""
     if kind == ALL and row_id == 0:
-        for table in ("users", "tokens"):
+        for table in ("users", "tokens", *OF_CLUSTER):
             yield from _select(connection, table, "true")
     elif kind == ALL:
         yield from rows_of_experiment(connection, row_id)
@@ -198,7 +205,7 @@ def decode_row(data: bytes) -> RecordedRow:
     """
     found = msgspec.json.decode(data, type=dict[str, Any])
     table, values = found.get("table"), found.get("row")
-    if not isinstance(values, Mapping) or table not in (*LASTING, *OF_ATTEMPTS):
+    if not isinstance(values, Mapping) or table not in (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS):
         raise msgspec.DecodeError("it holds no row")
     return RecordedRow(str(table), {name: _real(value) for name, value in values.items()})
 
@@ -223,6 +230,8 @@ def primary_key(table: str) -> Sequence[str]:
         "search_inputs": ("experiment_id", "number"),
         "checkpoints": ("uuid",),
         "users": ("name",),
+        "pools": ("name",),
+        "drained_slots": ("node_id", "slot"),
         "time_marks": ("attempt_id", "generation", "number"),
         "journal_marks": ("attempt_id", "generation", "rank"),
     }.get(table, ("id",))

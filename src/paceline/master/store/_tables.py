@@ -9,6 +9,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     String,
     Table,
     Text,
@@ -74,6 +75,10 @@ experiments = Table(
     Column("priority", Integer),
     Column("weight", Float),
     Column("queue_place", Float),
+    # As the first two; 0 is no limit.
+    Column("max_slots", Integer),
+    # The commit of its code and what was not committed, as whoever submitted it said.
+    Column("source", JSON(none_as_null=True)),
     Index("ix_experiments_state", "state"),
     Index("ix_experiments_retention", "retention_done"),
     # The orders of the list, among those that are archived and those that are not.
@@ -163,6 +168,8 @@ attempts = Table(
     # Its parts if it runs on several nodes (see `Member`), and where they meet once all are there.
     Column("members", JSON(none_as_null=True)),
     Column("meeting_port", Integer),
+    # The digest of what its chief ran in.
+    Column("environment", String),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
     # Holds all that tells in which order an experiment's trials began.
@@ -170,6 +177,15 @@ attempts = Table(
     # What failed a moment ago, and what a node did last.
     Index("ix_attempts_ended", "ended_at"),
     Index("ix_attempts_node", "node_id", "id"),
+    Index("ix_attempts_environment", "environment"),
+)
+
+# Compressed JSON. Attempts have equal ones, so they are stored once.
+environments = Table(
+    "environments",
+    metadata,
+    Column("digest", String, primary_key=True),
+    Column("content", LargeBinary, nullable=False),
 )
 
 journal_marks = Table(

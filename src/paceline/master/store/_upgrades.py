@@ -228,6 +228,8 @@ def _to_version_9(operations: Operations) -> None:
         sa.Column("weight", sa.Float()),
         sa.Column("queue_place", sa.Float()),
         sa.Column("report_lease_s", sa.Float()),
+        sa.Column("max_slots", sa.Integer()),
+        sa.Column("source", sa.JSON()),
     ):
         operations.add_column("experiments", column)
     # It names columns, and is made anew with these.
@@ -244,6 +246,15 @@ def _to_version_9(operations: Operations) -> None:
         sa.Column("node_id", sa.BigInteger(), primary_key=True, autoincrement=False),
         sa.Column("slot", sa.Integer(), primary_key=True, autoincrement=False),
     )
+    operations.add_column("attempts", sa.Column("environment", sa.String()))
+    operations.create_index("ix_attempts_environment", "attempts", ["environment"])
+    operations.create_table(
+        "environments",
+        sa.Column("digest", sa.String(), primary_key=True),
+        sa.Column("content", sa.LargeBinary(), nullable=False),
+    )
+    # Nodes are recorded with the users and tokens from now on.
+    operations.execute("INSERT INTO unrecorded (kind, row_id) VALUES ('all', 0)")
 
 
 # The step at index n leads from version n + 1 to the next.

@@ -1,0 +1,135 @@
+"""The environment of a process: interpreter, packages, machine, GPUs, and the state of its code."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import paceline
+
+# Of uncommitted changes, which may be as large as one likes.
+MAX_DIFF_BYTES = 100_000
+DIFF_VARIABLE = "PACELINE_RECORD_DIFF"
+
+_GIT_LIMIT_S = 5.0
+_NVIDIA = Path("/proc/driver/nvidia")
+_AMD_DRIVER = Path("/sys/module/amdgpu/version")
+
+
+def describe_environment(*, with_source: bool) -> dict[str, Any]:
+    """Return what this process runs in, as values of JSON.
+
+    Variables are left out, as they may be secret.
+
+    Args:
+        with_source: Whether to tell of the git repository that the process works in.
+    """
+    machine = os.uname()
+    # `platform` tells the same, but takes a tenth of a second.
+    found: dict[str, Any] = {
+        "paceline": paceline.__version__,
+        "python": {
+            "version": sys.version.split()[0],
+            "implementation": sys.implementation.name,
+            "executable": sys.executable,
+        },
+        "host": {
+            "name": machine.nodename,
+            "platform": f"{machine.sysname} {machine.release} {machine.machine}",
+            "num_cores": os.cpu_count(),
+        },
+        "packages": _packages(tuple(sys.path)),
+    }
+    if gpus := _gpus():
+        found["gpus"] = gpus
+    if with_source and (source := describe_source(Path.cwd())) is not None:
+        found["source"] = source
+    return found
+
+
+def describe_source(directory: Path) -> dict[str, Any] | None:
+    """Return the commit of a directory and its uncommitted changes; None without git.
+
+    Changes beyond `MAX_DIFF_BYTES` are cut off. PACELINE_RECORD_DIFF=0 leaves all of them out.
+    """
+    directory = directory.absolute()
+    if not any((one / ".git").exists() for one in (directory, *directory.parents)):
+        return None
+    try:
+        commit = _git(directory, "rev-parse", "HEAD").decode().strip()
+        branch = _git(directory, "rev-parse", "--abbrev-ref", "HEAD").decode().strip()
+        diff = _git(directory, "diff", "HEAD", "--no-ext-diff", "--no-color", "--", ".")
+        untracked = _git(directory, "ls-files", "--others", "--exclude-standard", "--", ".")
+    except (OSError, subprocess.SubprocessError):
+        # No commit yet, no git here, or one that takes too long.
+        return None
+    found: dict[str, Any] = {
+        "commit": commit,
+        "branch": None if branch == "HEAD" else branch,
+        "num_diff_bytes": len(diff),
+        "num_untracked_files": len(untracked.splitlines()),
+    }
+    if diff and os.environ.get(DIFF_VARIABLE) != "0":
+        found["diff"] = diff[:MAX_DIFF_BYTES].decode(errors="replace")
+    return found
+
+
+def _git(directory: Path, *arguments: str) -> bytes:
+    return subprocess.run(
+        ["git", "-c", "core.fsmonitor=false", *arguments],  # noqa: S607 # the user's own
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        timeout=_GIT_LIMIT_S,
+        check=True,
+        env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+    ).stdout
+
+
+@cache
+def _packages(paths: tuple[str, ...]) -> dict[str, str]:
+    """Return the installed packages with their versions, by the names of their directories.
+
+    Reading their metadata takes a hundred times as long.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        try:
+            names = os.listdir(path or ".")
+        except OSError:
+            continue
+        for name in names:
+            stem, _, kind = name.rpartition(".")
+            if kind in ("dist-info", "egg-info"):
+                package, _, version = stem.partition("-")
+                # The first place is the one that imports find.
+                found.setdefault(package.replace("_", "-").lower(), version.split("-")[0])
+    return dict(sorted(found.items()))
+
+
+@cache
+def _gpus() -> dict[str, Any]:
+    """Return the driver and the models of this machine's GPUs, as the kernel tells them."""
+    found: dict[str, Any] = {}
+    try:
+        lines = (_NVIDIA / "version").read_text().splitlines()
+        words = lines[0].split()
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ..."
+        found["driver"] = next(word for word in words if word.count(".") and word[0].isdigit())
+        found["models"] = [
+            line.partition(":")[2].strip()
+            for path in sorted((_NVIDIA / "gpus").glob("*/information"))
+            for line in path.read_text().splitlines()
+            if line.startswith("Model:")
+        ]
+    except (OSError, IndexError, StopIteration):
+        found = {}
+    if not found and _AMD_DRIVER.exists():
+        try:
+            found["driver"] = f"amdgpu {_AMD_DRIVER.read_text().strip()}"
+        except OSError:
+            return {}
+    return found

@@ -59,6 +59,8 @@ def run_locally(
     if info.trial.hparams:
         typer.echo(f"Hyperparameters: {format_values(info.trial.hparams)}", err=True)
     environment = _environment(config, run)
+    if config.environment.uv:
+        environment = _sync(directory, environment)
     if is_test:
         typer.echo("Test mode: one training batch, one validation batch, a checkpoint.", err=True)
         environment[_TEST_MODE_VARIABLE] = "1"
@@ -134,9 +136,22 @@ def _environment(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str
         path = environment.get("PATH", os.defpath)
         environment["PATH"] = os.pathsep.join([str(Path(python).parent), path])
     environment["PYTHONUNBUFFERED"] = "1"
+    if config.environment.uv and config.environment.python is not None:
+        environment["UV_PYTHON"] = config.environment.python
     environment |= config.environment.variables | config.environment.secrets
     environment[RUN_DIRECTORY_VARIABLE] = str(run.path)
     return environment
+
+
+def _sync(directory: Path, environment: dict[str, str]) -> dict[str, str]:
+    from paceline.runner import UnusableConfigError, sync_environment
+
+    try:
+        return sync_environment(
+            directory.absolute(), environment, lambda line: typer.echo(line, err=True)
+        )
+    except UnusableConfigError as error:
+        raise CommandError(str(error)) from error
 
 
 def _run_entrypoint(
@@ -148,7 +163,9 @@ def _run_entrypoint(
     entrypoint = build_command(
         config.entrypoint,
         hparams=info.trial.hparams,
-        python=config.environment.python or sys.executable,
+        python=(
+            "python3" if config.environment.uv else config.environment.python or sys.executable
+        ),
         num_slots=len(info.slot_ids),
         prefix=config.environment.prefix,
     )

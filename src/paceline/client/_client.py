@@ -191,6 +191,8 @@ class Client(ClusterClient):
         from paceline.messages.resources import Experiment as ExperimentData
 
         checked = _load(config, overrides)
+        if checked.environment.uv:
+            _check_lock(Path() if model_dir is None else Path(model_dir))
         digest = None if model_dir is None else self._upload_context(Path(model_dir))
         body = CreateExperiment(
             config=checked.to_json(),
@@ -298,6 +300,14 @@ def _submitted_text(config: "ExperimentConfig | dict[str, Any] | str | Path") ->
 
         return str(yaml.safe_dump(config, sort_keys=False))
     return None
+
+
+def _check_lock(directory: Path) -> None:
+    from paceline.client._errors import ContextError
+    from paceline.runner import LOCK_NAME, missing_lock
+
+    if not (directory / LOCK_NAME).is_file():
+        raise ContextError(missing_lock(directory))
 
 
 def _source_of(directory: Path) -> "Source | None":

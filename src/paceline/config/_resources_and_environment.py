@@ -259,6 +259,23 @@ class Environment(Section):
         default=None,
         description="Absolute path to run in; null is a private copy of the submitted directory.",
     )
+    uv: bool = Field(
+        default=False,
+        description="Install what `uv.lock` names into the copy of the submitted directory, by"
+        " `uv sync --frozen`, and run in that environment.",
+    )
+
+    @field_validator("uv")
+    @classmethod
+    def _check_uv(cls, value: bool, info: ValidationInfo) -> bool:
+        if value:
+            for name, why in (
+                ("working_dir", "which is no copy of the code"),
+                ("prefix", "which may lead to another file system"),
+            ):
+                if info.data.get(name):
+                    raise refused(f"must not be given with `environment.{name}`, {why}", "false")
+        return value
 
     @field_validator("secrets")
     @classmethod

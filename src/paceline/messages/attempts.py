@@ -99,6 +99,8 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     `secret_names` are variables whose values lie in the home's file of secrets under
     `experiment_id`. For a runner elsewhere the executor hands them on in the attempt's directory.
 
+    With `uses_uv` the runner installs what `uv.lock` in the code names, and runs in that.
+
     `has_prefix` tells that `entrypoint` begins with a program of the user that runs the rest.
 
     `token` opens the routes of this attempt and no other. Attempts of earlier versions have none.
@@ -138,6 +140,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
     storage_mark: StorageMark | None = None
     sends_checkpoints: bool = False
     has_prefix: bool = False
+    uses_uv: bool = False
 
 
 def runner_id(attempt_id: int, member: int) -> int:

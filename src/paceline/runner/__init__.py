@@ -16,9 +16,11 @@ from paceline.runner._code_archive import (
 )
 from paceline.runner._secret_file import FILE_NAME as SECRET_FILE_NAME
 from paceline.runner._secret_file import SecretFileError, read_secret_file
-from paceline.runner._start_errors import is_shortage, judge_start
+from paceline.runner._start_errors import UnusableConfigError, is_shortage, judge_start
+from paceline.runner._uv_environment import LOCK_NAME, missing_lock, sync_environment
 
 __all__ = [
+    "LOCK_NAME",
     "NEWEST_NAME",
     "SECRET_FILE_NAME",
     "ArchiveLimits",
@@ -26,12 +28,15 @@ __all__ = [
     "AttemptDirectory",
     "AttemptProcesses",
     "SecretFileError",
+    "UnusableConfigError",
     "check_archive",
     "is_shortage",
     "judge_start",
     "members",
+    "missing_lock",
     "newest_attempt",
     "note_attempt",
     "open_archive",
     "read_secret_file",
+    "sync_environment",
 ]

@@ -31,11 +31,13 @@ from paceline.runner._output_spool import OutputSpool
 from paceline.runner._secret_file import FILE_NAME, read_secret_file
 from paceline.runner._shipper import Shipper
 from paceline.runner._start_errors import UnusableConfigError, judge_start
+from paceline.runner._uv_environment import sync_environment
 from paceline.workers import (
     SHARDS_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,
     LocalGroup,
+    OutputLine,
     WorkerExit,
     WorkerSpec,
 )
@@ -48,6 +50,8 @@ faults.register("runner.started", "runner.ended")
 _STOPPED_S = 30.0
 _PRIVATE_VARIABLES = (
     "PACELINE_TOKEN",
+    "PACELINE_TOKEN_FILE",
+    "PACELINE_REPORT_TO",
     "PACELINE_MASTER",
     "PACELINE_HOME",
     "PACELINE_RESUME",
@@ -170,6 +174,10 @@ class AttemptRun:
         self._spool = OutputSpool(self._directory.output_path, self._secrets.values())
         environment = self._environment()
         working_directory = self._prepare_directory()
+        if self._spec.uses_uv:
+            environment = sync_environment(
+                working_directory, environment, self._tell, lambda: self._is_unwanted
+            )
         if self._group.has_others:
             self._follower.await_others()
             if self._follower.meeting_port is None:
@@ -247,6 +255,12 @@ class AttemptRun:
                 f"`environment.working_dir` must be a directory, but got {spec.working_dir!r}."
             )
         return Path(spec.working_dir)
+
+    def _tell(self, line: str) -> None:
+        assert self._spool is not None
+        self._spool.add(
+            OutputLine(time=time.time(), rank=0, stream="stderr", level=None, text=line)
+        )
 
     def _fetch_start(self) -> None:
         """Fetch the checkpoint that the attempt goes on from, if the master has it alone."""

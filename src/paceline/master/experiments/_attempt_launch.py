@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select
 
-from paceline.config import ExperimentConfig, build_command, hide_secrets
+from paceline.config import Environment, ExperimentConfig, build_command, hide_secrets
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
 from paceline.master.experiments._attempt_control import read_control_of
@@ -105,12 +105,13 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         entrypoint=build_command(
             config.entrypoint,
             hparams=trial.hparams,
-            python=python,
+            # The one of the environment that the runner makes comes first on PATH then.
+            python="python3" if environment.uv else python,
             num_slots=num_slots_of(attempt),
             prefix=environment.prefix,
         ),
         python=python,
-        variables=environment.variables,
+        variables=_variables(environment),
         working_dir=environment.working_dir,
         context_digest=experiment.context_digest,
         slot_ids=slots,
@@ -128,6 +129,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
         storage_mark=None if attempt.node_id is None else node.mark_of(storage),
         has_prefix=bool(environment.prefix),
+        uses_uv=environment.uv,
     )
     info = RunInfo(
         run_id=f"trial-{trial.id}",
@@ -155,6 +157,12 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         metadata=trial.metadata,
     )
     return Launch(spec=spec, info=info, secrets=node.secrets_of(experiment.id))
+
+
+def _variables(environment: Environment) -> dict[str, str]:
+    if environment.uv and environment.python is not None:
+        return {"UV_PYTHON": environment.python, **environment.variables}
+    return environment.variables
 
 
 def checkpoint_root(config: ExperimentConfig) -> str | None:

@@ -1,18 +1,13 @@
 """What an attempt on several nodes needs on each: where they meet, and by which interface."""
 
-import fcntl
-import socket
-import struct
-import sys
 from collections.abc import Mapping
 
 from paceline._listening import PortReservation
+from paceline._network_interfaces import interface_of
 from paceline.journal import MEETING_PORT_VARIABLE, RunDirectory
 from paceline.messages.attempts import AttemptSpec
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
-_NAME_BYTES = 15
 
 
 class NodeGroup:
@@ -56,23 +51,3 @@ class NodeGroup:
         """Give the port back."""
         if self._reservation is not None:
             self._reservation.close()
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an IPv4 address, None if none has it."""
-    if sys.platform != "linux":
-        return None
-    try:
-        wanted = socket.inet_aton(socket.gethostbyname(address))
-    except (OSError, UnicodeError):
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:_NAME_BYTES])
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
-            except OSError:
-                continue
-            if found == wanted:
-                return name
-    return None

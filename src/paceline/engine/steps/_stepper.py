@@ -21,9 +21,9 @@ from paceline.engine.parallel._overlapped_all_reduce import OverlappedModel
 from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_options, place_gradients
 from paceline.engine.profiling._step_timeline import BACKWARD, REDUCE, STEP
 from paceline.engine.profiling._step_timer import StepTimer
-from paceline.engine.steps._direct_calls import DirectCalls
 from paceline.engine.steps._idle_ranks import LOSS, NO_MORE, SUM, IdleRanks
 from paceline.engine.steps._optimizer_reductions import OptimizerReductions
+from paceline.engine.steps._watched_user_calls import WatchedUserCalls
 from paceline.engine.tensors._optimizer_parameters import all_parameters, parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 
@@ -99,7 +99,7 @@ class Stepper:
         self._has_told = False
         self._has_stepped = False
         self._has_scaled = False
-        self.calls = DirectCalls(self, distributed.size)
+        self.calls = WatchedUserCalls(self, distributed.size)
 
     def use_precision(self, precision: Precision) -> None:
         """Set the number format of the forward pass; for use before training.

@@ -24,8 +24,8 @@ from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._flat_all_reduce import FlatReduction
 from paceline.engine.state._buffers_and_gradients import load_buffers
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, check_numbers
-from paceline.engine.steps._direct_calls import DirectCalls
 from paceline.engine.steps._stepper import Stepper
+from paceline.engine.steps._watched_user_calls import WatchedUserCalls
 from paceline.engine.training._training_state import TrainingState
 
 _TAG = "state"
@@ -214,7 +214,7 @@ class DeepSpeedState(TrainingState):
         return {**super()._own(objects, loop), "buffers": buffers}
 
 
-class _UnwatchedCalls(DirectCalls):
+class _UnwatchedCalls(WatchedUserCalls):
     """Backward passes and optimizer steps are those of the engines, which need no watching."""
 
     def begin(self, num_shards: int) -> None:

@@ -19,10 +19,10 @@ from paceline.config import (
     validate_config,
 )
 from paceline.master._master import Master
-from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import MasterOf, experiment_row
 from paceline.messages import views
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, members, open_archive
 

@@ -14,9 +14,9 @@ from paceline._atomic_files import replacing
 from paceline._private_files import open_private
 from paceline.journal import sync_directory
 from paceline.master.api._auth import IdentityOf
-from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import MasterOf, write
 from paceline.master.store import note_context
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, check_archive, is_shortage
 

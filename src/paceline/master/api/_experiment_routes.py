@@ -10,7 +10,9 @@ from sqlalchemy import select
 
 from paceline.config import validate_config
 from paceline.master._master import Master
-from paceline.master.api._common import (
+from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import (
     Cursor,
     Limit,
     MasterOf,
@@ -18,8 +20,6 @@ from paceline.master.api._common import (
     experiment_row,
     write,
 )
-from paceline.master.api._problems import ApiError
-from paceline.master.api._reading import ReadingRoute
 from paceline.master.experiments import MAX_RUNG_ENTRIES, set_archived, thinned
 from paceline.master.store import (
     Order,

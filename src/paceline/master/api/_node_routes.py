@@ -10,9 +10,9 @@ from sqlalchemy import Connection, Row, select
 
 from paceline.master._master import Master
 from paceline.master.api._auth import IdentityOf
-from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import MasterOf, write
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
 from paceline.master.store import Transaction, slots_by_node, tables
 from paceline.messages import node_views

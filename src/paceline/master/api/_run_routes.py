@@ -5,9 +5,9 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Path, Request, Response
 
-from paceline.master.api._common import MasterOf, write
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import MasterOf, write
 from paceline.messages.runs import RunRecords, RunRegistration
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.

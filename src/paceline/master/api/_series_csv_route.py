@@ -15,9 +15,9 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
 from paceline.master._master import Master
-from paceline.master.api._common import MasterOf, trial_row
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import MasterOf, trial_row
 from paceline.master.store import Selection, iter_points
 
 router = APIRouter(tags=["trials"], route_class=ReadingRoute)

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Response
 from numpy.typing import NDArray
 from sqlalchemy import Connection
 
-from paceline.master.api._common import MasterOf, experiment_row
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import MasterOf, experiment_row
 from paceline.master.store import (
     Selection,
     cut_curve,

@@ -9,9 +9,9 @@ import xxhash
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from paceline.master._master import Master
-from paceline.master.api._common import MasterOf
 from paceline.master.api._problems import ApiError
 from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import MasterOf
 from paceline.master.experiments import RefusedError
 from paceline.messages.attempts import CheckpointOffer, PieceReply
 from paceline.runner import is_shortage

@@ -5,7 +5,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from sqlalchemy import ColumnElement, Float, Text, case, cast, func, select
 
-from paceline.master.api._common import (
+from paceline.master.api._experiment_routes import ExperimentId
+from paceline.master.api._problems import ApiError
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import (
     Cursor,
     Limit,
     MasterOf,
@@ -13,9 +16,6 @@ from paceline.master.api._common import (
     place_of,
     position,
 )
-from paceline.master.api._experiment_routes import ExperimentId
-from paceline.master.api._problems import ApiError
-from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import (
     TRIALS,
     Order,

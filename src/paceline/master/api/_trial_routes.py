@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Path, Query
 from sqlalchemy import Connection, select
 
-from paceline.master.api._common import (
+from paceline.master.api._reading import ReadingRoute
+from paceline.master.api._route_helpers import (
     MAX_PAGE,
     Cursor,
     Limit,
@@ -20,7 +21,6 @@ from paceline.master.api._common import (
     trial_row,
     write,
 )
-from paceline.master.api._reading import ReadingRoute
 from paceline.master.store import (
     LogFilter,
     Order,

@@ -38,18 +38,18 @@ from paceline.master.experiments._scheduler_input import (
     waiting_trials,
 )
 from paceline.master.experiments._search_views import MAX_RUNG_ENTRIES, SearchViews, thinned
-from paceline.master.experiments._searches import (
-    Searches,
-    load_search,
-    missing_methods,
-    undecided_searches,
-)
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import (
     NotFoundError,
     RefusedError,
     SearchEnd,
     TransitionError,
+)
+from paceline.master.experiments._stored_searches import (
+    Searches,
+    load_search,
+    missing_methods,
+    undecided_searches,
 )
 from paceline.master.experiments._unmanaged_runs import Unmanaged
 

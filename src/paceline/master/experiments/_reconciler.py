@@ -27,13 +27,15 @@ from paceline.master.experiments._multi_node_attempts import (
 from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatch
 from paceline.master.experiments._scheduler_input import (
-    experiments_without_live_trials,
     live_attempts,
     read_cluster,
     waiting_trials,
 )
 from paceline.master.experiments._start_delays import pause_after
-from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_changes import (
+    StateChanges,
+    experiments_without_live_trials,
+)
 from paceline.master.scheduling import (
     NodeSlots,
     PolicyName,

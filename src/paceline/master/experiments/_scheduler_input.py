@@ -20,10 +20,9 @@ from paceline.master.scheduling import (
 )
 from paceline.master.store import config_of, slots_by_node, tables
 from paceline.messages.nodes import DEFAULT_POOL
-from paceline.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, ExperimentState, TrialState
+from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 
 _NUM_READ_AT_ONCE = 200
-_LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,22 +123,6 @@ def live_attempts(connection: Connection) -> list[Row[Any]]:
     )
     query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
     return list(connection.execute(query.order_by(attempts.c.id)))
-
-
-def experiments_without_live_trials(connection: Connection) -> list[int]:
-    """Return the live experiments that may be over; unmanaged ones follow their runs."""
-    experiments, trials = tables.experiments, tables.trials
-    has_live_trials = (
-        select(trials.c.id)
-        .where(trials.c.experiment_id == experiments.c.id, trials.c.state.in_(LIVE_TRIALS))
-        .exists()
-    )
-    query = select(experiments.c.id).where(
-        experiments.c.state.in_(_LIVE_EXPERIMENTS),
-        experiments.c.external_id.is_(None),
-        ~has_live_trials,
-    )
-    return list(connection.execute(query).scalars())
 
 
 def _holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:

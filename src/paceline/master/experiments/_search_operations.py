@@ -8,8 +8,8 @@ from sqlalchemy import Row, insert, select, update
 
 from paceline import faults
 from paceline.config import Searcher
-from paceline.master.experiments._searches import Searches
 from paceline.master.experiments._state_transitions import SearchEnd
+from paceline.master.experiments._stored_searches import Searches
 from paceline.master.store import Transaction, config_of, new_id, tables
 from paceline.messages.states import (
     FULLY_TRAINED,

@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import Connection, delete, func, insert, select
 
 from paceline.journal import encode_float
-from paceline.master.experiments._searches import Searches, load_search
+from paceline.master.experiments._stored_searches import Searches, load_search
 from paceline.master.store import Database, Transaction, tables
 from paceline.search import RungView, Search, SearchMethodError
 

@@ -9,7 +9,6 @@ from sqlalchemy import Connection, Row, select, update
 from paceline import faults
 from paceline.master.experiments._search_operations import SearchOperations
 from paceline.master.experiments._search_views import store_search_view
-from paceline.master.experiments._searches import Searches
 from paceline.master.experiments._state_transitions import (
     EXPERIMENT_TRANSITIONS,
     TRIAL_TRANSITIONS,
@@ -21,6 +20,7 @@ from paceline.master.experiments._state_transitions import (
     search_exit,
     stopping_state,
 )
+from paceline.master.experiments._stored_searches import Searches
 from paceline.master.experiments._trial_failures import counted_trial_states, describe_failure
 from paceline.master.store import LogStore, Transaction, tables
 from paceline.messages.states import (
@@ -33,6 +33,8 @@ from paceline.messages.states import (
 from paceline.search import Exited, ExitReason
 
 faults.register("master.trial.ended")
+
+_LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
 
 
 class StateChanges:
@@ -317,3 +319,19 @@ class StateChanges:
         """Ask an attempt to checkpoint and leave."""
         if attempt.preempt_reason is None:
             self.change_attempt(transaction, attempt.id, preempt_reason=reason)
+
+
+def experiments_without_live_trials(connection: Connection) -> list[int]:
+    """Return the live experiments that may be over; unmanaged ones follow their runs."""
+    experiments, trials = tables.experiments, tables.trials
+    has_live_trials = (
+        select(trials.c.id)
+        .where(trials.c.experiment_id == experiments.c.id, trials.c.state.in_(LIVE_TRIALS))
+        .exists()
+    )
+    query = select(experiments.c.id).where(
+        experiments.c.state.in_(_LIVE_EXPERIMENTS),
+        experiments.c.external_id.is_(None),
+        ~has_live_trials,
+    )
+    return list(connection.execute(query).scalars())

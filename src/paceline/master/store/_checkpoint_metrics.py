@@ -3,7 +3,7 @@
 from sqlalchemy import Connection, bindparam, select, update
 
 from paceline.master.store import _tables as tables
-from paceline.master.store._metrics import numbers_at
+from paceline.master.store._metric_rows import numbers_at
 
 _GROUP = "validation"
 

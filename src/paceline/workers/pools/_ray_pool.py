@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from paceline.workers._errors import NodesDifferError, WorkerStartError
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._served_pool import ServedPool, check_at_least
+from paceline.workers.processes._leftover_processes import GROUP_VARIABLE
 from paceline.workers.processes._output_reader import OnLine
-from paceline.workers.processes._process_facts import GROUP_VARIABLE
 from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._rank_environment import THREADS_VARIABLE, NodeLayout
 from paceline.workers.processes._worker_spec import WorkerProcess

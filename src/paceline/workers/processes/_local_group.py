@@ -10,19 +10,17 @@ from contextlib import nullcontext
 
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
-from paceline.workers.processes._local_worker import LocalWorker, await_exit
-from paceline.workers.processes._output_reader import OnLine, OutputReader
-from paceline.workers.processes._process_facts import (
+from paceline.workers.processes._leftover_processes import (
     GROUP_VARIABLE,
     adopting_orphans,
-    living_members,
     nested_group_mark,
-    own_children,
-    read_process,
-    signal_group,
     sweep_strays,
 )
+from paceline.workers.processes._local_worker import LocalWorker, await_exit
+from paceline.workers.processes._output_reader import OnLine, OutputReader
+from paceline.workers.processes._process_facts import living_members, own_children, read_process
 from paceline.workers.processes._process_start import Start, start_process
+from paceline.workers.processes._signals import signal_group
 from paceline.workers.processes._stopped_workers import StoppedWorkerWatch
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
 

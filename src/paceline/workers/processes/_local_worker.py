@@ -6,13 +6,11 @@ import time
 from contextlib import suppress
 from typing import IO
 
+from paceline.workers.processes._leftover_processes import marked_process_groups
 from paceline.workers.processes._output_lines import LineSplitter
-from paceline.workers.processes._process_facts import (
-    marked_process_groups,
-    read_process,
-    signal_group,
-)
+from paceline.workers.processes._process_facts import read_process
 from paceline.workers.processes._process_start import ProcessHandle
+from paceline.workers.processes._signals import signal_group
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
 
 

@@ -1,10 +1,15 @@
-"""Signals to a driver, noted while it waits for its workers."""
+"""Signals: noted by a driver, sent to a process group, or sent when the parent ends."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+_IS_LINUX = sys.platform == "linux"
 
 
 @contextmanager
@@ -32,3 +37,29 @@ def noted_signals(names: Sequence[str], note: Callable[[int], object]) -> Iterat
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def signal_group(pgid: int, signum: int) -> None:
+    """Send a signal to a process group; one that is gone is no error."""
+    # macOS says "not permitted" for a group of zombies.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, signum)
+
+
+def signal_with_parent(signum: int) -> bool:
+    """Have this process get a signal when the one that started it ends.
+
+    Returns:
+        False where the operating system has no such thing.
+    """
+    return control_process(_PR_SET_PDEATHSIG, signum)
+
+
+def control_process(option: int, value: int) -> bool:
+    """Set an option of this process; False where the system has no such thing."""
+    if not _IS_LINUX:
+        return False
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.prctl(option, value, 0, 0, 0) == 0)

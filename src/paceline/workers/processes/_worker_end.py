@@ -14,7 +14,6 @@ import threading
 from types import FrameType
 from typing import Any, NoReturn
 
-from paceline.workers.processes._process_facts import signal_with_parent
 from paceline.workers.processes._program import (
     FLUSH_FAILED,
     INTERRUPTED,
@@ -23,6 +22,7 @@ from paceline.workers.processes._program import (
     flush,
     leave_process_group,
 )
+from paceline.workers.processes._signals import signal_with_parent
 
 
 def end_without_shutdown() -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from socket import socketpair
 from typing import NamedTuple
 
+from paceline._network_interfaces import interface_of
 from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
 from paceline.workers.processes._fork_client import forking_start, load_ahead
+from paceline.workers.processes._leftover_processes import GROUP_VARIABLE
 from paceline.workers.processes._local_group import LocalGroup
 from paceline.workers.processes._output_lines import OutputLine
-from paceline.workers.processes._process_facts import GROUP_VARIABLE
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_environment import NodeLayout, rank_environment
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
@@ -204,13 +205,3 @@ def worker_environment(order: HostOrder) -> dict[str, str]:
     environment = rank_environment(base, order.layout, order.local_rank)
     # Nodes may have unequally many workers.
     return environment | {"RANK": str(order.rank), "WORLD_SIZE": str(order.world_size)}
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address."""
-    import psutil
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    return None

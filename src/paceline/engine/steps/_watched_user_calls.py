@@ -35,7 +35,7 @@ class _Source(Enum):
     PLAIN = 2
 
 
-class DirectCalls(GradientSync):
+class WatchedUserCalls(GradientSync):
     """Handler of calls that bypass the context, such as `loss.backward()`.
 
     Hooks on the parameters notice backward passes. If the first optimizer step is the context's,
@@ -338,7 +338,7 @@ class DirectCalls(GradientSync):
 class _BeforeStep:
     """The hook of an optimizer, which does not keep what it tells alive."""
 
-    def __init__(self, calls: DirectCalls) -> None:
+    def __init__(self, calls: WatchedUserCalls) -> None:
         self._calls = weakref.ref(calls)
 
     def __call__(

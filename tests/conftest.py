@@ -434,7 +434,7 @@ def azure_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def _make_container(port: int) -> None:
@@ -662,7 +662,7 @@ def _await(condition: Callable[[], bool], directory: Path) -> None:
 def _end(daemons: list["subprocess.Popen[bytes]"], config: str) -> None:
     for process in reversed(daemons):
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(60)
     # Each step has a process that outlives the daemon of its node.
     for step in psutil.process_iter(["name"]):
         with suppress(psutil.Error):

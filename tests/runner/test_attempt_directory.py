@@ -1,4 +1,5 @@
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory
+from paceline.runner._attempt_processes import AttemptProcesses
 
 MakeAttempt = Callable[..., AttemptDirectory]
 
@@ -17,6 +19,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from paceline.runner import AttemptDirectory
+from paceline.runner._attempt_processes import AttemptProcesses
 with AttemptDirectory(Path(sys.argv[1])).hold_lock() as is_mine:
     print(is_mine, flush=True)
     sys.stdin.readline()
@@ -86,6 +89,21 @@ def test_one_holder_at_a_time_and_its_process_is_known(make_attempt: MakeAttempt
     assert directory.runner_pid() is None
     with directory.hold_lock() as is_mine:
         assert is_mine
+
+
+def test_a_runner_that_ends_before_a_signal_reaches_it_is_no_error(
+    make_attempt: MakeAttempt,
+) -> None:
+    directory = make_attempt()
+    processes = AttemptProcesses(directory.path.parent, directory.path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with directory.hold_lock():
+        # As if it had ended a moment after it was found.
+        (directory.path / "runner.lock").write_text(str(ended.pid))
+        assert directory.runner_pid() == ended.pid
+        processes.kill_runner(1)
+        processes.signal_runner(1, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

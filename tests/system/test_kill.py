@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from paceline.client import Client, Experiment
+from paceline.journal import RunDirectory
 
 NUM_REPORTS = 300
 # Each process asks for what a kill must not give: a signal to react to, and time.
@@ -137,7 +138,7 @@ def begin(
         wait_until(lambda: experiment.trials()[0].reload().data.attempts)
         (attempt,) = experiment.trials()[0].reload().data.attempts
         directory = master.home / "attempts" / str(attempt.id) / "context"
-        wait_until(lambda: len(list(directory.glob("begun-*"))) == num_ranks, 60)
+        wait_until(lambda: len(list(directory.glob("begun-*"))) == num_ranks, 120)
         return experiment, directory
 
     return begin
@@ -215,7 +216,6 @@ def test_a_kill_does_not_wait_for_a_cancellation_that_takes_long(
     experiment, directory = begin(CORE, ALONE, 1)
     wait_until((directory / "storing").exists)
     experiment.cancel()
-    wait_until(
-        lambda: 'should_preempt":true' in (directory.parent / "run" / "control.json").read_text()
-    )
+    run = RunDirectory(directory.parent / "run")
+    wait_until(lambda: run.read_control().should_preempt)
     check_killed(experiment.kill(), directory)

@@ -1,9 +1,11 @@
 """Models of the REST API that people and programs use."""
 
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import Field, computed_field
 
+from paceline.messages.base import Message, Page, Problem, Request
+from paceline.messages.sign_ins import Login, NewPassword, Session, SignInLink
 from paceline.messages.states import (
     AttemptState,
     CheckpointState,
@@ -19,40 +21,37 @@ from paceline.messages.states import (
 Number = float | dict[str, str]
 """A float, or ``{"$float": "nan" | "inf" | "-inf"}``; `journal.decode_value` reads both."""
 
-Item = TypeVar("Item")
-
-
-class Message(BaseModel):
-    """Base of all messages; a client leaves out what a newer master adds to an answer."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Request(Message):
-    """Base of what is sent to the master: unknown fields are refused, so that no typo passes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Page(Message, Generic[Item]):
-    """One page of a list; pass `next_cursor` as `cursor` for the next, None at the end.
-
-    `total` is the number of items on all pages, where the list tells it.
-    """
-
-    items: list[Item]
-    next_cursor: str | None = None
-    total: int | None = None
-
-
-class Problem(Message):
-    """An error in the form `application/problem+json` (RFC 9457), with a stable `code`."""
-
-    type: str = "about:blank"
-    title: str
-    status: int
-    code: str
-    detail: str
+__all__ = [
+    "Alert",
+    "Attempt",
+    "AttemptEnvironment",
+    "AttemptExit",
+    "AttemptNode",
+    "Checkpoint",
+    "ContinueExperiment",
+    "ContinueTrial",
+    "CreateExperiment",
+    "Event",
+    "Experiment",
+    "LogLine",
+    "LogPage",
+    "Login",
+    "MasterInfo",
+    "Message",
+    "MetricRow",
+    "MetricSummary",
+    "NewPassword",
+    "Number",
+    "Page",
+    "Problem",
+    "Request",
+    "Session",
+    "Shutdown",
+    "SignInLink",
+    "Slot",
+    "Source",
+    "Trial",
+]
 
 
 class MasterInfo(Message):
@@ -66,37 +65,6 @@ class MasterInfo(Message):
     num_slots_used: int
     num_active_experiments: int
     has_web_ui: bool = True
-
-
-class Session(Message):
-    """Who is signed in, None for nobody; `has_password` tells whether a password could sign in.
-
-    `scope` is "read", "submit", "admin", or "attempt" for the token of one attempt.
-    """
-
-    user: str | None
-    has_password: bool
-    scope: str | None = None
-
-
-class Login(Request):
-    """A user's name and password."""
-
-    user: str = Field(default="admin", max_length=64)
-    password: str = Field(max_length=1024)
-
-
-class NewPassword(Request):
-    """A password to be set."""
-
-    password: str = Field(min_length=8, max_length=1024)
-
-
-class SignInLink(Message):
-    """A link that signs a browser in, once, before `expires_at`."""
-
-    url: str
-    expires_at: float
 
 
 class Shutdown(Request):

@@ -23,6 +23,7 @@ from paceline.master.api import (
     _experiment_list_route,
     _experiment_routes,
     _hyperparameter_routes,
+    _log_routes,
     _master_routes,
     _node_routes,
     _pool_routes,
@@ -69,6 +70,7 @@ _ROUTES = (
     _series_routes,
     _series_csv_route,
     _trial_routes,
+    _log_routes,
     _checkpoint_routes,
     _run_routes,
 )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Path, Query, Request
 from sqlalchemy import Connection, Row, Select, select
 
 from paceline.master._master import Master
@@ -34,6 +34,7 @@ async def _master(request: Request) -> Master:
 
 
 MasterOf = Annotated[Master, Depends(_master)]
+TrialId = Annotated[int, Path(ge=1, le=2**62)]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="At most so many items.")]
 Cursor = Annotated[str | None, Query(description="`next_cursor` of the answer before.")]
 

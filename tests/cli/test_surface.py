@@ -29,6 +29,7 @@ COMMANDS = {
         "list-trials",
         "logs",
         "pause",
+        "set-max-slots",
         "set-priority",
         "set-weight",
         "unarchive",

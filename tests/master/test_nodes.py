@@ -1,6 +1,7 @@
 """Nodes: registration, polls, placement, losses; runners are played by the tests."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -469,3 +470,57 @@ def test_a_poll_of_an_idle_node_asks_the_database_once(
     assert answered["version"] == version
     # The other one begins the transaction.
     assert reads.num_statements == 2
+
+
+def test_lost_nodes_are_forgotten_after_a_while_but_for_those_that_are_drained_or_used(
+    master: Any, token_of: Callable[..., dict[str, str]], join: Callable[..., FakeRunner]
+) -> None:
+    """A node whose token is over is kept for minutes, another one for days."""
+    boxes = {}
+    for name in ("ended", "away", "drained", "slot", "here"):
+        boxes[name] = FakeRunner(master, name)
+        boxes[name].headers = token_of(name)
+        boxes[name].register()
+        boxes[name].work()
+    for token in master.http.get("/tokens").json():
+        if token["name"] == "ended":
+            boxes["ended"].work(is_leaving=True)
+            assert master.http.delete(f"/tokens/{token['id']}").status_code == 204
+    assert master.http.post("/nodes/drained/drain", json={}).status_code == 204
+    assert master.http.post("/nodes/slot/slots/0/drain", json={}).status_code == 204
+    for name in ("away", "drained", "slot"):
+        boxes[name].work(is_leaving=True)
+    registry = master.core.nodes
+
+    def later(seconds: float) -> set[str]:
+        """Let so much time be over for all, and return the nodes that are listed."""
+        registry._started_at -= seconds
+        for heard in registry._heard.values():
+            heard.seen_at -= seconds
+        for id_, node in registry._nodes.items():
+            moved = replace(node, registered_at=node.registered_at - seconds)
+            registry._nodes[id_] = moved
+        registry._next_look = 0.0
+        master.schedule()
+        return set(nodes(master))
+
+    assert later(300) == {"ended", "away", "drained", "slot", "here"}
+    assert later(400) == {"away", "drained", "slot", "here"}
+    assert later(8 * 24 * 3600) == {"drained", "slot", "here"}
+
+
+def test_the_name_of_a_node_that_is_forgotten_stays_with_its_attempts(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    box = join("box")
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    [attempt_id] = box.take()
+    master.http.post("/experiments/1/kill")
+    end = {"reason": "killed", "code": None, "signal": 9, "time": 1.0}
+    master.attempt(attempt_id, "end", **end)
+    box.attempts = []
+    box.work(is_leaving=True)
+    assert master.http.delete("/nodes/box").status_code == 204
+    [attempt] = master.http.get("/trials/1").json()["attempts"]
+    assert [node["name"] for node in attempt["nodes"]] == ["box"]

@@ -313,3 +313,33 @@ def test_a_pass_over_many_experiments_asks_the_database_no_more_often(
             create(master, slots_per_trial=2)
     assert len(running(master)) == 1
     assert numbers[1] == numbers[0]
+
+
+def test_the_most_slots_of_an_experiment_are_changed_while_it_waits(make_master: Any) -> None:
+    master = make_master(num_slots=4)
+    search = {"name": "random", "metric": "loss", "max_trials": 4, "max_concurrent_trials": 0}
+    number = master.create(searcher=search, resources={"max_slots": 1})
+    master.schedule()
+    assert running(master) == [number]
+
+    def set_most(max_slots: int) -> httpx.Response:
+        reply: httpx.Response = master.http.patch(
+            f"/experiments/{number}", json={"max_slots": max_slots}
+        )
+        master.schedule()
+        return reply
+
+    assert set_most(2).status_code == 200
+    assert running(master) == [number] * 2
+    # Fewer than there are take none away.
+    set_most(1)
+    assert running(master) == [number] * 2
+    assert entries(master)[number]["reason"] == "max_slots"
+    set_most(0)
+    assert running(master) == [number] * 4
+    large = create(master, slots_per_trial=3)
+    reply = master.http.patch(f"/experiments/{large}", json={"max_slots": 2})
+    assert "must be at least 3" in refused(reply, 409, "too_few_slots")
+    assert master.http.patch(f"/experiments/{large}", json={"max_slots": -1}).status_code == 422
+    with Client(f"http://127.0.0.1:{master.port}", master.home.token) as client:
+        client.get_experiment(large).set_max_slots(3).set_max_slots(None)

@@ -355,9 +355,18 @@ def test_a_full_disk_of_the_master_keeps_what_is_there_and_takes_the_rest_later(
     fill_disk(disk)
     assert code(node.piece("one", "a", len(half), half)) == (503, "storage_unavailable")
     assert node.offer("one").json()["missing"] == {"a": len(half)}
+    problem = "Experiment 1 waits, as checkpoint one of trial 1 cannot be stored: No space left"
+    problems = master.http.get("/status").json()["problems"]
+    [told] = [one for one in problems if one.startswith(problem)]
     (disk / "filler").unlink()
     node.shipper().ship_rest()
     assert DirectoryStorage(disk / "c").verify("one")
+    assert told not in master.http.get("/status").json()["problems"]
+    logs = [line["text"] for line in master.http.get("/trials/1/logs").json()["items"]]
+    [waits] = [text for text in logs if "cannot be stored by the master: No space left" in text]
+    [waited] = [text for text in logs if "Checkpoint one waited" in text]
+    assert "does not end before it is" in waits
+    assert "No space left" in waited
 
 
 def test_an_attempt_that_ended_sends_nothing_and_leaves_nothing(node: Node, served: Any) -> None:

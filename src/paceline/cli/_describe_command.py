@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from paceline.client import Client, Experiment, Trial
     from paceline.messages.resources import Experiment as ExperimentData
 
+_MOST_NODES = 10
+
 
 def describe(
     experiment: ExperimentId,
@@ -28,7 +30,8 @@ def describe(
             print_json(found.data)
             return
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
-        _print_facts(found.data, best, waits, note_of_end(found))
+        nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
+        _print_facts(found.data, best, waits, note_of_end(found), nodes, problems)
         _print_rungs(found)
     if show_config:
         import yaml
@@ -72,8 +75,37 @@ def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
     return text
 
 
+def _nodes_of(client: "Client", data: "ExperimentData") -> str | None:
+    """Return on which nodes how many of an experiment's trials run; None if none do."""
+    if not data.num_running or data.is_unmanaged:
+        return None
+    trials: dict[str, set[int | None]] = {}
+    for slot in client.slots():
+        if slot.experiment_id == data.id:
+            trials.setdefault(slot.node, set()).add(slot.trial_id)
+    shown = [
+        f"{node} ({len(ids)} trial{'s' * (len(ids) > 1)})" for node, ids in list(trials.items())
+    ]
+    more = f" and {len(shown) - _MOST_NODES} more" if len(shown) > _MOST_NODES else ""
+    return ", ".join(shown[:_MOST_NODES]) + more or None
+
+
+def _problems_of(client: "Client", data: "ExperimentData") -> str | None:
+    """Return what is wrong on the master that holds up an experiment."""
+    if data.ended_at is not None:
+        return None
+    problems = getattr(client.status(), "problems", [])
+    ours = (f"Experiment {data.id} ", "The disk ")
+    return "\n".join(one for one in problems if one.startswith(ours)) or None
+
+
 def _print_facts(
-    data: "ExperimentData", best_trial: "Trial | None", waits: str | None, note: str | None
+    data: "ExperimentData",
+    best_trial: "Trial | None",
+    waits: str | None,
+    note: str | None,
+    nodes: str | None,
+    problems: str | None,
 ) -> None:
     from paceline.cli._output import (
         format_duration,
@@ -101,6 +133,8 @@ def _print_facts(
             ("Labels", ", ".join(data.labels) or None),
             ("State", state_text(experiment_word(data))),
             ("Waits", waits),
+            ("Problem", problems),
+            ("Runs on", nodes),
             ("Error", data.error),
             ("Warning", "\n".join(data.warnings) or None),
             ("Lost", lost),

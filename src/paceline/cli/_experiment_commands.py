@@ -21,7 +21,7 @@ from paceline.cli._options import (
     Tail,
     Timestamps,
 )
-from paceline.cli._queue_commands import set_priority, set_weight
+from paceline.cli._queue_commands import set_max_slots, set_priority, set_weight
 
 if TYPE_CHECKING:
     from paceline.client import Client, Experiment
@@ -36,8 +36,11 @@ app = typer.Typer(
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
 app.command()(create)
-for _other_command in (archive, unarchive, delete, fork, download, set_priority, set_weight):
+for _other_command in (archive, unarchive, delete, fork, download):
     app.command()(_other_command)
+app.command()(set_max_slots)
+app.command()(set_priority)
+app.command()(set_weight)
 
 
 @app.command("list")

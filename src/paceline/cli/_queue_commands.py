@@ -112,6 +112,24 @@ def set_weight(
     typer.echo(f"Experiment {experiment} has weight {weight:g}.")
 
 
+def set_max_slots(
+    experiment: ExperimentId,
+    max_slots: Annotated[
+        str, typer.Argument(metavar="NUMBER", help="Number of slots, or none for no limit.")
+    ],
+) -> None:
+    """Set how many slots the trials of an experiment may use at once. Running trials go on."""
+    from paceline.cli._connection import connect
+
+    if max_slots != "none" and not (max_slots.isdecimal() and int(max_slots) > 0):
+        raise CommandError(f"`NUMBER` must be a number above 0, or none, but got {max_slots!r}.")
+    with connect() as client:
+        number = None if max_slots == "none" else int(max_slots)
+        client.get_experiment(experiment).set_max_slots(number)
+    told = "as many slots as there are" if number is None else f"{number} slots"
+    typer.echo(f"Experiment {experiment} may use {told} at a time.")
+
+
 def _rank(priority: int | None, weight: float | None) -> str:
     if priority is not None:
         return f"priority {priority}"

@@ -84,6 +84,7 @@ def _print_facts(data: "TrialData", state: str) -> None:
             ("Error", data.error),
             ("Kind of error", data.error_kind and ERROR_KINDS[data.error_kind.value]),
             ("Lost", lost),
+            ("Runs on", _runs_on(data)),
             ("Status", data.status),
             ("Hyperparameters", format_values(data.hparams) or None),
             ("Metadata", data.metadata and format_values(data.metadata)),
@@ -96,6 +97,12 @@ def _print_facts(data: "TrialData", state: str) -> None:
             ("Started", format_age(data.started_at)),
         ]
     )
+
+
+def _runs_on(data: "TrialData") -> str | None:
+    """Return the nodes of the attempt that runs; None if none does."""
+    running = [one for one in data.attempts if one.ended_at is None]
+    return ", ".join(node.name for one in running for node in one.nodes) or None
 
 
 def _print_summary(data: "TrialData") -> None:

@@ -124,6 +124,13 @@ class Experiment:
         """Set the weight in pools with the policy `fair_share`; raises like `set_priority`."""
         return self._change(weight=weight)
 
+    def set_max_slots(self, max_slots: int | None) -> "Experiment":
+        """Set how many slots its trials may use at once; None removes the limit.
+
+        Trials that run go on. Raises like `set_priority`.
+        """
+        return self._change(max_slots=max_slots or 0)
+
     def fork(self, config: dict[str, Any] | None = None, *, activate: bool = True) -> "Experiment":
         """Create an experiment with this one's code, and return it.
 

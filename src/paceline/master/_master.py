@@ -133,7 +133,7 @@ class Master:
             node,
             self.leases,
             self.nodes.slots,
-            self.unmanaged.end_silent,
+            (self.unmanaged.end_silent, self.nodes.forget_lost),
         )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.recorder = Recorder(self.database, home.path)

@@ -23,7 +23,10 @@ class ColumnNames(Message):
 
 
 class EditExperiment(Request):
-    """What to change of an experiment; what is left out or null stays."""
+    """What to change of an experiment; what is left out or null stays.
+
+    `max_slots` 0 removes the limit.
+    """
 
     name: str | None = Field(default=None, min_length=1, max_length=1000)
     description: str | None = Field(default=None, max_length=100_000)
@@ -31,6 +34,7 @@ class EditExperiment(Request):
     notes: str | None = Field(default=None, max_length=1_000_000)
     priority: int | None = Field(default=None, ge=1, le=99)
     weight: float | None = Field(default=None, gt=0, le=1_000_000)
+    max_slots: int | None = Field(default=None, ge=0, le=2**31 - 1)
 
 
 class ForkExperiment(Request):

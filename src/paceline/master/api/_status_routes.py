@@ -120,6 +120,11 @@ def _problems(master: Master, found: dict[str, Any]) -> list[str]:
         f"Experiment {number} waits, as its search method `{name}` is not installed on the master."
         for number, name in found["missing_methods"]
     ]
+    problems += [
+        f"Experiment {one.experiment_id} waits, as checkpoint {one.uuid} of trial {one.trial_id}"
+        f" cannot be stored: {one.why}."
+        for one in master.transfers.waiting.all()
+    ]
     free = master.sizes.free_bytes()
     if free < _MIN_FREE_BYTES:
         problems.append(f"The disk of the home has only {free / 2**20:.0f} MiB left.")

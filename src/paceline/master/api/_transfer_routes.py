@@ -1,6 +1,7 @@
 """Routes of checkpoints that travel between nodes and the master, in pieces."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -43,9 +44,12 @@ async def offer_checkpoint(
         offer = msgspec.json.decode(await request.body(), type=CheckpointOffer)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(422, "invalid_request", str(error)) from error
-    return _json(
-        await _do(master, attempt_id, lambda: master.transfers.offer(attempt_id, uuid, offer))
+    needs = await _do(
+        master, attempt_id, lambda: master.transfers.offer(attempt_id, uuid, offer), uuid
     )
+    if needs.is_stored:
+        await asyncio.to_thread(master.transfers.waiting.settle, attempt_id)
+    return _json(needs)
 
 
 @router.put("/attempts/{attempt_id}/checkpoints/{uuid}/pieces", openapi_extra={"requestBody": {
@@ -74,6 +78,7 @@ async def store_piece(
             master,
             attempt_id,
             lambda: master.transfers.receive(attempt_id, uuid, name, offset, data),
+            uuid,
         )
     return _json(PieceReply(num_bytes))
 
@@ -122,14 +127,19 @@ class _Place:
         self._places.release()
 
 
-async def _do(master: Master, attempt_id: int, job: Callable[[], Result]) -> Result:
-    """Do what may take long in a thread, with a lease that is kept meanwhile."""
+async def _do(
+    master: Master, attempt_id: int, job: Callable[[], Result], stored: str | None = None
+) -> Result:
+    """Do what may take long in a thread, with a lease that is kept meanwhile.
+
+    `stored` is the checkpoint that it stores, or a part of.
+    """
     task = asyncio.ensure_future(asyncio.to_thread(job))
     while not task.done():
         master.leases.renew(attempt_id)
         await asyncio.wait({task}, timeout=_RENEWAL_S)
     try:
-        return task.result()
+        result = task.result()
     except RefusedError:
         raise
     except BlockingIOError as error:
@@ -142,8 +152,12 @@ async def _do(master: Master, attempt_id: int, job: Callable[[], Result]) -> Res
         # A full disk, and one that cannot be written to now: it is worth trying again.
         if not isinstance(error, CheckpointWriteError) and not is_shortage(error):
             raise
+        if stored is not None:
+            why = os.strerror(error.errno) if error.errno else str(error)
+            await asyncio.to_thread(master.transfers.waiting.note, attempt_id, stored, why)
         detail = f"The checkpoint cannot be stored: {error.strerror}."
         raise ApiError(503, "storage_unavailable", detail) from error
+    return result
 
 
 def _json(message: Any) -> Response:

@@ -38,6 +38,7 @@ def create_attempt(
             state=AttemptState.PENDING.value,
             slots=list(assignment.slots),
             node_id=assignment.node_id or None,
+            node_name=node.place(assignment.node_id).name if assignment.node_id else None,
             members=_members(node, assignment),
             created_at=time.time(),
             resumed_from=uuid,

@@ -23,19 +23,23 @@ def edit_experiment(
     notes: str | None = None,
     priority: int | None = None,
     weight: float | None = None,
+    max_slots: int | None = None,
 ) -> None:
     """Change what is given; what is None stays.
 
     Raises:
         NotFoundError: There is no such experiment.
-        RefusedError: It has ended, or is not this master's, and a priority or weight is given.
+        RefusedError: It has ended, or is not this master's, and one of the last three is given, or
+            `max_slots` are too few for a trial.
     """
     row = StateChanges.experiment(transaction.connection, experiment_id)
-    if priority is not None or weight is not None:
+    if not priority is weight is max_slots is None:
         _check_waits(row)
+    if max_slots:
+        _check_max_slots(row, max_slots)
     values: dict[str, Any] = {
         "name": name, "description": description, "notes": notes,
-        "priority": priority, "weight": weight,
+        "priority": priority, "weight": weight, "max_slots": max_slots,
     }  # fmt: skip
     if labels is not None:
         values["labels"] = list(dict.fromkeys(label for label in labels if label.strip()))
@@ -125,6 +129,16 @@ def _check_waits(row: Row[Any]) -> None:
         "not_scheduled",
         f"Experiment {row.id} must be active or paused to be given another turn, but {how}.",
     )
+
+
+def _check_max_slots(row: Row[Any], max_slots: int) -> None:
+    needed = config_of(row).resources.fewest_slots
+    if max_slots < needed:
+        raise RefusedError(
+            "too_few_slots",
+            f"`max_slots` must be at least {needed}, which a trial of experiment {row.id} needs,"
+            f" but got {max_slots}. Hint: pause the experiment to let none of its trials run.",
+        )
 
 
 def _check_together(row: Row[Any], other: Row[Any]) -> None:

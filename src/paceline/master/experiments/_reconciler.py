@@ -7,7 +7,7 @@ pass follows a report, a restart of the master or a crash between two steps.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import Row, delete, func, select
@@ -78,14 +78,14 @@ class Reconciler:
         node: Node,
         leases: Leases,
         other_slots: Callable[[], list[NodeSlots]] = list,
-        end_silent_runs: Callable[[Transaction], None] = lambda _: None,
+        upkeep: Sequence[Callable[[Transaction], None]] = (),
     ) -> None:
         self._database = database
         self._changes = changes
         self._executor = executor
         self._node = node
         self._other_slots = other_slots
-        self._end_silent_runs = end_silent_runs
+        self._upkeep = upkeep
         self._wakeup = threading.Event()
         self._is_closing = False
         self._is_draining = False
@@ -163,7 +163,8 @@ class Reconciler:
 
     def _pass(self, transaction: Transaction) -> None:
         connection = transaction.connection
-        self._end_silent_runs(transaction)
+        for step in self._upkeep:
+            step(transaction)
         for experiment_id in experiments_without_live_trials(connection):
             self._changes.end_experiment_if_done(transaction, experiment_id)
         if self._is_draining:

@@ -213,6 +213,7 @@ class _Ranks:
             experiments.c.config,
             experiments.c.priority,
             experiments.c.weight,
+            experiments.c.max_slots,
             experiments.c.created_at,
         ).where(experiments.c.id.in_(wanted))
         self._known |= {row.id: (row, config_of(row)) for row in self._connection.execute(query)}
@@ -255,7 +256,7 @@ class _Ranks:
             Waiting,
             experiment_id=experiment_id,
             num_slots=wanted.fewest_slots,
-            max_slots=wanted.max_slots,
+            max_slots=_max_slots_of(*self._known[experiment_id]),
             pool=wanted.pool or DEFAULT_POOL,
             priority=priority,
             weight=weight,
@@ -263,6 +264,13 @@ class _Ranks:
             most_slots=wanted.most_slots,
             allow_uneven=wanted.allow_uneven,
         )
+
+
+def _max_slots_of(experiment: Row[Any], config: ExperimentConfig) -> int | None:
+    """Return how many slots an experiment may use at once, None for any number."""
+    if experiment.max_slots is None:
+        return config.resources.max_slots
+    return experiment.max_slots or None
 
 
 def rank_of(experiment: Row[Any], config: ExperimentConfig) -> tuple[int, float]:

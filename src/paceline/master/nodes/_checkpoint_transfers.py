@@ -22,6 +22,7 @@ from paceline.master.experiments import (
     read_attempt,
     store_checkpoint,
 )
+from paceline.master.nodes._waiting_checkpoints import WaitingCheckpoints
 from paceline.master.store import Database, Transaction, config_of, tables
 from paceline.messages.attempts import (
     MAX_PIECE_BYTES,
@@ -71,6 +72,7 @@ class Transfers:
         self._changes = changes
         # For requests that hold a piece in memory, of all runners together.
         self.places = asyncio.Semaphore(_PIECES_AT_ONCE)
+        self.waiting = WaitingCheckpoints(database, changes)
         self._lock = threading.Lock()
         self._open: dict[tuple[int, str], IncomingCheckpoint] = {}
 
@@ -188,6 +190,7 @@ class Transfers:
 
     def forget(self, attempt_id: int) -> None:
         """Remove what an attempt that has ended did not send to the end."""
+        self.waiting.forget(attempt_id)
         with self._lock:
             given_up = [key for key in self._open if key[0] == attempt_id]
             for key in given_up:

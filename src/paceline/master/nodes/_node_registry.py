@@ -1,6 +1,7 @@
 """The nodes that have registered: their sessions, their polls and their leases."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import msgspec
 from sqlalchemy import delete, insert, select, update
 
 from paceline.master._waiting_requests import WaitingRequests
-from paceline.master.experiments import DEFAULT_LEASE_S, Leases
+from paceline.master.experiments import DEFAULT_LEASE_S, Leases, live_attempts
 from paceline.master.nodes._node_orders import NodeOrders
 from paceline.master.nodes._registered_node import (
     NodeRefusedError,
@@ -22,8 +23,15 @@ from paceline.master.nodes._registered_node import (
     stored_node,
 )
 from paceline.master.scheduling import NodeSlots
-from paceline.master.store import Database, Transaction, keep_ids, new_id, tables
+from paceline.master.store import Database, Transaction, keep_ids, new_id, slots_by_node, tables
 from paceline.messages.nodes import NodeFacts, NodePoll, NodeSession
+
+logger = logging.getLogger(__name__)
+
+# How long a lost node is listed: one that may come back, and one whose token is over.
+_LOST_KEPT_S = 7 * 24 * 3600.0
+_ENDED_KEPT_S = 600.0
+_LOOK_INTERVAL_S = 60.0
 
 
 @dataclass(slots=True)
@@ -65,6 +73,8 @@ class Nodes:
         self._database = database
         self._cluster_id = cluster_id
         self._is_usable = is_usable
+        self._started_at = time.time()
+        self._next_look = 0.0
         self._wake = wake
         self._lock = threading.RLock()
         self.leases = Leases(lease_s)
@@ -295,6 +305,45 @@ class Nodes:
         drained = tables.drained_slots
         connection.execute(delete(drained).where(drained.c.node_id == node_id))
         transaction.after_commit(lambda: self._drop(node_id))
+
+    def forget_lost(self, transaction: Transaction) -> None:
+        """Forget the nodes that are lost for so long that nobody waits for them; seldom looks."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_INTERVAL_S
+        ids = self._forgettable(time.time())
+        if not ids:
+            return
+        connection, drained = transaction.connection, tables.drained_slots.c.node_id
+        used = {id_ for one in live_attempts(connection) for id_ in slots_by_node(one)}
+        used |= set(connection.execute(select(drained)).scalars())
+        for node_id in ids:
+            if node_id not in used:
+                logger.info("The node %s is forgotten: it is lost.", self._nodes[node_id].name)
+                self.forget(transaction, node_id)
+
+    def _forgettable(self, now: float) -> list[int]:
+        """Return the nodes that are lost for long.
+
+        One whose token can no longer be used, as that of a job that has ended, is waited for less.
+        Drained ones stay, so that they come back as such.
+        """
+        with self._lock:
+            return [
+                node.id
+                for node in self.all()
+                if self.is_lost(node.id)
+                and not node.is_draining
+                and now > self._last_sign(node) + self._kept_s(node)
+            ]
+
+    def _last_sign(self, node: RegisteredNode) -> float:
+        # Of those that were lost before this master came, nobody knows when.
+        return max(self._heard[node.id].seen_at or 0.0, node.registered_at, self._started_at)
+
+    def _kept_s(self, node: RegisteredNode) -> float:
+        can_come_back = node.token_id is None or self._is_usable(node.token_id)
+        return _LOST_KEPT_S if can_come_back else _ENDED_KEPT_S
 
     # ---- helpers ------------------------------------------------------------------------
 

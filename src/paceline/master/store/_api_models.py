@@ -168,7 +168,8 @@ def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[resources.Attemp
         return []
     name = LOCAL_NAME
     if attempt.node_id is not None:
-        name = names.get(attempt.node_id, f"node {attempt.node_id}, which is forgotten")
+        forgotten = attempt.node_name or f"node {attempt.node_id}, which is forgotten"
+        name = names.get(attempt.node_id, forgotten)
     return [resources.AttemptNode(name=name, slots=attempt.slots)]
 
 

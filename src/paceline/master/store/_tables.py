@@ -165,6 +165,8 @@ attempts = Table(
     Column("last_record_at", Float),
     # The node that it was placed on, or that of rank 0; null is the master's own machine.
     Column("node_id", BigInteger),
+    # Its name, for when the node is forgotten.
+    Column("node_name", String),
     # Its parts if it runs on several nodes (see `Member`), and where they meet once all are there.
     Column("members", JSON(none_as_null=True)),
     Column("meeting_port", Integer),

@@ -247,6 +247,7 @@ def _to_version_9(operations: Operations) -> None:
         sa.Column("slot", sa.Integer(), primary_key=True, autoincrement=False),
     )
     operations.add_column("attempts", sa.Column("environment", sa.String()))
+    operations.add_column("attempts", sa.Column("node_name", sa.String()))
     operations.create_index("ix_attempts_environment", "attempts", ["environment"])
     operations.create_table(
         "environments",

@@ -49,7 +49,6 @@ from paceline.core._launched_place import LaunchedPlace, forget_launcher, launch
 from paceline.core._metric_numbers import numbers_of
 from paceline.core._new_run_storage import (
     is_storage_in_environment,
-    local_directory,
     storage_of_new_run,
 )
 from paceline.core._open_run import (
@@ -61,7 +60,7 @@ from paceline.core._open_run import (
 from paceline.core._preempt import PreemptContext
 from paceline.core._profiler import ProfilerContext
 from paceline.core._report_checks import RESERVED_GROUPS, group_of_rank
-from paceline.core._run_names import run_name
+from paceline.core._run_directories import local_directory, run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,

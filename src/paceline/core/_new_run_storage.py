@@ -45,29 +45,6 @@ def storage_of_new_run(path: Path) -> CheckpointStorage:
         raise type(error)(f"`{RUNS_VARIABLE}` must name a storage, but: {error}") from error
 
 
-def local_directory(
-    path: str | os.PathLike[str] | None, name: str, contents: str = "the journal of a run stays"
-) -> Path | None:
-    """Return a directory of this machine as an absolute path; None for None.
-
-    Args:
-        path: What the user gave.
-        name: The name of the argument.
-        contents: What is there in any case, for the error.
-
-    Raises:
-        ValueError: It is a URL.
-    """
-    if path is None:
-        return None
-    if "://" in os.fspath(path):
-        raise ValueError(
-            f"`{name}` must be a directory of this machine, where {contents}, but got"
-            f" {os.fspath(path)!r}. Hint: `checkpoint_storage` takes URLs."
-        )
-    return Path(os.path.abspath(path))
-
-
 def is_storage_in_environment() -> bool:
     """Tell whether a variable says where a new run keeps its checkpoints."""
     return bool(os.environ.get(RUNS_VARIABLE)) or is_checkpoint_url(os.environ.get(RESUME_VARIABLE))

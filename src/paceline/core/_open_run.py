@@ -25,7 +25,7 @@ from paceline.core._new_run_storage import (
     storage_of_new_run,
 )
 from paceline.core._recorded_settings import drawn_seed, recordable, tell_of_changes
-from paceline.core._run_names import checked_name, make_run_directory, run_name
+from paceline.core._run_directories import checked_name, make_run_directory, run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,

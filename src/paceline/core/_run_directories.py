@@ -1,4 +1,4 @@
-"""Names of runs and of their directories."""
+"""Directories of runs, and names of runs."""
 
 import os
 import re
@@ -47,3 +47,26 @@ def make_run_directory(root: Path, name: str) -> Path:
             number += 1
         else:
             return path
+
+
+def local_directory(
+    path: str | os.PathLike[str] | None, name: str, contents: str = "the journal of a run stays"
+) -> Path | None:
+    """Return a directory of this machine as an absolute path; None for None.
+
+    Args:
+        path: What the user gave.
+        name: The name of the argument.
+        contents: What is there in any case, for the error.
+
+    Raises:
+        ValueError: It is a URL.
+    """
+    if path is None:
+        return None
+    if "://" in os.fspath(path):
+        raise ValueError(
+            f"`{name}` must be a directory of this machine, where {contents}, but got"
+            f" {os.fspath(path)!r}. Hint: `checkpoint_storage` takes URLs."
+        )
+    return Path(os.path.abspath(path))

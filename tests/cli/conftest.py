@@ -45,6 +45,14 @@ CONFIG: dict[str, Any] = {
     "max_restarts": 0,
 }
 
+# What most commands load, and their libraries on the first use.
+_LOADED = (
+    *("paceline.cli._app", "paceline.cli._follow_experiment", "paceline.cli._output"),
+    *("paceline.client", "paceline.config", "paceline.display", "paceline.messages.resources"),
+    *("certifi", "encodings.idna", "h11", "httpcore", "httpx", "pathspec"),
+    *("pydantic.type_adapter", "typer._adapters", "yaml"),
+)
+
 Result = subprocess.CompletedProcess[str]
 Paceline = Callable[..., Result]
 
@@ -77,7 +85,7 @@ def runner_in(home: Path, server: Any) -> Paceline:
 @pytest.fixture(scope="session")
 def command_server(fork_server_class: Any) -> Iterator[Any]:
     """Return a server of commands, so that each has loaded what most of them need."""
-    server = fork_server_class("paceline.cli._app", "paceline.client", "httpx")
+    server = fork_server_class(*_LOADED)
     yield server
     server.close()
 

@@ -5,6 +5,7 @@ process is as in an interpreter of its own: what it runs is the main module, wit
 arguments, variables, directory, signals and end.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -63,6 +64,9 @@ def take_place(
 number, *modules = sys.argv[1:]
 for name in modules:
     importlib.import_module(name)
+# Nobody looks for garbage among what is loaded, neither at the end of a process.
+gc.collect()
+gc.freeze()
 command = serve(socket.socket(fileno=int(number)))
 if command[0] == "-m":
     sys.argv[:] = command[1:]

@@ -26,7 +26,7 @@ from hypothesis import settings
 
 sys.path.append(str(Path(__file__).parent / "forking"))
 
-from forked_processes import ForkServer, RankServer, free_ports
+from forked_processes import ForkServer, MasterServer, RankServer, free_ports
 
 # Neither other work on the machine nor chance may decide a test; `make test-all` looks for new
 # examples, and for more of them, by --hypothesis-profile=random.
@@ -169,9 +169,26 @@ def torch_ranks() -> Iterator[RankServer]:
 
 
 @pytest.fixture(scope="session")
-def master_server() -> Iterator[ForkServer]:
+def master_server() -> Iterator[MasterServer]:
     """Return a server of masters, so that each has loaded what it needs."""
-    server = ForkServer("paceline.cli._app", "paceline.master")
+    server = MasterServer("paceline.cli._app", "paceline.client", "httpcore", "paceline.master")
+    yield server
+    server.close()
+
+
+# What most commands load, and their libraries on the first use.
+_OF_COMMANDS = (
+    *("paceline.cli._app", "paceline.cli._follow_experiment", "paceline.cli._output"),
+    *("paceline.client", "paceline.config", "paceline.display", "paceline.messages.resources"),
+    *("certifi", "encodings.idna", "h11", "httpcore", "httpx", "pathspec"),
+    *("pydantic.type_adapter", "typer._adapters", "yaml"),
+)
+
+
+@pytest.fixture(scope="session")
+def command_server() -> Iterator[ForkServer]:
+    """Return a server of commands, so that each has loaded what most of them need."""
+    server = ForkServer(*_OF_COMMANDS)
     yield server
     server.close()
 

@@ -45,14 +45,6 @@ CONFIG: dict[str, Any] = {
     "max_restarts": 0,
 }
 
-# What most commands load, and their libraries on the first use.
-_LOADED = (
-    *("paceline.cli._app", "paceline.cli._follow_experiment", "paceline.cli._output"),
-    *("paceline.client", "paceline.config", "paceline.display", "paceline.messages.resources"),
-    *("certifi", "encodings.idna", "h11", "httpcore", "httpx", "pathspec"),
-    *("pydantic.type_adapter", "typer._adapters", "yaml"),
-)
-
 Result = subprocess.CompletedProcess[str]
 Paceline = Callable[..., Result]
 
@@ -82,14 +74,6 @@ def runner_in(home: Path, server: Any) -> Paceline:
     return run
 
 
-@pytest.fixture(scope="session")
-def command_server(fork_server_class: Any) -> Iterator[Any]:
-    """Return a server of commands, so that each has loaded what most of them need."""
-    server = fork_server_class(*_LOADED)
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def paceline(tmp_path: Path, command_server: Any) -> Paceline:
     """Run the command line with a home in which no master runs."""
@@ -97,11 +81,13 @@ def paceline(tmp_path: Path, command_server: Any) -> Paceline:
 
 
 @pytest.fixture(scope="module")
-def mastered(tmp_path_factory: pytest.TempPathFactory, command_server: Any) -> Iterator[Paceline]:
+def mastered(
+    tmp_path_factory: pytest.TempPathFactory, command_server: Any, master_server: Any
+) -> Iterator[Paceline]:
     """Run the command line with a home in which a master of two slots runs."""
     home = tmp_path_factory.mktemp("home")
     run = runner_in(home, command_server)
-    run("up", "--detach", "--port", 0, "--slots", 2)
+    master_server.start_master(home, "--port", 0, "--slots", 2)
     try:
         yield run
     finally:

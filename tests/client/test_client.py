@@ -1,7 +1,5 @@
 """The SDK against a real master."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -67,11 +65,13 @@ GRID = {
 }
 
 
-def start_master(home: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+def start_master(server: Any, home: Path) -> Any:
+    return server.start_master(home, "--port", 0, "--slots", 2)
+
+
+def stop_master(home: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "paceline.cli", "up", "-d", "--port", "0", "--slots", "2"],
-        env={**environment, "PACELINE_HOME": str(home)},
+        [sys.executable, "-m", "paceline.cli", "down", "--timeout", "1", "--home", str(home)],
         check=True,
         timeout=240,
         capture_output=True,
@@ -79,16 +79,11 @@ def start_master(home: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def master_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def master_home(tmp_path_factory: pytest.TempPathFactory, master_server: Any) -> Iterator[Path]:
     home = tmp_path_factory.mktemp("home")
-    start_master(home)
+    start_master(master_server, home)
     yield home
-    subprocess.run(
-        [sys.executable, "-m", "paceline.cli", "down", "--timeout", "1", "--home", str(home)],
-        check=True,
-        timeout=240,
-        capture_output=True,
-    )
+    stop_master(home)
 
 
 @pytest.fixture
@@ -335,9 +330,9 @@ def test_a_wrong_token_is_refused(master_home: Path) -> None:
 
 
 def test_events_and_waiting_survive_a_killed_master_that_comes_back_elsewhere(
-    home: Path, code: Path
+    home: Path, code: Path, master_server: Any
 ) -> None:
-    start_master(home)
+    master = start_master(master_server, home)
     try:
         with Client() as client:
             fields = config(data={"steps": 25, "pause_s": 0.2})
@@ -350,18 +345,15 @@ def test_events_and_waiting_survive_a_killed_master_that_comes_back_elsewhere(
                     is_killed = True
                     file = read_master_file(home)
                     assert file is not None
-                    os.kill(file.pid, signal.SIGKILL)
+                    assert file.pid == master.pid
+                    master.kill()
+                    master.wait()
                     with pytest.raises(MasterUnreachableError, match="paceline up --detach"):
                         HttpSession(file.url, "x").get("master", dict)
-                    start_master(home)
+                    start_master(master_server, home)
                 if event.kind == "experiment_state" and event.data["state"] == "COMPLETED":
                     break
             assert steps == list(range(1, 26))
             assert experiment.wait() is ExperimentState.COMPLETED
     finally:
-        subprocess.run(
-            [sys.executable, "-m", "paceline.cli", "down", "--timeout", "1", "--home", str(home)],
-            check=True,
-            timeout=240,
-            capture_output=True,
-        )
+        stop_master(home)

@@ -29,6 +29,8 @@ def serve(channel: socket.socket) -> list[str]:
                 told = {"pid": pid, "code": os.waitstatus_to_exitcode(status)}
                 channel.send(json.dumps(told).encode())
             continue
+        except ConnectionResetError:  # some ends have been told of that nobody asked for
+            os._exit(0)
         if not message:
             os._exit(0)
         pid = os.fork()

@@ -151,6 +151,25 @@ class ForkServer:
         return told
 
 
+class MasterServer(ForkServer):
+    """Forks masters, so that each has loaded what it needs."""
+
+    def start_master(self, home: Path, *options: object) -> ForkedDaemon:
+        """Start `paceline up` on a home, and wait until it answers."""
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "master.json").unlink(missing_ok=True)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        command = ["-m", "paceline.cli", "up", "--home", str(home), *map(str, options)]
+        with (home / "master.log").open("ab") as log:
+            master = self.start_daemon(*command, output=log, environment=kept)
+        deadline = time.monotonic() + 240
+        while not (home / "master.json").exists():
+            is_in_time = time.monotonic() < deadline and master.poll() is None
+            assert is_in_time, (home / "master.log").read_text()
+            time.sleep(0.02)
+        return master
+
+
 class RankServer(ForkServer):
     """Forks the ranks of a script, so that none of them takes the time to load torch."""
 

@@ -2,9 +2,8 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,19 @@ with paceline.core.init() as context:
 
 
 class MasterProcess:
-    """A master that `paceline up` started, its home, and a client of it."""
+    """A master that `paceline up` started, its home, and a client of it.
 
-    def __init__(self, home: Path, *options: object, port: int = 0) -> None:
+    Args:
+        servers: What masters are forked from, and commands.
+        home: Its home.
+        options: Those of `paceline up`.
+        port: Its port.
+    """
+
+    def __init__(
+        self, servers: tuple[Any, Any], home: Path, *options: object, port: int = 0
+    ) -> None:
+        self._masters, self._commands = servers
         self.home = home
         self._options = options
         self._port = port
@@ -61,20 +70,20 @@ class MasterProcess:
     def paceline(self, *arguments: object) -> str:
         """Run a command to its end and return what it printed."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-        result = subprocess.run(
-            [sys.executable, "-m", "paceline.cli", *map(str, arguments)],
-            env={**kept, "PACELINE_HOME": str(self.home)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert result.returncode == 0, (result.stdout, result.stderr)
-        return result.stdout
+        process = self._commands.start(
+            "-m", "paceline.cli", *map(str, arguments),
+            directory=Path.cwd(), environment={**kept, "PACELINE_HOME": str(self.home)},
+        )  # fmt: skip
+        try:
+            output, errors = process.communicate(timeout=90)
+        finally:
+            process.kill()
+        assert process.returncode == 0, (output, errors)
+        return str(output)
 
     def start(self) -> None:
         """Start the master, at the same address as before."""
-        self.paceline("up", "--detach", "--port", self._port, *self._options)
+        self._masters.start_master(self.home, "--port", self._port, *self._options)
         file = read_master_file(self.home)
         assert file is not None
         self.url, self._port = file.url, file.port
@@ -107,17 +116,21 @@ def _built() -> None:
 
 
 @pytest.fixture(scope="session")
-def master(_built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterProcess]:
+def master(
+    master_of: Callable[..., MasterProcess], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MasterProcess]:
     """Return a master of two slots."""
-    running = MasterProcess(tmp_path_factory.mktemp("home"), "--slots", 2)
+    running = master_of(tmp_path_factory.mktemp("home"), "--slots", 2)
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="session")
-def master_of(_built: None) -> Callable[..., MasterProcess]:
+def master_of(
+    _built: None, master_server: Any, command_server: Any
+) -> Callable[..., MasterProcess]:
     """Return a function that starts a master with a home and options; its caller stops it."""
-    return MasterProcess
+    return partial(MasterProcess, (master_server, command_server))
 
 
 # Not for the session: while it is there, the thread has an event loop, which others mind.

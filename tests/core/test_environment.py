@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import core
+from paceline.core import _environment
 from paceline.core._environment import MAX_DIFF_BYTES, describe_environment, describe_source
 from paceline.journal import AttemptStarted
 
@@ -75,6 +76,33 @@ def test_packages_are_those_that_the_interpreter_finds(monkeypatch: pytest.Monke
     assert found["python"]["executable"] == sys.executable
     assert found["host"]["name"] == os.uname().nodename
     assert "hidden" not in str(found)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build",
+    ],
+)
+def test_the_driver_and_the_models_of_gpus_come_from_files_of_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    for number in range(2):
+        place = tmp_path / "gpus" / f"0000:0{number}:00.0"
+        place.mkdir(parents=True)
+        text = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n"
+        (place / "information").write_text(text)
+    (tmp_path / "version").write_text(f"{version}\nGCC version:  gcc version 12.2.0\n")
+    monkeypatch.setattr(_environment, "_NVIDIA", tmp_path)
+    _environment._gpus.cache_clear()
+    found = describe_environment(with_source=False)["gpus"]
+    assert found == {"driver": "550.54.15", "models": ["NVIDIA H100 80GB HBM3"] * 2}
+    monkeypatch.setattr(_environment, "_NVIDIA", tmp_path / "nothing")
+    monkeypatch.setattr(_environment, "_AMD_DRIVER", tmp_path / "nothing")
+    _environment._gpus.cache_clear()
+    assert "gpus" not in describe_environment(with_source=False)
+    _environment._gpus.cache_clear()
 
 
 def test_a_run_records_it_once_by_its_chief(

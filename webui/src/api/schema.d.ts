@@ -1761,6 +1761,8 @@ export interface components {
         /**
          * EditExperiment
          * @description What to change of an experiment; what is left out or null stays.
+         *
+         *     `max_slots` 0 removes the limit.
          */
         EditExperiment: {
             /** Name */
@@ -1775,6 +1777,8 @@ export interface components {
             priority?: number | null;
             /** Weight */
             weight?: number | null;
+            /** Max Slots */
+            max_slots?: number | null;
         };
         /**
          * ErrorKind

@@ -187,6 +187,15 @@ class Nodes:
             heard.is_cut_off, heard.is_ready = True, False
         self._wake()
 
+    def note_ended(self, node_id: int) -> None:
+        """Note that a runner whose connection was closed has ended, as its starter knows."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            if heard is None or heard.has_left or not heard.is_cut_off:
+                return
+            heard.has_left = True
+        self._wake()
+
     def note_ready(self, node_id: int, *, is_ready: bool) -> None:
         """Note whether a node that has polled may get attempts."""
         with self._lock:

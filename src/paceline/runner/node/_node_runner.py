@@ -199,6 +199,7 @@ class NodeRunner:
                 self._let_leave()
             self._leave_if_idle()
             if has_told and not any(map(self._processes.is_alive, self._processes.all())):
+                self._say_that_it_has_left()
                 return
             try:
                 answer = self._answers.get(timeout=_TICK_S)
@@ -322,6 +323,17 @@ class NodeRunner:
             self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)
         for attempt_id in self._processes.all():
             self._processes.signal_runner(attempt_id, signal.SIGTERM)
+
+    def _say_that_it_has_left(self) -> None:
+        """Tell the master that nothing is left here, so that it need not wait for the lease."""
+        path = f"/nodes/{self._session.node_id}/poll"
+        with suppress(UnreachableError, RefusedByMasterError):
+            for _ in range(2):
+                poll = msgspec.structs.replace(self._next_poll(), wait_s=0.0)
+                reply = self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)
+                if not poll.attempts:
+                    return
+                self._processes.clean(set(msgspec.json.decode(reply, type=NodeWork).wanted))
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

@@ -268,6 +268,8 @@ def ray_cluster() -> Iterator[Any]:
         # Workers that Ray starts before somebody asks would be of another environment than ours.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
+        # Beside other work on the machine, nicer workers would hardly get any time.
+        "RAY_worker_niceness": "0",
     }
     # Nodes that are made in this process set one of their own.
     handler = signal.getsignal(signal.SIGTERM)

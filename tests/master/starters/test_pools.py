@@ -1,6 +1,8 @@
 """Files of pools, how many runners a need wants, and what a pool asks of its starter."""
 
+import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from paceline.master.starters import (
     StarterError,
     read_pool_file,
 )
-from paceline.master.starters._pool_runners import num_runners
+from paceline.master.starters._pool_runners import runner_groups, without_first
 from paceline.messages.attempts import MasterAddress
 
 FILE = """
@@ -44,14 +46,32 @@ def test_a_file_gives_pools_and_their_starters(tmp_path: Path) -> None:
     assert pools["boxes"][1].new_name({"boxes-box1", "boxes-me-box2"}) is None
 
 
+def test_the_files_of_the_guide_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.master.starters import _pool_file
+
+    # Its packages need not be installed here.
+    monkeypatch.setattr(_pool_file, "find_spec", lambda name: name)
+    guide = Path(__file__).parents[3] / "docs" / "clusters.md"
+    starters = []
+    for block in re.findall(r"```yaml\n(pools:.*?)```", guide.read_text(), re.DOTALL):
+        path = tmp_path / "pools.yaml"
+        path.write_text(block)
+        starters += [pool.starter for pool, _ in read_pool_file(path, "cluster").values()]
+    assert sorted(starters) == ["kubernetes", "ray", "slurm", "ssh"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pools: {a: {starter: pbs}}", r"pools\.a: `starter` must be .*slurm, ssh, but got 'pbs'"),
+        (
+            "pools: {a: {starter: pbs}}",
+            r"pools\.a: `starter` must be kubernetes, ray, slurm, ssh, but got 'pbs'",
+        ),
         ("pools: {a: {}}", r"pools\.a\.starter: Field required"),
         ("pools: {a: {starter: ssh}}", r"pools\.a\.options\.hosts: Field required"),
         ("pools: {a: {starter: slurm, slot: 3}}", r"pools\.a\.slot: Extra inputs"),
         ("pools: {a: {starter: slurm, options: {signal_before: 0}}}", r"options\.signal_before"),
+        ("pools: {a: {starter: ray}}", r"pools\.a\.options\.: .*either `address` or `start: true`"),
         ("pools: {'a b': {starter: slurm}}", r"a b"),
         ("pools: {a: {starter: ssh, options: {hosts: ['-oProxyCommand=x']}}}", r"hosts\.0"),
     ],
@@ -69,10 +89,26 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num"), [((), 0), ((1,), 1), ((1, 1, 2), 1), ((3, 2), 2), ((8,), 2), ((9, 1), 4)]
+    ("sizes", "groups"),
+    [
+        ((), []),
+        ((1,), [1]),
+        ((1, 1, 2), [1]),
+        ((3, 2), [1, 1]),
+        ((8,), [2]),
+        ((9, 1), [3, 1]),
+    ],
 )
-def test_as_many_runners_as_the_trials_fit_on(sizes: tuple[int, ...], num: int) -> None:
-    assert num_runners(PoolNeed(sizes=sizes), 4) == num
+def test_as_many_runners_as_the_trials_fit_on(sizes: tuple[int, ...], groups: list[int]) -> None:
+    assert runner_groups(PoolNeed(sizes=sizes), 4) == groups
+
+
+@pytest.mark.parametrize(
+    ("num_there", "left"),
+    [(0, [2, 1, 3]), (1, [1, 1, 3]), (2, [1, 3]), (4, [2]), (6, []), (9, [])],
+)
+def test_runners_that_are_there_are_not_asked_for(num_there: int, left: list[int]) -> None:
+    assert without_first([2, 1, 3], num_there) == left
 
 
 class NotedStarter(Starter):
@@ -81,6 +117,7 @@ class NotedStarter(Starter):
     def __init__(self) -> None:
         self.pool = "p"
         self.orders: list[RunnerOrder] = []
+        self.groups: list[int] = []
         self.jobs: dict[str, bool] = {}
         self.fails = False
 
@@ -89,6 +126,10 @@ class NotedStarter(Starter):
             raise StarterError("no room")
         self.orders.append(order)
         self.jobs[order.name] = False
+
+    def start_group(self, orders: Sequence[RunnerOrder]) -> None:
+        super().start_group(orders)
+        self.groups.append(len(orders))
 
     def runners(self) -> dict[str, bool]:
         return dict(self.jobs)
@@ -133,6 +174,29 @@ def test_a_need_starts_runners_once_and_up_to_the_limit(
         words = f"{' '.join(order.command)} {order!r}"
         assert "https://head:1" in words
         assert order.token not in words
+
+
+def test_runners_of_one_trial_are_started_together_up_to_the_limit(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    runners._look_after("p", PoolNeed(sizes=(4, 2, 2)))
+    assert starter.groups == [2, 1]
+
+
+def test_a_runner_that_waits_again_is_not_asked_for_once_more(
+    runners: PoolRunners, starter: NotedStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    [name] = starter.jobs
+    starter.jobs[name] = True
+    present = {name: False}
+    monkeypatch.setattr(runners, "_present", lambda _: present)
+    runners._look_after("p", None)
+    # It was preempted.
+    present.clear()
+    starter.jobs[name] = False
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    assert len(starter.orders) == 1
 
 
 def test_runners_that_wait_for_no_trial_are_canceled_and_others_are_left(

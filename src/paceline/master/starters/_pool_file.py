@@ -1,5 +1,6 @@
 """The definitions of pools whose runners the master starts: `pools.yaml` in its home."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +55,12 @@ def read_pool_file(path: Path, cluster_id: str) -> dict[str, tuple[PoolDefinitio
             kind = starter_named(pool.starter)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: pools.{name}: {error}") from error
+        if kind.module is not None and find_spec(kind.module) is None:
+            raise ValueError(
+                f"{path}: pools.{name}: The starter {pool.starter} needs the package"
+                f" `{kind.module}`, which is not installed. Hint: pip install"
+                f" 'paceline[{kind.module}]'"
+            )
         options = _checked(kind.Options, pool.options, path, f"pools.{name}.options.")
         pools[name] = (pool, kind(name, cluster_id, pool.directory, options))
     return pools

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from paceline.master.auth import Tokens
 from paceline.master.nodes import Nodes
@@ -69,6 +69,8 @@ class PoolRunners:
     def close(self) -> None:
         """Stop; runners go on."""
         self._closing.set()
+        for _, starter in self._pools.values():
+            starter.close()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -101,6 +103,8 @@ class PoolRunners:
         try:
             self._make_pass(name, need)
         except StarterError as error:
+            if self._closing.is_set():
+                return
             self._rest_until[name] = time.monotonic() + _REST_S
             logger.warning("Pool %s: %s", name, error)
         except Exception:
@@ -118,26 +122,38 @@ class PoolRunners:
             del starting[runner]
         if starter.knows_all:
             self._revoke(name, known.keys() | starting.keys())
-            registered.intersection_update(known)
+            self._note_ended(name, known.keys() | starting.keys())
+            # One that waits again after it ran, such as a preempted job, starts anew.
+            registered.intersection_update(one for one, is_running in known.items() if is_running)
             registered.update(present)
             starting.update(dict.fromkeys(known.keys() - registered, now + _START_S))
         # Nodes that are idle wait for others, to which a trial goes with them.
         num_idle = sum(nodes.values())
-        num_wanted = 0 if need is None else num_runners(need, pool.slots or 1)
-        if not num_wanted:
+        groups = [] if need is None else runner_groups(need, pool.slots or 1)
+        if not groups:
             for runner in [one for one, is_running in known.items() if not is_running]:
                 logger.info("Pool %s: runner %s is not needed any more.", name, runner)
                 starter.cancel(runner)
                 starting.pop(runner, None)
         all_ = present | known.keys() | starting.keys()
-        for _ in range(min(num_wanted - num_idle - len(starting), pool.max_runners - len(all_))):
-            runner_name = starter.new_name(all_)
-            if runner_name is None:
+        for size in without_first(groups, num_idle + len(starting)):
+            names = self._new_names(starter, all_, min(size, pool.max_runners - len(all_)))
+            if not names:
                 return
-            starter.start(self._order(name, pool, starter, runner_name))
-            logger.info("Pool %s: runner %s was asked for.", name, runner_name)
-            starting[runner_name] = now + _START_S
-            all_ = all_ | {runner_name}
+            starter.start_group([self._order(name, pool, one) for one in names])
+            logger.info("Pool %s: runners were asked for: %s.", name, ", ".join(names))
+            starting.update(dict.fromkeys(names, now + _START_S))
+            all_ = all_ | set(names)
+
+    @staticmethod
+    def _new_names(starter: Starter, taken: Set[str], most: int) -> list[str]:
+        names: list[str] = []
+        while len(names) < most:
+            name = starter.new_name(taken | set(names))
+            if name is None:
+                break
+            names.append(name)
+        return names
 
     def _present(self, pool: str) -> dict[str, bool]:
         """Return the nodes of a pool that take attempts or are drained, and which ones are idle."""
@@ -148,7 +164,7 @@ class PoolRunners:
             if node.facts.pool == pool and (is_open.get(node.id) or node.is_draining)
         }
 
-    def _order(self, name: str, pool: PoolDefinition, starter: Starter, runner: str) -> RunnerOrder:
+    def _order(self, name: str, pool: PoolDefinition, runner: str) -> RunnerOrder:
         # One that came before on this host is over.
         for token in self._tokens.list():
             if token.name == _TOKEN_PREFIX + runner and not (token.is_revoked or token.is_expired):
@@ -170,6 +186,13 @@ class PoolRunners:
             command=tuple(command),
         )
 
+    def _note_ended(self, pool: str, names: set[str]) -> None:
+        """Have the master not wait for the leases of runners that have ended."""
+        for node in self._nodes.all():
+            facts = node.facts
+            if facts.pool == pool and STARTER_LABEL in facts.labels and node.name not in names:
+                self._nodes.note_ended(node.id)
+
     def _revoke(self, pool: str, names: set[str]) -> None:
         """Revoke the tokens of runners of a pool that have ended."""
         for token in self._tokens.list():
@@ -179,17 +202,27 @@ class PoolRunners:
                 self._tokens.revoke(token.id).result()
 
 
-def num_runners(need: PoolNeed, num_slots: int) -> int:
-    """Return how many runners with so many slots the trials of a need fit on.
+def runner_groups(need: PoolNeed, num_slots: int) -> list[int]:
+    """Return how many runners with so many slots the trials of a need fit on, in groups.
 
-    A trial that is larger than one runner gets several to itself.
+    A trial that is larger than one runner gets a group to itself.
     """
-    num, free = 0, 0
+    groups, free = [], 0
     for size in need.sizes:
         if size > num_slots:
-            num += -(-size // num_slots)
+            groups.append(-(-size // num_slots))
         elif size <= free:
             free -= size
         else:
-            num, free = num + 1, num_slots - size
-    return num
+            groups.append(1)
+            free = num_slots - size
+    return groups
+
+
+def without_first(groups: Sequence[int], num_there: int) -> list[int]:
+    """Return what is left of groups when their first runners are there already."""
+    left = []
+    for size in groups:
+        left.append(size - min(size, num_there))
+        num_there -= min(size, num_there)
+    return [size for size in left if size]

@@ -3,7 +3,7 @@
 import secrets
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from paceline.config import Section
@@ -54,6 +54,9 @@ class Starter(ABC):
     knows_all = True
     """Whether a runner that `runners` does not tell of has ended."""
 
+    module: str | None = None
+    """What must be installed beside Paceline, an extra of the same name as the starter."""
+
     def __init__(self, pool: str, cluster_id: str, directory: str, options: Section) -> None:
         self.pool = pool
         self.cluster_id = cluster_id
@@ -72,6 +75,15 @@ class Starter(ABC):
             StarterError: It cannot be started.
         """
 
+    def start_group(self, orders: Sequence[RunnerOrder]) -> None:
+        """Start the runners of a trial that needs several: all or none, if the cluster can.
+
+        Raises:
+            StarterError: They cannot be started.
+        """
+        for order in orders:
+            self.start(order)
+
     @abstractmethod
     def runners(self) -> dict[str, bool]:
         """Return the names of the runners that wait or run, and whether each one runs.
@@ -81,5 +93,9 @@ class Starter(ABC):
         """
 
     def cancel(self, name: str) -> None:
-        """Cancel a runner that waits."""
+        """Cancel a runner that waits, and with it those of its group."""
+        return
+
+    def close(self) -> None:
+        """End what only this process needs, also what another thread waits for. Runners go on."""
         return

@@ -1,13 +1,20 @@
 """The starters that a pool may name: Paceline's own, and those of packages."""
 
 from paceline._entry_points import class_named
+from paceline.master.starters._kubernetes import KubernetesStarter
+from paceline.master.starters._ray import RayStarter
 from paceline.master.starters._slurm import SlurmStarter
 from paceline.master.starters._ssh import SshStarter
 from paceline.master.starters._starter_base import Starter
 
 ENTRY_POINTS = "paceline.starters"
 
-_OWN: dict[str, type[Starter]] = {"slurm": SlurmStarter, "ssh": SshStarter}
+_OWN: dict[str, type[Starter]] = {
+    "kubernetes": KubernetesStarter,
+    "ray": RayStarter,
+    "slurm": SlurmStarter,
+    "ssh": SshStarter,
+}
 
 
 def starter_named(name: str) -> type[Starter]:

@@ -1,0 +1,197 @@
+"""The process of a master that talks to a Ray cluster: it answers requests, one a line.
+
+Ray takes seconds to import, prints, and may end the process that has lost its cluster.
+"""
+
+import json
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.master.starters import _ray_guard
+from paceline.master.starters._ray_actor import make_actor_class
+from paceline.workers.remote._ray_cluster import ADDRESS_VARIABLE, RayConnection, join_ray
+
+_ANSWER_S = 5.0
+
+
+class RayRunners:
+    """The runners of one pool on a Ray cluster.
+
+    Each group has a placement group, whose name has the names of its runners, and an actor for each
+    of them. They belong to no process, so that they are there for the next master.
+
+    Args:
+        options: `address` of the cluster, None to start one on this machine; `namespace`, `pool`,
+            `directory`, `strategy`, and the `bundle` of resources of each runner.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._prefix = f"{options['namespace']}:{options['pool']}:"
+        self._guard = Path(_ray_guard.__file__).read_text()
+        self._handles: dict[str, Any] = {}
+        self._own: RayConnection | None = None
+        if options["address"] is None:
+            os.environ.pop(ADDRESS_VARIABLE, None)
+            self._own = RayConnection()
+            self._ray = self._own.ray
+        else:
+            _check_reachable(options["address"])
+            self._ray = join_ray(options["address"], options["namespace"])
+
+    def close(self) -> None:
+        """Leave the cluster, which ends if it was started here."""
+        if self._own is None:
+            self._ray.shutdown()
+        else:
+            self._own.close()
+
+    def start(self, orders: list[dict[str, Any]]) -> None:
+        """Ask for a placement group and its actors; they wait for it in the cluster."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        names = [order["name"] for order in orders]
+        bundle = self._options["bundle"]
+        group = placement_group(
+            [bundle] * len(orders),
+            strategy=self._options["strategy"],
+            name=self._prefix + ",".join(names),
+            lifetime="detached",
+        )
+        actors = self._ray.remote(make_actor_class())
+        custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+        for index, order in enumerate(orders):
+            self._handles[order["name"]] = actors.options(
+                name=order["name"],
+                namespace=self._options["namespace"],
+                lifetime="detached",
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=custom,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+            ).remote(
+                {**order, "directory": self._options["directory"]},
+                self._guard,
+                names,
+                self._options["namespace"],
+            )
+
+    def runners(self) -> dict[str, Any]:
+        """Return which runners wait or run, and why others have failed since the last request."""
+        found, failed = {}, {}
+        for group_id, names, state in self._groups():
+            if state == "PENDING":
+                found.update(dict.fromkeys(names, False))
+                continue
+            alive, errors = self._look_at(names)
+            found.update(dict.fromkeys(alive, True))
+            failed.update(errors)
+            if not alive and not errors:
+                self._remove(group_id, names)
+        for name in self._handles.keys() - found.keys():
+            del self._handles[name]
+        return {"runners": found, "failed": failed}
+
+    def cancel(self, name: str) -> None:
+        """Remove the group of a runner if it still waits."""
+        for group_id, names, state in self._groups():
+            if name in names and state == "PENDING":
+                self._remove(group_id, names)
+
+    def _groups(self) -> list[tuple[str, list[str], str]]:
+        """Return the id, the runners and the state of each placement group of the pool."""
+        from ray.util.placement_group import placement_group_table
+
+        return [
+            (group_id, group["name"].removeprefix(self._prefix).split(","), group["state"])
+            for group_id, group in placement_group_table().items()
+            if group["name"].startswith(self._prefix) and group["state"] != "REMOVED"
+        ]
+
+    def _look_at(self, names: list[str]) -> tuple[list[str], dict[str, str]]:
+        """Return which runners of a placed group run, and why others have failed."""
+        ray = self._ray
+        alive, errors = [], {}
+        ends = {}
+        for name in names:
+            handle = self._handles.get(name)
+            with suppress(ValueError):  # it has ended
+                handle = handle or self._actor(name)
+                self._handles[name] = handle
+                ends[name] = handle.end.remote()
+        ready: list[Any] = []
+        if ends:
+            ready, _ = ray.wait([*ends.values()], num_returns=len(ends), timeout=_ANSWER_S)
+        for name, end in ends.items():
+            if end not in ready:
+                # It starts, or its node does not answer now.
+                alive.append(name)
+                continue
+            try:
+                has_ended, error = ray.get(end)
+            except ray.exceptions.RayActorError as lost:
+                error = _creation_error(str(lost))
+                has_ended = True
+            if not has_ended:
+                alive.append(name)
+            elif error is not None:
+                errors[name] = error
+        return alive, errors
+
+    def _actor(self, name: str) -> Any:
+        return self._ray.get_actor(name, namespace=self._options["namespace"])
+
+    def _remove(self, group_id: str, names: list[str]) -> None:
+        from ray import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+        for name in names:
+            # One that waits for its placement group would wait for ever.
+            with suppress(ValueError):
+                self._ray.kill(self._actor(name))
+        remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
+
+
+def _check_reachable(address: str) -> None:
+    """Check that somebody answers, as Ray itself goes on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "//" not in host:
+        try:
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
+        except OSError as error:
+            raise ConnectionError(f"No Ray cluster answers at {address} ({error}).") from error
+
+
+def _creation_error(text: str) -> str | None:
+    """Return why an actor could not be made; None if it was made and lost."""
+    lines = text.strip().splitlines()
+    return f"Its actor failed: {lines[-1]}" if "creation task" in text else None
+
+
+def main() -> None:
+    """Answer the requests of the input until it is closed."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    runners: RayRunners | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        method = request.pop("method")
+        try:
+            runners = runners or RayRunners(json.loads(sys.argv[1]))
+            answer = {"value": getattr(runners, method)(**request)}
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            answer = {"error": f"{type(error).__name__}: {lines[-1]}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    if runners is not None:
+        runners.close()
+
+
+if __name__ == "__main__":
+    main()

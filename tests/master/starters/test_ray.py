@@ -1,0 +1,126 @@
+"""Runners that a master starts on a real Ray cluster of several nodes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from starter_contract import Cluster, Pool, StarterContract
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to Ray, which starts some at its first use."""
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_signal_handlers() -> None:
+    """Leave SIGTERM to Ray's nodes, which set it in this process."""
+
+
+class RayNodes(Cluster):
+    waiting = {"resources": {"nowhere": 1}}
+
+    def __init__(self, address: str) -> None:
+        self.definition = {
+            "starter": "ray",
+            "options": {"address": address, "strategy": "PACK"},
+        }
+
+    def jobs(self) -> list[bool]:
+        from ray.util import list_named_actors
+
+        groups = self.groups()
+        if not groups:
+            return [False] * len(list_named_actors(all_namespaces=True))
+        states = [group["state"] for group in groups for _ in group["bundles"]]
+        return [state != "PENDING" for state in states]
+
+    def num_groups(self) -> int:
+        return len(self.groups())
+
+    @staticmethod
+    def groups() -> list[dict[str, Any]]:
+        from ray.util import placement_group_table
+
+        all_groups = placement_group_table().values()
+        return [group for group in all_groups if group["state"] != "REMOVED"]
+
+    def end_one(self) -> None:
+        import ray
+        from ray.util import list_named_actors
+
+        [actor] = list_named_actors(all_namespaces=True)
+        ray.kill(ray.get_actor(**actor))
+
+
+@pytest.fixture
+def cluster(ray_cluster: Any) -> RayNodes:
+    return RayNodes(ray_cluster.address)
+
+
+class TestRay(StarterContract):
+    pass
+
+
+@pytest.mark.slow
+def test_a_search_runs_on_two_nodes_and_goes_on_when_one_is_killed(
+    ray_cluster: Any, make_pool: Callable[..., Pool]
+) -> None:
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"lab": 1}) for _ in range(2)]
+    pool = make_pool(
+        {
+            "starter": "ray", "slots": 1, "max_runners": 2, "idle_timeout": 5.0,
+            "options": {"address": ray_cluster.address, "resources": {"lab": 1}},
+        },
+        {},
+    )  # fmt: skip
+    with pool.client() as client:
+        searcher = {"name": "random", "metric": "loss", "max_trials": 3, "max_concurrent_trials": 2}
+        space = {"x": {"type": "int", "minval": 0, "maxval": 9}}
+        experiment = pool.create(client, searcher=searcher, hyperparameters=space)
+        pool.wait(lambda: sum(bool(n.attempts) for n in client.nodes()) == 2)
+        pool.wait(lambda: len([t for t in experiment.trials() if t.best_metric == 0.5]) == 2)
+        ray_cluster.remove_node(nodes.pop(), allow_graceful=False)
+        pool.wait(lambda: sum(bool(n.attempts) for n in client.nodes()) == 1)
+        pool.hold.unlink()
+        assert experiment.wait() == "COMPLETED"
+        assert [trial.state for trial in experiment.trials()] == ["COMPLETED"] * 3
+        pool.wait(lambda: not pool.runner_processes())
+    ray_cluster.remove_node(nodes.pop())
+
+
+@pytest.mark.slow
+def test_a_cluster_that_the_master_has_started_ends_with_it(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pytest.importorskip("ray", reason="NOT TESTED: Ray is not installed")
+    pool = make_pool(
+        {"starter": "ray", "slots": 1, "options": {"start": True}}, {"RAY_worker_niceness": "0"}
+    )
+    with pool.client() as client:
+        experiment = pool.create(client)
+        pool.wait(lambda: any(n.attempts for n in client.nodes()))
+        [helper] = [
+            p
+            for p in psutil.Process(pool.process.pid).children()
+            if "_ray_process" in str(p.cmdline())
+        ]
+        started = helper.children(recursive=True)
+        assert any("raylet" in process.name() for process in started)
+        pool.hold.unlink()
+        assert experiment.wait() == "COMPLETED"
+    pool.process.terminate()
+    pool.wait(lambda: not any(process.is_running() for process in [helper, *started]))
+    pool.wait(lambda: not pool.runner_processes())
+
+
+@pytest.mark.slow
+def test_a_cluster_that_cannot_be_reached_is_told_in_the_log(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pytest.importorskip("ray", reason="NOT TESTED: Ray is not installed")
+    pool = make_pool({"starter": "ray", "options": {"address": "127.0.0.1:1"}}, {})
+    with pool.client() as client:
+        pool.create(client)
+        pool.wait(lambda: "No Ray cluster answers at 127.0.0.1:1 (" in pool.log())

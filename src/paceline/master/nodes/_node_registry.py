@@ -190,10 +190,8 @@ class Nodes:
     def note_ended(self, node_id: int) -> None:
         """Note that a runner whose connection was closed has ended, as its starter knows."""
         with self._lock:
-            heard = self._heard.get(node_id)
-            if heard is None or heard.has_left or not heard.is_cut_off:
-                return
-            heard.has_left = True
+            heard = self._heard.get(node_id, _Heard())
+            heard.has_left |= heard.is_cut_off
         self._wake()
 
     def note_ready(self, node_id: int, *, is_ready: bool) -> None:

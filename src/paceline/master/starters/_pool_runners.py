@@ -189,8 +189,8 @@ class PoolRunners:
     def _note_ended(self, pool: str, names: set[str]) -> None:
         """Have the master not wait for the leases of runners that have ended."""
         for node in self._nodes.all():
-            facts = node.facts
-            if facts.pool == pool and STARTER_LABEL in facts.labels and node.name not in names:
+            is_ours = node.facts.pool == pool and STARTER_LABEL in node.facts.labels
+            if is_ours and node.name not in names and not self._nodes.is_lost(node.id):
                 self._nodes.note_ended(node.id)
 
     def _revoke(self, pool: str, names: set[str]) -> None:

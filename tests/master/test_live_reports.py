@@ -83,31 +83,36 @@ class Scripts:
 class Gate:
     """A port that leads to another one while it is open."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, port: int) -> None:
         self._target = target
-        self.port = 0
+        self.port = port
+        self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self.open()
 
     def open(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self.port), reuse_port=False)
-        self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def close(self) -> None:
         """Refuse connections, and break those that are there."""
-        for one in [self._listener, *self._sockets]:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        self._sockets.clear()
+        with self._lock:
+            for one in [self._listener, *self._sockets]:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+                one.close()
+            self._sockets.clear()
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
             while True:
                 near, _ = listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                self._sockets += [near, far]
+                with self._lock:
+                    if listener.fileno() == -1:
+                        near.close()
+                        return
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                    self._sockets += [near, far]
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=_pass_on, args=ends, daemon=True).start()
 
@@ -193,13 +198,13 @@ def test_the_end_of_a_script_that_is_killed_and_of_one_that_fails_is_told(
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["while-it-runs", "after-its-end"])
 def test_what_is_reported_while_no_master_answers_arrives_later(
-    make_master: Any, tmp_path: Path, is_late: bool
+    make_master: Any, tmp_path: Path, is_late: bool, free_port: int
 ) -> None:
     master = make_master()
     token = master.http.post("/tokens", json={"name": "far", "scope": "report"}).json()["secret"]
     path = tmp_path / "scripts"
     path.mkdir()
-    gate = Gate(master.port)
+    gate = Gate(master.port, free_port)
     scripts = Scripts(path, f"http://127.0.0.1:{gate.port}", token)
     try:
         process = scripts.start("4")

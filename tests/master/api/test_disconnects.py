@@ -55,5 +55,7 @@ def test_a_client_that_goes_away_leaves_nothing_in_the_log(
             leave(master, "GET", path)
         time.sleep(0.5)
         assert master.http.get("/slots").status_code == 200
-    assert caplog.text == ""
+    # A busy machine may answer slowly, which is told.
+    slow = "paceline.master.api._metering"
+    assert [record.getMessage() for record in caplog.records if record.name != slow] == []
     assert [path.name for path in master.home.contexts_path.iterdir()] == [large.name]

@@ -50,21 +50,28 @@ _IGNORED_THREADS = (
     "Otel",
 )
 _JOB_VARIABLES = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC")
-# Directories of long files, which come first: at the end, all cores shall have something to do.
-_LONG_DIRECTORIES = (
-    *("train", "webui", "workers", "exactness", "creators", "system"),
-    *("pytorch", "core", "cli", "examples"),
+# Files that take longest, then directories of long files. They come first: at the end, all cores
+# shall have something to do.
+_LONGEST = (
+    *("cli/test_master_commands.py", "system/test_groups.py", "system/test_plugins.py"),
+    *("pytorch/test_launch.py", "exactness/test_matrix.py", "train/test_ray.py"),
+    *("webui/test_tabs.py", "workers/test_pool_contract.py", "launch/test_nodes.py"),
+    *("benchmarks/test_gpu.py", "client/test_client.py", "master/starters/test_started.py"),
+    *("train", "webui", "workers", "exactness", "creators", "system", "pytorch", "core", "cli"),
+    *("launch", "runner", "examples", "benchmarks"),
 )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the directories whose files take longest."""
-    place = {name: index for index, name in enumerate(_LONG_DIRECTORIES)}
+    """Begin with what takes longest."""
+    place = {name: index for index, name in enumerate(_LONGEST)}
     tests = config.rootpath / "tests"
 
     def key(item: pytest.Item) -> int:
-        parts = item.path.relative_to(tests).parts if item.path.is_relative_to(tests) else ("",)
-        return place.get(parts[0], len(place))
+        if not item.path.is_relative_to(tests):
+            return len(place)
+        path = item.path.relative_to(tests)
+        return min(place.get(name, len(place)) for name in (path.as_posix(), path.parts[0]))
 
     items.sort(key=key)
 

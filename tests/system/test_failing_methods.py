@@ -1,6 +1,7 @@
 """Search methods of other packages whose code fails, or whose package is missing for a while."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -141,7 +142,7 @@ def paceline(
     site: Path, tmp_path: Path, write_context: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Return a function that runs a command about a config, where the methods are installed."""
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     code = write_context(SCRIPT)
 
     def run(
@@ -273,7 +274,8 @@ def test_a_search_decides_later_on_what_came_while_its_method_was_missing(
     wait_until(lambda: steps() == [2, 0])
     master.kill()
     if way == "uninstalled":
-        monkeypatch.delenv("PYTHONPATH")
+        own = os.environ["PYTHONPATH"].removeprefix(str(site)).removeprefix(os.pathsep)
+        monkeypatch.setenv("PYTHONPATH", own)
     else:
         fields = MODULE.replace("    fault: str", "    waves: int\n    fault: str", 1)
         (site / "faulty_methods.py").write_text(fields)
@@ -299,7 +301,7 @@ def test_a_search_decides_later_on_what_came_while_its_method_was_missing(
     assert "Traceback" not in log
     assert log.count("`faulty`") <= 2
     master.kill()
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     (site / "faulty_methods.py").write_text(MODULE)
     client = master.start().client()
     experiment = client.get_experiment(1)

@@ -67,7 +67,7 @@ def test_a_search_method_is_added_by_installing_a_package(
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(installed))
+        patch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
         client = master.start().client()
         done = create(SEARCHER)
         assert done.returncode == 0, done.stderr
@@ -112,7 +112,7 @@ def test_a_search_waits_for_its_package(
     command = [sys.executable, "-m", "paceline.cli", "experiment", "create"]
     command += [str(code / "config.json"), str(code)]
     with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(installed))
+        patch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
         master.start()
         environment = os.environ | {"PACELINE_HOME": str(master.home)}
         subprocess.run(command, env=environment, check=True)
@@ -123,7 +123,7 @@ def test_a_search_waits_for_its_package(
     assert told in (master.home / "master.log").read_text()
     assert experiment.state.value in ("RUNNING", "QUEUED")
     master.kill()
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
     experiment = master.start().client().get_experiment(1)
     assert experiment.wait().value == "COMPLETED", experiment.reload().data.error
     assert len(list(experiment.trials())) == 6
@@ -180,7 +180,7 @@ def test_a_storage_is_added_by_installing_a_package(
     assert refused.returncode != 0
     assert "checkpoint_storage" in refused.stderr
     master.kill()
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
     client = master.start().client()
     done = paceline("e", "create", "-f", code / "config.json", code)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -213,7 +213,8 @@ def test_a_storage_is_added_by_installing_a_package(
     master.kill()
 
     # Without the package, all but the files is there, and what needs them names what is missing.
-    monkeypatch.delenv("PYTHONPATH")
+    path = os.environ["PYTHONPATH"].removeprefix(str(installed)).removeprefix(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", path)
     client = master.start().client()
     [own] = [uuid for uuid in storage.list() if uuid != kept[0].uuid]
     named = "no installed package offers sqlite://"
@@ -278,7 +279,7 @@ def test_an_executor_is_taken_by_its_name(
     )
     (site / "noting.py").write_text(NOTING)
     code = write_context(COUNTING)
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
 
     def paceline(*arguments: object, code: int = 0) -> str:
@@ -388,7 +389,7 @@ def test_a_runner_needs_no_more_of_its_master_than_it_is_handed(
         "            time.sleep(0.05)\n        step += 1",
     )
     code = write_context(waiting)
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     monkeypatch.setenv("ELSEWHERE", str(elsewhere))
     config = {
         "entrypoint": "python3 train.py", "max_restarts": 1,

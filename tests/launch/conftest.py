@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,15 +40,31 @@ def start_launcher(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[st
                 process.send_signal(signal.SIGKILL)
 
 
+@pytest.fixture(scope="session")
+def launcher_server(fork_server_class: Any) -> Iterator[Any]:
+    """Return a server of launchers, so that each has loaded what it needs."""
+    server = fork_server_class(
+        *("paceline.launch._arguments", "paceline.launch._attempt_nodes", "paceline.workers"),
+        *("paceline.launch._backend", "paceline.launch._command", "paceline.launch._line_writer"),
+    )
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def launch(
-    start_launcher: Callable[..., subprocess.Popen[str]],
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def launch(tmp_path: Path, launcher_server: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a launcher to its end."""
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        process = start_launcher(*arguments, **environment)
-        out, err = process.communicate(timeout=240)
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(_JOB_VARIABLES)}
+        process = launcher_server.start(
+            "-m", "paceline.launch.torch_distributed", *arguments,
+            directory=tmp_path, environment=clean | {"OMP_NUM_THREADS": "1"} | environment,
+        )  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     return run

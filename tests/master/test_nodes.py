@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 import paceline
 from paceline.master.store import tables
-from paceline.messages.nodes import PROTOCOL
+from paceline.messages.nodes import PROTOCOL, NodePoll
 
 LEASE_S = 60.0
 
@@ -383,6 +383,26 @@ def test_a_master_that_starts_again_knows_its_nodes_and_what_they_run(
     work = runner.work()
     assert (work["wanted"], work["launches"]) == ([1], [])
     assert nodes(second)["box"]["state"] == "ready"
+
+
+def test_a_node_that_has_ended_for_its_starter_is_lost_once_its_connection_is_closed(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    runner, registry = join("box"), master.core.nodes
+    node_id = runner.session["node_id"]
+    registry.note_ended(node_id)
+    assert nodes(master)["box"]["state"] == "ready"
+    poll = NodePoll(
+        key=runner.facts["key"], session=runner.session["session"], number=runner.number,
+        attempts=[], alive=[],
+    )  # fmt: skip
+    registry.note_cut_off(node_id, poll)
+    assert nodes(master)["box"]["state"] == "away"
+    registry.note_ended(node_id)
+    assert nodes(master)["box"]["state"] == "lost"
+    # It was not so: it polls.
+    runner.work()
+    assert nodes(master)["box"]["state"] == "ready"
 
 
 # ---- a stolen token -----------------------------------------------------------------------

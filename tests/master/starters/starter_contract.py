@@ -41,12 +41,14 @@ class Cluster(ABC):
         definition: The fields of a pool that uses it.
         variables: What the master needs in its environment.
         waiting: Options with which runners wait for ever, None if there are none.
+        starts_groups: Whether the runners of one trial are started as one.
         tells_ends: Whether the master hears from it that a runner has ended.
     """
 
     definition: dict[str, Any]
     variables: dict[str, str] = {}
     waiting: dict[str, Any] | None = None
+    starts_groups = True
     tells_ends = True
 
     @abstractmethod
@@ -221,7 +223,7 @@ class StarterContract:
             experiment = pool.create(client, resources={"slots_per_trial": 2})
             pool.wait(lambda: sum(bool(n.attempts) for n in client.nodes()) == 2)
             assert cluster.jobs() == [True, True]
-            assert cluster.num_groups() == 1
+            assert cluster.num_groups() == (1 if cluster.starts_groups else 2)
             pool.hold.unlink()
             assert experiment.wait() == "COMPLETED"
             pool.wait(lambda: not cluster.jobs())

@@ -264,8 +264,7 @@ class Nodes:
     def is_cut_off(self, node_id: int) -> bool:
         """Tell whether the connection of a node's newest poll was closed before the answer."""
         with self._lock:
-            heard = self._heard.get(node_id)
-            return heard is None or heard.is_cut_off
+            return self._heard.get(node_id, _Heard(is_cut_off=True)).is_cut_off
 
     def seen_at(self, node_id: int) -> float | None:
         """Return when this master last heard of a node, in seconds since the epoch."""

@@ -1,9 +1,13 @@
 """Records that a master makes beside its database."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import delete, func, insert, select
 
+from paceline.journal import JournalKey, JournalWriter, MetricsReported, RunDirectory, RunInfo
 from paceline.master._home_directory import Home
 from paceline.master.store import ALL, Database, Transaction, note_experiment, tables
 from paceline.master.upkeep._database_rebuild import rebuild_database
@@ -74,3 +78,39 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
                 assert [dict(row) for row in found] == rows
     finally:
         database.close()
+
+
+def test_what_a_search_has_judged_is_not_judged_again(make_master: Any) -> None:
+    """The journal of an attempt that runs is read anew up to the last input of its search."""
+    master = make_master(1)
+    master.create(
+        searcher={"name": "adaptive_asha", "metric": "loss", "max_trials": 4, "max_length": 16},
+    )
+    master.schedule()
+    records = [
+        MetricsReported(time=float(step), group="validation", steps_completed=step,
+                        metrics={"loss": 1.0 / step})
+        for step in (1, 4)
+    ]  # fmt: skip
+    info = RunInfo(run_id="trial-1", name="x", created=0.0, checkpoint_storage="/nowhere")
+    run = RunDirectory.create(master.home.attempts_path / "1" / "run", info)
+    with closing(JournalWriter(run.journal_path(JournalKey(1, 0, 0)))) as journal:
+        for record in records:
+            journal.append(record)
+    master.report(1, 0, *(("validation", one.steps_completed, one.metrics) for one in records))
+
+    def inputs() -> list[Any]:
+        database = sqlite3.connect(master.home.database_path)
+        with closing(database):
+            return database.execute(
+                "SELECT number, input, operations FROM search_inputs"
+            ).fetchall()
+
+    while write_some(master.core.database, master.home.path):
+        pass
+    before = inputs()
+    assert len(before) >= 2
+    for path in master.home.path.glob("master.sqlite*"):
+        path.rename(path.with_name(f"old-{path.name}"))
+    rebuild_database(master.home.path)
+    assert inputs() == before

@@ -37,6 +37,7 @@ from paceline.master.experiments._scheduler_input import (
     read_pools,
     waiting_trials,
 )
+from paceline.master.experiments._search_operations import SearchOperations
 from paceline.master.experiments._search_views import MAX_RUNG_ENTRIES, SearchViews, thinned
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import (
@@ -71,6 +72,7 @@ __all__ = [
     "RefusedError",
     "RetentionPolicy",
     "SearchEnd",
+    "SearchOperations",
     "SearchViews",
     "Searches",
     "StateChanges",

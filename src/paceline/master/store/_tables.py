@@ -60,8 +60,6 @@ experiments = Table(
     # Of a run that was made without a master: its run id and its run directory.
     Column("external_id", String, unique=True),
     Column("external_path", String),
-    # How long nothing may be heard of it while it goes on, in seconds; null is for ever.
-    Column("report_lease_s", Float),
     # What people write beside the configuration; the first two begin as it says.
     Column("description", Text, nullable=False, default="", server_default=""),
     Column("labels", JSON, nullable=False, default=list, server_default="[]"),
@@ -75,7 +73,10 @@ experiments = Table(
     Column("priority", Integer),
     Column("weight", Float),
     Column("queue_place", Float),
-    # As the first two; 0 is no limit.
+    # Of a run that was made without a master and is reported live: for how many seconds nothing may
+    # be heard of it; null is for ever.
+    Column("report_lease_s", Float),
+    # Null is what the configuration says; 0 is no limit.
     Column("max_slots", Integer),
     # The commit of its code and what was not committed, as whoever submitted it said.
     Column("source", JSON(none_as_null=True)),
@@ -165,13 +166,13 @@ attempts = Table(
     Column("last_record_at", Float),
     # The node that it was placed on, or that of rank 0; null is the master's own machine.
     Column("node_id", BigInteger),
-    # Its name, for when the node is forgotten.
-    Column("node_name", String),
     # Its parts if it runs on several nodes (see `Member`), and where they meet once all are there.
     Column("members", JSON(none_as_null=True)),
     Column("meeting_port", Integer),
     # The digest of what its chief ran in.
     Column("environment", String),
+    # The name of its node, for when that is forgotten.
+    Column("node_name", String),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
     # Holds all that tells in which order an experiment's trials began.

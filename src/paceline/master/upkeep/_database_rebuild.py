@@ -14,7 +14,13 @@ from sqlalchemy import Row, delete, select
 
 from paceline.journal import JournalVersionError, RunDirectory
 from paceline.master._lost_database import files_of, move_aside
-from paceline.master.experiments import RecordIngest, Searches, StateChanges, recompute_best
+from paceline.master.experiments import (
+    RecordIngest,
+    Searches,
+    SearchOperations,
+    StateChanges,
+    recompute_best,
+)
 from paceline.master.store import (
     LASTING,
     OF_ATTEMPTS,
@@ -176,23 +182,25 @@ def _newest(directory: Path, prefix: str) -> int:
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
-class _JudgedBefore(StateChanges):
-    """Changes that follow from records which the search has had already."""
+class _RecordedInputs(SearchOperations):
+    """Search operations of inputs that the search has had already."""
 
     def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
         """Do nothing: the input is recorded."""
+
+
+class _JudgedBefore(StateChanges):
+    """Changes that follow from records which the search has had already."""
+
+    def __init__(self, logs: LogStore) -> None:
+        searches = Searches()
+        super().__init__(searches, logs, lambda: None, lambda _: None)
+        self.search_operations = _RecordedInputs(self, searches)
 
     def note(
         self, transaction: Transaction, trial_id: int, attempt: int, level: str, text: str
     ) -> None:
         """Write nothing: the log has it."""
-
-
-def _changes(home: Path) -> StateChanges:
-    def ignore(*_: Any) -> None:
-        pass
-
-    return _JudgedBefore(Searches(), LogStore(home / "logs"), lambda: None, ignore)
 
 
 def _take_journals(transaction: Transaction, home: Path) -> None:
@@ -201,7 +209,7 @@ def _take_journals(transaction: Transaction, home: Path) -> None:
     What they reported later is sent by their runners, as to any master that lacks it.
     """
     attempts, connection = tables.attempts, transaction.connection
-    ingest = RecordIngest(_changes(home))
+    ingest = RecordIngest(_JudgedBefore(LogStore(home / "logs")))
     running = connection.execute(select(attempts).where(attempts.c.ended_at.is_(None))).all()
     for attempt in running:
         directory = home / "attempts" / str(attempt.id)

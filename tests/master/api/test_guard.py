@@ -52,6 +52,7 @@ ROUTES = [
     "GET    /api/v1/tokens",
     "GET    /api/v1/trials/{trial_id}",
     "GET    /api/v1/trials/{trial_id}/checkpoints",
+    "GET    /api/v1/trials/{trial_id}/environments",
     "GET    /api/v1/trials/{trial_id}/logs",
     "GET    /api/v1/trials/{trial_id}/metrics",
     "GET    /api/v1/trials/{trial_id}/time",

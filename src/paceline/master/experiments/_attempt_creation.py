@@ -29,6 +29,7 @@ def create_attempt(
         # A warm start brings weights, not steps: the trial counts from its own beginning.
         latest = (trial.source_checkpoint, 0)
     uuid, steps = latest or (None, 0)
+    place = node.place_of(assignment.node_id) if assignment.node_id else None
     connection.execute(
         insert(tables.attempts).values(
             id=new_id(connection, tables.attempts),
@@ -38,7 +39,7 @@ def create_attempt(
             state=AttemptState.PENDING.value,
             slots=list(assignment.slots),
             node_id=assignment.node_id or None,
-            node_name=node.place(assignment.node_id).name if assignment.node_id else None,
+            node_name=None if place is None else place.name,
             members=_members(node, assignment),
             created_at=time.time(),
             resumed_from=uuid,

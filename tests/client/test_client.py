@@ -27,6 +27,8 @@ import sys, time, paceline
 with paceline.core.init() as context:
     info = paceline.get_cluster_info()
     data, lr = info.trial.config["data"], info.trial.hparams["lr"]
+    # It follows the checkpoints that are stored.
+    is_first = context.latest_checkpoint is None
     for step in range(1, data.get("steps", 3) + 1):
         context.train.report_training_metrics(step, {"train_loss": float("inf"), "lr": lr})
         context.train.report_validation_metrics(step, {"loss": lr * step})
@@ -38,7 +40,7 @@ with paceline.core.init() as context:
                 (path / "sub").mkdir()
                 (path / "sub" / "state.txt").write_text(f"{step}")
         # The first attempt may be held until it is told to leave.
-        while step == data.get("held_at") and not context.latest_checkpoint:
+        while step == data.get("held_at") and is_first:
             if context.preempt.should_preempt():
                 break
             time.sleep(0.05)

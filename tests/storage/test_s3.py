@@ -181,6 +181,7 @@ def test_a_file_and_a_checkpoint_have_a_time_limit_too(
     """Each request is answered in time, but there are many."""
     monkeypatch.setattr("paceline.storage._bucket_storage._PARTS_AT_ONCE", 1)
     storage = storage_from(s3)
+    # Makes the client, whose requests have 60 s each.
     store(storage, "one")
     faulty.delay(1.2)
     monkeypatch.setenv("PACELINE_STORE_FILE_TIMEOUT_S", "2")
@@ -189,7 +190,7 @@ def test_a_file_and_a_checkpoint_have_a_time_limit_too(
         match=r"could not store 'model' of checkpoint two.* after 2 s only . of its 3 parts were"
         " read to be sent. Hint: PACELINE_STORE_FILE_TIMEOUT_S allows more time",
     ):
-        store(storage_from(s3), "two", LARGE)
+        store(storage, "two", LARGE)
     monkeypatch.delenv("PACELINE_STORE_FILE_TIMEOUT_S")
     monkeypatch.setenv("PACELINE_STORE_CHECKPOINT_TIMEOUT_S", "2")
     for name in ("model_0", "model_1", "model_2"):

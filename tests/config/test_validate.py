@@ -83,6 +83,7 @@ def test_a_minimal_config_gets_the_documented_defaults(make: Make) -> None:
             "variables": {},
             "secrets": {},
             "working_dir": None,
+            "uv": False,
         },
         "profiling": {
             "enabled": False,

@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from paceline.journal import MetricsReported, StatusReported, encode_record
-from paceline.messages import resources, searches
+from paceline.messages import base, resources, searches, sign_ins
 from paceline.messages.attempts import (
     AttemptControl,
     AttemptEnd,
@@ -26,12 +26,12 @@ from paceline.messages.states import (
 
 REQUESTS = {
     "ContinueExperiment", "ContinueTrial", "CreateExperiment", "Login", "NewPassword",
-    "PreviewSearch", "Shutdown",
+    "PreviewSearch", "Shutdown", "Source",
 }  # fmt: skip
-NEEDED = {"config": {}, "password": "long enough"}
+NEEDED = {"config": {}, "password": "long enough", "commit": "0123abc"}
 MODELS = {
     name: model
-    for module in (resources, searches)
+    for module in (resources, searches, sign_ins)
     for name, model in inspect.getmembers(module, inspect.isclass)
     if issubclass(model, BaseModel) and model.__module__ == module.__name__
 }
@@ -113,11 +113,7 @@ def test_a_message_that_lacks_something_is_refused(text: bytes) -> None:
 
 
 def test_requests_are_these() -> None:
-    found = {
-        name
-        for name, model in MODELS.items()
-        if issubclass(model, resources.Request) and model is not resources.Request
-    }
+    found = {name for name, model in MODELS.items() if issubclass(model, base.Request)}
     assert found == REQUESTS
 
 

@@ -224,3 +224,16 @@ def test_one_module_alone_reads_yaml() -> None:
                 found.add((path.name, node.attr))
     readers = {name for name, used in found if used not in YAML_WITHOUT_READING}
     assert readers == {"_yaml.py"}
+
+
+def test_no_package_imports_private_modules_of_another() -> None:
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        own = path.relative_to(SOURCE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                parts = node.module.split(".")
+                is_private = any(part.startswith("_") for part in parts[2:])
+                if parts[0] == "paceline" and is_private and parts[1] != own:
+                    found.append(f"{path.name}: {node.module}")
+    assert found == []

@@ -13,8 +13,7 @@ import typer
 from paceline._private_files import open_private
 from paceline._waiting import exit_code
 from paceline.cli._errors import CommandError
-from paceline.client import MasterFile, read_master_file
-from paceline.client._location import HOME_VARIABLE, MASTER_VARIABLE
+from paceline.client import HOME_VARIABLE, MASTER_VARIABLE, MasterFile, read_master_file
 
 if TYPE_CHECKING:
     import psutil

@@ -25,6 +25,8 @@ from paceline.client._errors import (
 from paceline.client._events import EventStream
 from paceline.client._experiment import Experiment
 from paceline.client._location import (
+    HOME_VARIABLE,
+    MASTER_VARIABLE,
     MasterFile,
     find_master,
     home_directory,
@@ -46,7 +48,9 @@ from paceline.client._trial import Trial
 
 __all__ = [
     "DEFAULT_IGNORES",
+    "HOME_VARIABLE",
     "IGNORE_FILE",
+    "MASTER_VARIABLE",
     "MAX_CONTEXT_BYTES",
     "ApiError",
     "Checkpoint",

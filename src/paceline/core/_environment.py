@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,33 +58,43 @@ def describe_source(directory: Path) -> dict[str, Any] | None:
     directory = directory.absolute()
     if not any((one / ".git").exists() for one in (directory, *directory.parents)):
         return None
+    deadline = time.monotonic() + _GIT_LIMIT_S
     try:
-        commit = _git(directory, "rev-parse", "HEAD").decode().strip()
-        branch = _git(directory, "rev-parse", "--abbrev-ref", "HEAD").decode().strip()
-        diff = _git(directory, "diff", "HEAD", "--no-ext-diff", "--no-color", "--", ".")
-        untracked = _git(directory, "ls-files", "--others", "--exclude-standard", "--", ".")
+        # One request tells nearly all: the script waits for it.
+        status = _git(
+            directory, deadline, "status", "--porcelain=v2", "--branch", "--untracked-files=all",
+            "--no-renames", "--", ".",
+        )  # fmt: skip
+        lines = [line.split(" ") for line in status.decode(errors="replace").splitlines()]
+        kinds = [line[0] for line in lines]
+        head = {line[1]: line[2] for line in lines if line[0] == "#"}
+        if head["branch.oid"] == "(initial)":
+            return None
+        has_changes = "1" in kinds or "u" in kinds
+        changes = ("diff", "HEAD", "--no-ext-diff", "--no-color", "--", ".")
+        diff = _git(directory, deadline, *changes) if has_changes else b""
     except (OSError, subprocess.SubprocessError):
-        # No commit yet, no git here, or one that takes too long.
+        # No git here, or one that takes too long.
         return None
     found: dict[str, Any] = {
-        "commit": commit,
-        "branch": None if branch == "HEAD" else branch,
+        "commit": head["branch.oid"],
+        "branch": None if head["branch.head"] == "(detached)" else head["branch.head"],
         "num_diff_bytes": len(diff),
-        "num_untracked_files": len(untracked.splitlines()),
+        "num_untracked_files": kinds.count("?"),
     }
     if diff and os.environ.get(DIFF_VARIABLE) != "0":
         found["diff"] = diff[:MAX_DIFF_BYTES].decode(errors="replace")
     return found
 
 
-def _git(directory: Path, *arguments: str) -> bytes:
+def _git(directory: Path, deadline: float, *arguments: str) -> bytes:
     return subprocess.run(
         ["git", "-c", "core.fsmonitor=false", *arguments],  # noqa: S607 # the user's own
         cwd=directory,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        timeout=_GIT_LIMIT_S,
+        timeout=max(0.0, deadline - time.monotonic()),
         check=True,
         env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
     ).stdout

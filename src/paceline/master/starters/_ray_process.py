@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.master.starters import _ray_guard
 from paceline.master.starters._ray_actor import make_actor_class
-from paceline.workers.remote._ray_cluster import ADDRESS_VARIABLE, RayConnection, join_ray
+from paceline.workers import RayConnection, join_ray
 
 _ANSWER_S = 5.0
 
@@ -36,7 +36,8 @@ class RayRunners:
         self._handles: dict[str, Any] = {}
         self._own: RayConnection | None = None
         if options["address"] is None:
-            os.environ.pop(ADDRESS_VARIABLE, None)
+            # Ray joins the cluster that this names.
+            os.environ.pop("RAY_ADDRESS", None)
             self._own = RayConnection()
             self._ray = self._own.ray
         else:

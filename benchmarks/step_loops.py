@@ -247,7 +247,7 @@ def run_creators(
 ) -> None:
     """Train by the default function of creators, in this process as in its one worker."""
     from paceline.creators import _worker_functions
-    from paceline.creators._arguments import make_spec
+    from paceline.creators._argument_checks import make_spec
     from paceline.creators._replica_spec import PassOrder
     from paceline.workers import PortReservation
 

@@ -38,11 +38,14 @@ def problems() -> Any:
 # Those that the code makes from something else than a text.
 ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "paceline.client._errors.ApiError": lambda: ((404, "not_found", TEXT), {}),
-    "paceline.config._problems.ConfigError": lambda: ((problems(),), {}),
+    "paceline.config._config_problems.ConfigError": lambda: ((problems(),), {}),
     "paceline.core._errors.DistributedPeerError": lambda: ((TEXT,), {"error_type": "KeyError"}),
     "paceline.master.experiments._state_transitions.RefusedError": lambda: (("conflict", TEXT), {}),
     "paceline.master.nodes._registered_node.NodeRefusedError": lambda: (("name_taken", TEXT), {}),
-    "paceline.search._ranges.SpaceError": lambda: (("model.lr", "It must be.", "Let it."), {}),
+    "paceline.search._hyperparameter_kinds.SpaceError": lambda: (
+        ("model.lr", "It must be.", "Let it."),
+        {},
+    ),
     "paceline.storage._errors.CheckpointWriteError": lambda: ((errno.ENOSPC, TEXT), {}),
     "paceline.train._errors.IncompleteCheckpointError": lambda: ((TEXT, results()), {}),
     "paceline.workers._errors.NotEnoughWorkersError": lambda: ((TEXT, 3, 1), {}),

@@ -223,7 +223,7 @@ def test_one_module_alone_reads_yaml() -> None:
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml":
                 found.add((path.name, node.attr))
     readers = {name for name, used in found if used not in YAML_WITHOUT_READING}
-    assert readers == {"_yaml.py"}
+    assert readers == {"_read_yaml.py"}
 
 
 def test_no_package_imports_private_modules_of_another() -> None:

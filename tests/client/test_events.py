@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from paceline.client import ApiError, Client, EventStream, MasterUnreachableError
-from paceline.client._events import StreamedEvent, parse_stream
+from paceline.client._event_stream import StreamedEvent, parse_stream
 from paceline.client._http_session import HttpSession
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import core
-from paceline.testing._verify import OPERATION
+from paceline.testing._verify_resume import OPERATION
 
 
 @pytest.fixture(autouse=True)

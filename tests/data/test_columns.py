@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline import data
-from paceline.data import _columns
+from paceline.data import _sample_columns
 from paceline.data._file_source import FileSource
 
 LISTS = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(12)), 3)
@@ -32,7 +32,7 @@ LISTS = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(12)), 3)
 def test_columns_of_numbers_are_what_arrow_has(column: Any) -> None:
     for part in (column, column.slice(1), column.slice(1, 1)):
         expected = np.array(part.to_pylist()) if part.type == LISTS.type else part.to_numpy(False)
-        found = _columns._decode(part)
+        found = _sample_columns._decode(part)
         np.testing.assert_array_equal(found.reshape(expected.shape), expected)
         assert found.dtype == expected.dtype
 
@@ -44,9 +44,9 @@ def test_vectors_of_several_lengths_and_with_gaps_are_arrays() -> None:
         (column.slice(2), [[3], [], [4, 5]]),
         (pa.array([[True], [False, True]]), [[True], [False, True]]),
     ):
-        found = [v if v is None else v.tolist() for v in _columns._row_values(part)]
+        found = [v if v is None else v.tolist() for v in _sample_columns._row_values(part)]
         assert found == expected
-    (first,) = _columns._row_values(pa.array([[1, None]]))
+    (first,) = _sample_columns._row_values(pa.array([[1, None]]))
     assert np.isnan(first[1])
 
 

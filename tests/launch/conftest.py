@@ -44,8 +44,16 @@ def start_launcher(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[st
 def launcher_server(fork_server_class: Any) -> Iterator[Any]:
     """Return a server of launchers, so that each has loaded what it needs."""
     server = fork_server_class(
-        *("paceline.launch._arguments", "paceline.launch._attempt_nodes", "paceline.workers"),
-        *("paceline.launch._backend", "paceline.launch._command", "paceline.launch._line_writer"),
+        *(
+            "paceline.launch._launcher_arguments",
+            "paceline.launch._attempt_nodes",
+            "paceline.workers",
+        ),
+        *(
+            "paceline.launch._backend_variables",
+            "paceline.launch._worker_command",
+            "paceline.launch._line_writer",
+        ),
     )
     yield server
     server.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.launch._arguments import LaunchArgumentError, LaunchOptions, parse_arguments
+from paceline.launch._launcher_arguments import LaunchArgumentError, LaunchOptions, parse_arguments
 
 
 @pytest.mark.parametrize(

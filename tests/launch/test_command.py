@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch._arguments import LaunchArgumentError
-from paceline.launch._command import worker_command
+from paceline.launch._launcher_arguments import LaunchArgumentError
+from paceline.launch._worker_command import worker_command
 from paceline.workers import PROGRAM_FILE
 
 HERE = sys.executable

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.core import RunState, list_runs
-from paceline.testing._compare import compare_runs
+from paceline.testing._compare_runs import compare_runs
 from paceline.testing._run_results import read_facts
 from paceline.workers import PortReservation
 

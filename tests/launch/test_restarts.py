@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core import RunState, list_runs
-from paceline.testing._compare import compare_runs
+from paceline.testing._compare_runs import compare_runs
 from paceline.testing._run_results import read_facts
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.launch import torch_distributed
-from paceline.launch._arguments import LaunchArgumentError
+from paceline.launch._launcher_arguments import LaunchArgumentError
 from paceline.workers import NodeLayout, ProgramPool, WorkerCommand, WorkerFailedError
 from paceline.workers.pools import _generation
 from paceline.workers.processes._process_facts import read_process

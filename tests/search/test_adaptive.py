@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.search import AdaptiveAshaConfig, Create, Search, Started, Train, simulate
-from paceline.search._exact import as_fraction
+from paceline.search._exact_division import as_fraction
 from paceline.search.methods._adaptive import (
     bracket_concurrency,
     bracket_rungs,

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.search._exact import as_fraction, floor_log, floor_power, keep_count, rung_units
+from paceline.search._exact_division import (
+    as_fraction,
+    floor_log,
+    floor_power,
+    keep_count,
+    rung_units,
+)
 
 
 @pytest.mark.parametrize(

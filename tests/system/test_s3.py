@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.storage import storage_from
-from paceline.testing._compare import compare_runs
+from paceline.testing._compare_runs import compare_runs
 from paceline.testing._run_results import read_facts
 
 COUNTING = """

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from paceline import core
 from paceline.engine import save_state
-from paceline.testing._compare import compare_runs
+from paceline.testing._compare_runs import compare_runs
 from paceline.testing._run_results import RunFacts, find_run, read_facts
 
 Write = Callable[[Path], Any]

@@ -23,7 +23,7 @@ from paceline.storage import (
     DirectoryStorage,
     storage_from,
 )
-from paceline.storage._temporary import temporary_directory
+from paceline.storage._temporary_directories import temporary_directory
 from paceline.workers import DriverLink, ForwardedRun, ForwardedStorage, StorageRequests
 from paceline.workers.pools._channel import BlockingChannel, Kind
 from paceline.workers.remote._forwarder import Forwarder

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli._event_feed import Feed, FeedLine
+from paceline.cli._event_lines import Feed, FeedLine
 from paceline.cli._log_printing import format_line
 from paceline.cli._output import console, error_console
 from paceline.cli._state_words import exit_code, lost_text

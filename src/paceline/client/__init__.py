@@ -22,9 +22,9 @@ from paceline.client._errors import (
     MasterUnreachableError,
     NoCheckpointError,
 )
-from paceline.client._events import EventStream
+from paceline.client._event_stream import EventStream
 from paceline.client._experiment import Experiment
-from paceline.client._location import (
+from paceline.client._master_location import (
     HOME_VARIABLE,
     MASTER_VARIABLE,
     MasterFile,
@@ -43,7 +43,7 @@ from paceline.client._module_functions import (
     list_experiments,
     trial,
 )
-from paceline.client._sync import RunSync, SyncResult
+from paceline.client._sync_run import RunSync, SyncResult
 from paceline.client._trial import Trial
 
 __all__ = [

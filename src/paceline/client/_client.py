@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._cluster_client import ClusterClient
 from paceline.client._code_context import pack_context
-from paceline.client._events import EventStream
+from paceline.client._event_stream import EventStream
 from paceline.client._experiment import Experiment
 from paceline.client._http_session import HttpSession
 from paceline.client._trial import Trial

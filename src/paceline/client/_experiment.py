@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._errors import DownloadError, MasterUnreachableError, NoCheckpointError
-from paceline.client._events import EventStream
+from paceline.client._event_stream import EventStream
 from paceline.client._http_session import HttpSession
 from paceline.client._trial import Trial, _number
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.client._errors import ApiError, MasterUnreachableError
-from paceline.client._location import START_COMMAND, MasterAccess, find_master
+from paceline.client._master_location import START_COMMAND, MasterAccess, find_master
 
 if TYPE_CHECKING:
     import ssl

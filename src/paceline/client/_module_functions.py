@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.client._checkpoint import Checkpoint
 from paceline.client._client import Client
 from paceline.client._experiment import Experiment
-from paceline.client._location import MASTER_VARIABLE, TOKEN_VARIABLE, home_directory
+from paceline.client._master_location import MASTER_VARIABLE, TOKEN_VARIABLE, home_directory
 from paceline.client._trial import Trial
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.client._client import Client
 from paceline.client._errors import ApiError, MasterUnreachableError
-from paceline.client._location import (
+from paceline.client._master_location import (
     REPORT_PATIENCE_VARIABLE,
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
@@ -21,7 +21,7 @@ from paceline.client._location import (
     home_directory,
     read_master_file,
 )
-from paceline.client._sync import RunSync
+from paceline.client._sync_run import RunSync
 
 _INTERVAL_S = 1.0
 _LONGEST_PAUSE_S = 30.0

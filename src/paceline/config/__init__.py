@@ -1,14 +1,22 @@
 """The experiment config: reading, checking, merging, and what it means."""
 
+from paceline.config._config_problems import MISSING, ConfigError, Problem
+from paceline.config._config_secrets import (
+    HIDDEN,
+    hide_in_text,
+    hide_secrets,
+    reveal_secrets,
+    without_secrets,
+)
 from paceline.config._entrypoint import build_command, fill_entrypoint
-from paceline.config._experiment import ExperimentConfig
-from paceline.config._length import split_length
-from paceline.config._merge import merge_configs
+from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._lengths_and_periods import split_length
+from paceline.config._merge_configs import merge_configs
 from paceline.config._method_registry import searcher_section
-from paceline.config._older import Optimizations
+from paceline.config._older_configs import Optimizations
 from paceline.config._overrides import apply_overrides
-from paceline.config._problems import MISSING, ConfigError, Problem
-from paceline.config._resources_and_environment import (
+from paceline.config._read_yaml import compose_yaml, parse_yaml, read_yaml_file
+from paceline.config._resources_and_environment_sections import (
     Environment,
     Profiling,
     Reproducibility,
@@ -16,7 +24,7 @@ from paceline.config._resources_and_environment import (
     SlotRange,
 )
 from paceline.config._schema import json_schema
-from paceline.config._searcher import (
+from paceline.config._searcher_section import (
     BATCHES,
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
@@ -26,23 +34,15 @@ from paceline.config._searcher import (
     Searcher,
     SingleSearcher,
 )
-from paceline.config._secrets import (
-    HIDDEN,
-    hide_in_text,
-    hide_secrets,
-    reveal_secrets,
-    without_secrets,
-)
-from paceline.config._section import Section
-from paceline.config._storage import (
+from paceline.config._section_base import Section
+from paceline.config._storage_section import (
     CheckpointStorage,
     DirectoryStorage,
     S3Storage,
     SharedFsStorage,
     UrlStorage,
 )
-from paceline.config._validate import load_config, read_stored_config, validate_config
-from paceline.config._yaml import compose_yaml, parse_yaml, read_yaml_file
+from paceline.config._validate_config import load_config, read_stored_config, validate_config
 
 __all__ = [
     "BATCHES",

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema
 
-from paceline.config._searcher import (
+from paceline.config._searcher_section import (
     AdaptiveAshaSearcher,
     AsyncHalvingSearcher,
     GridSearcher,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.config._problems import ConfigError, Problem
-from paceline.config._yaml import parse_scalar
+from paceline.config._config_problems import ConfigError, Problem
+from paceline.config._read_yaml import parse_scalar
 
 # A single value for one of these fields is a list of one.
 _LIST_FIELDS = frozenset({("labels",), ("searcher", "bracket_rungs")})

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from paceline.config._experiment import ExperimentConfig
+from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._method_registry import load_search_methods
-from paceline.config._section import alias_names, given_schema
-from paceline.config._storage import DirectoryStorage
+from paceline.config._section_base import alias_names, given_schema
+from paceline.config._storage_section import DirectoryStorage
 
 _INTEGER_OR_NULL = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import core
 from paceline.creators import _worker_functions
-from paceline.creators._arguments import (
+from paceline.creators._argument_checks import (
     check_alone,
     check_names,
     check_pass,

@@ -10,7 +10,7 @@ from paceline.data._errors import (
     DataFormatError,
     DataNotFoundError,
 )
-from paceline.data._reading import read, read_images, write_index
+from paceline.data._open_datasets import read, read_images, write_index
 from paceline.data._stream_pieces import StreamPieces, stream_pieces
 
 __all__ = [

@@ -6,9 +6,9 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
-from paceline.data._columns import columns_of_table
 from paceline.data._errors import DataError
 from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile, Segments
+from paceline.data._sample_columns import columns_of_table
 
 
 class ArrowFormat(FileFormat):

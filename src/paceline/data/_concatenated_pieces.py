@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data._columns import Columns, join_columns
+from paceline.data._sample_columns import Columns, join_columns
 
 # A batch of few pieces costs as little without, and these are large.
 _FEWEST = 6

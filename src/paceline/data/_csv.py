@@ -8,9 +8,9 @@ import pyarrow as pa
 import xxhash
 from pyarrow import csv
 
-from paceline.data._columns import columns_of_table
 from paceline.data._errors import DataError
 from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile
+from paceline.data._sample_columns import columns_of_table
 from paceline.data._text_blocks import blocks_of, line_ends
 
 # Text takes about as much memory as in the file, numbers less.

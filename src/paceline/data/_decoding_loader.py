@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from paceline.data._encoded import decoded, decoded_batch
-from paceline.data._source import Source
+from paceline.data._encoded_images import decoded, decoded_batch
+from paceline.data._sample_source import Source
 
 _MOST_THREADS = 4
 

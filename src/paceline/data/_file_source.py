@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 
 from paceline.data._chunk_cache import ChunkCache
-from paceline.data._columns import gather
 from paceline.data._concatenated_pieces import JoinedPieces
 from paceline.data._disk_cache import DiskCache
-from paceline.data._encoded import decoded
+from paceline.data._encoded_images import decoded
 from paceline.data._file_format import DataFile, FileFormat
 from paceline.data._file_index import FileIndex, cache_directory
 from paceline.data._file_locations import Directory, Objects, Place
-from paceline.data._source import Numbers, Source
+from paceline.data._sample_columns import gather
+from paceline.data._sample_source import Numbers, Source
 
 MEMORY_BYTES = 48 * 1024 * 1024
 # Decoded samples may take a little more than the index says.

@@ -6,12 +6,12 @@ from typing import Any
 
 import xxhash
 
-from paceline.data._decoding import IMAGES
-from paceline.data._encoded import Encoded, decoded
+from paceline.data._decode_files import IMAGES
+from paceline.data._encoded_images import Encoded, decoded
 from paceline.data._errors import DataNotFoundError
 from paceline.data._file_format import DataFile
 from paceline.data._file_locations import Directory, Place
-from paceline.data._source import Source
+from paceline.data._sample_source import Source
 
 # Requests to a store wait for its answer, not for this machine.
 _REQUESTS_AT_ONCE = 16

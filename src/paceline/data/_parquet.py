@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from paceline.data._columns import columns_of_table
 from paceline.data._errors import DataError
 from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile, Segments
+from paceline.data._sample_columns import columns_of_table
 
 _TAIL_BYTES = 64 * 1024
 # A file of one row group is read by one request, footer and all, up to this size.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from paceline._seeds import mix_seed
-from paceline.data._source import Numbers
+from paceline.data._sample_source import Numbers
 
 _PIECES, _WINDOW = 0, 1
 _WINDOWS_KEPT = 4

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from paceline.data._partitioned_order import PartitionedOrder, PartitionShards
-from paceline.data._source import Source
+from paceline.data._sample_source import Source
 
 _PIPELINE_OPTIONS = ("length", "window")
 

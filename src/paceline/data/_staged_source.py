@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.data._source import Source
-from paceline.data._stages import Stage
+from paceline.data._sample_source import Source
+from paceline.data._sample_stages import Stage
 
 
 class StagedSource(Source):

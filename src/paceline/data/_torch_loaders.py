@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data._decoding_loader import DecodingLoader
-from paceline.data._memory import MemorySource
-from paceline.data._stream import Stream
+from paceline.data._sample_stream import Stream
+from paceline.data._samples_in_memory import MemorySource
 from paceline.data._stream_pieces import StreamPieces
 
 if TYPE_CHECKING:

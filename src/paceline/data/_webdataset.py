@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from paceline.data._encoded import Encoded
+from paceline.data._encoded_images import Encoded
 from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile, Rows, Segments
 
 _PIECE_BYTES = 8 * 1024 * 1024

@@ -1,6 +1,6 @@
 """The config object front door: describe a run, then build and train it."""
 
-from paceline.declarative._configs import (
+from paceline.declarative._config_classes import (
     Config,
     InferenceConfig,
     LossTrackerParameters,
@@ -9,6 +9,7 @@ from paceline.declarative._configs import (
     PretrainingConfig,
     TrainingConfig,
 )
+from paceline.declarative._config_object import OptionContainer
 from paceline.declarative._loss_classes import (
     MarginLoss,
     NegativeCosineSimilarity,
@@ -16,7 +17,6 @@ from paceline.declarative._loss_classes import (
     TotalVariationLoss,
 )
 from paceline.declarative._loss_history import LossTracker
-from paceline.declarative._options import OptionContainer
 from paceline.declarative._run_yaml import RunFileError, load_run
 from paceline.declarative._tester import Tester
 from paceline.declarative._trainer import Trainer

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 
 from paceline import core, pytorch
-from paceline.declarative._configs import ParallelizationConfig, TrainingConfig
+from paceline.declarative._config_classes import ParallelizationConfig, TrainingConfig
 from paceline.declarative._loss_classes import MarginLoss
 from paceline.engine import (
     ClipGrads,

@@ -25,7 +25,7 @@ from paceline.declarative._built_parts import (
     recorded_fields,
     require_fields,
 )
-from paceline.declarative._configs import TrainingConfig
+from paceline.declarative._config_classes import TrainingConfig
 from paceline.declarative._hyperparameters import with_hyperparameters
 from paceline.declarative._loss_history import LossTracker
 from paceline.declarative._run_files import (

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.declarative._options import OptionContainer
+from paceline.declarative._config_object import OptionContainer
 
 
 def with_hyperparameters(configs: Any, hparams: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline import LOG_FORMAT
 from paceline.config import ConfigError, apply_overrides, parse_yaml
 from paceline.core import launched_place, run_name
-from paceline.declarative._configs import PretrainingConfig, TrainingConfig
+from paceline.declarative._config_classes import PretrainingConfig, TrainingConfig
 from paceline.declarative._trainer import Trainer
 
 _KINDS: dict[str, type[TrainingConfig]] = {

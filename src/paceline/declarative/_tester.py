@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from paceline.declarative._configs import InferenceConfig
+from paceline.declarative._config_classes import InferenceConfig
 from paceline.declarative._run_files import load_weights
 from paceline.engine import Collate, form_of, to_device
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import pytorch
-from paceline.declarative._configs import TrainingConfig
+from paceline.declarative._config_classes import TrainingConfig
 from paceline.engine import ClipGrads, LossPlan, Prediction
 
 

@@ -109,8 +109,8 @@ from paceline.engine.schedule._train_units import (
     TrainUnit,
     checked_unit,
 )
+from paceline.engine.state._capture_trained_objects import ModelsAndOptimizers, load_models
 from paceline.engine.state._changed_settings import SettingChanges, built_settings
-from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, load_models
 from paceline.engine.steps._loss_plan import LossPlan, Prediction, accuracy
 from paceline.engine.steps._stepper import ClipGrads, Stepper
 from paceline.engine.tensors._optimizer_parameters import all_parameters

@@ -1,9 +1,8 @@
 """The append-only record of what a training process did, and the directory that holds it."""
 
 from paceline._atomic_files import sync_directory, write_atomically
-from paceline.journal._metric_values import decode_value, encode_float, encode_metrics, same_value
-from paceline.journal._reader import Entry, JournalReader, JournalVersionError
-from paceline.journal._records import (
+from paceline.journal._journal_reader import Entry, JournalReader, JournalVersionError
+from paceline.journal._journal_records import (
     ALERT_LEVELS,
     EARLY_EXIT_REASONS,
     FORMAT_VERSION,
@@ -32,6 +31,8 @@ from paceline.journal._records import (
     decode_record,
     encode_record,
 )
+from paceline.journal._journal_writer import JournalWriter, frame_line, segment_name
+from paceline.journal._metric_values import decode_value, encode_float, encode_metrics, same_value
 from paceline.journal._run_directory import (
     HEARTBEAT_LIMIT_S,
     MEETING_PORT_VARIABLE,
@@ -44,7 +45,6 @@ from paceline.journal._run_directory import (
 from paceline.journal._run_info import RUN_FORMAT_VERSION, Control, RunInfo, TrialInfo
 from paceline.journal._run_tail import RunTail
 from paceline.journal._time_shares import AttemptTimes, TimeShares, divide_time
-from paceline.journal._writer import JournalWriter, frame_line, segment_name
 
 __all__ = [
     "ALERT_LEVELS",

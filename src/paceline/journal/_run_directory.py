@@ -13,7 +13,7 @@ import msgspec
 
 from paceline._atomic_files import write_atomically
 from paceline._sealed_json import check_seal, seal
-from paceline.journal._reader import JournalReader
+from paceline.journal._journal_reader import JournalReader
 from paceline.journal._run_info import RUN_FORMAT_VERSION, Control, RunInfo
 
 RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"

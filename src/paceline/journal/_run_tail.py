@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from paceline.journal._reader import Entry, JournalReader
+from paceline.journal._journal_reader import Entry, JournalReader
 from paceline.journal._run_directory import JournalKey, RunDirectory
 
 

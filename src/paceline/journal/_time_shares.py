@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 
-from paceline.journal._records import TimeSpent
+from paceline.journal._journal_records import TimeSpent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

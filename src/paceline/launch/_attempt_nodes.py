@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.launch._arguments import LaunchArgumentError, LaunchOptions
+from paceline.launch._launcher_arguments import LaunchArgumentError, LaunchOptions
 
 if TYPE_CHECKING:
     from paceline.journal import RunInfo

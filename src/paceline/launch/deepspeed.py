@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.launch._arguments import LaunchOptions
-from paceline.launch._backend import Backend, check_installed
+from paceline.launch._backend_variables import Backend, check_installed
+from paceline.launch._launcher_arguments import LaunchOptions
 from paceline.launch.torch_distributed import launch
 from paceline.workers import NodeLayout, WorkerVariables
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.launch._arguments import LaunchArgumentError, LaunchOptions
-from paceline.launch._backend import Backend, check_installed
+from paceline.launch._backend_variables import Backend, check_installed
+from paceline.launch._launcher_arguments import LaunchArgumentError, LaunchOptions
 from paceline.launch.torch_distributed import launch
 from paceline.workers import LOOPBACK, NodeLayout, WorkerVariables
 

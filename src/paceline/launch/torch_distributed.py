@@ -12,11 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from paceline.launch._arguments import USAGE, LaunchArgumentError, LaunchOptions, parse_arguments
 from paceline.launch._attempt_nodes import AttemptNodes, attempt_nodes, info_of_attempt
-from paceline.launch._backend import Backend
-from paceline.launch._command import worker_command
+from paceline.launch._backend_variables import Backend
+from paceline.launch._launcher_arguments import (
+    USAGE,
+    LaunchArgumentError,
+    LaunchOptions,
+    parse_arguments,
+)
 from paceline.launch._line_writer import RankLineWriter
+from paceline.launch._worker_command import worker_command
 from paceline.workers import (
     LOOPBACK,
     SHARDS_VARIABLE,

@@ -22,8 +22,8 @@ from paceline.engine import (
 from paceline.pytorch import samplers
 from paceline.pytorch._batch_inference import torch_batch_process
 from paceline.pytorch._batch_processor import TorchBatchProcessor, TorchBatchProcessorContext
+from paceline.pytorch._batches_and_loaders import DataLoader, TorchData, data_length, to_device
 from paceline.pytorch._callbacks import PyTorchCallback
-from paceline.pytorch._data import DataLoader, TorchData, data_length, to_device
 from paceline.pytorch._from_checkpoint import (
     CheckpointLoadContext,
     load_trial_from_checkpoint_path,

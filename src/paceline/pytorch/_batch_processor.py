@@ -9,7 +9,7 @@ import torch
 
 from paceline import core
 from paceline.engine import MetricReducer, ReducerSet, to_device
-from paceline.pytorch._data import TorchData
+from paceline.pytorch._batches_and_loaders import TorchData
 
 
 class TorchBatchProcessorContext:

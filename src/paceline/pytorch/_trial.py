@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from paceline.engine import Reducer
+from paceline.pytorch._batches_and_loaders import DataLoader, TorchData, data_length
 from paceline.pytorch._callbacks import PyTorchCallback
-from paceline.pytorch._data import DataLoader, TorchData, data_length
 
 
 class PyTorchTrial(ABC):

@@ -25,7 +25,7 @@ from paceline.engine import (
     default_data_parallel,
     use_own_device,
 )
-from paceline.pytorch._data import TorchData, to_device
+from paceline.pytorch._batches_and_loaders import TorchData, to_device
 from paceline.pytorch._trial_facts import TrialFacts
 
 if TYPE_CHECKING:

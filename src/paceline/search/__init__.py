@@ -6,7 +6,8 @@ Nothing here does I/O. `Search` takes inputs (what happened to trials) and retur
 
 from __future__ import annotations
 
-from paceline.search._config import SearchConfig
+from paceline.search._hyperparameter_kinds import SpaceError
+from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._messages import (
     Create,
     Exited,
@@ -23,15 +24,13 @@ from paceline.search._messages import (
     message_to_json,
     operation_from_json,
 )
-from paceline.search._method import SearchMethod, TrialMaker
+from paceline.search._method_base import SearchMethod, TrialMaker
+from paceline.search._method_config import SearchConfig
 from paceline.search._method_errors import SearchMethodError, method_errors
 from paceline.search._preview import Preview, PreviewRow, preview
-from paceline.search._ranges import SpaceError
-from paceline.search._rng import Rng
+from paceline.search._random_stream import Rng
 from paceline.search._search import Search, replay
-from paceline.search._simulate import SimulationResult, simulate
-from paceline.search._space import Space, parse_space
-from paceline.search._views import (
+from paceline.search._search_views import (
     BracketPlan,
     BracketView,
     Decision,
@@ -39,6 +38,7 @@ from paceline.search._views import (
     RungView,
     TrialView,
 )
+from paceline.search._simulate import SimulationResult, simulate
 from paceline.search.methods import (
     AdaptiveAshaConfig,
     AsyncHalvingConfig,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline._errors import PicklableError
-from paceline.search._ranges import SpaceError
+from paceline.search._hyperparameter_kinds import SpaceError
 
 
 class SearchMethodError(PicklableError, RuntimeError):

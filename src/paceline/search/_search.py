@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.search._config import SearchConfig
+from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._messages import (
     Create,
     Exited,
@@ -23,11 +23,11 @@ from paceline.search._messages import (
     Stop,
     Train,
 )
-from paceline.search._method import TrialMaker, check_same_setup
+from paceline.search._method_base import TrialMaker, check_same_setup
+from paceline.search._method_config import SearchConfig
 from paceline.search._method_errors import SearchMethodError, method_errors
-from paceline.search._rng import Rng
-from paceline.search._space import Space, parse_space
-from paceline.search._views import BracketView, TrialView
+from paceline.search._random_stream import Rng
+from paceline.search._search_views import BracketView, TrialView
 
 _VERSION = 1
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.search._config import SearchConfig
 from paceline.search._messages import (
     Create,
     Exited,
@@ -19,6 +18,7 @@ from paceline.search._messages import (
     Stop,
     Train,
 )
+from paceline.search._method_config import SearchConfig
 from paceline.search._search import Search
 
 

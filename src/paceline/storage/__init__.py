@@ -3,6 +3,13 @@
 from paceline._atomic_files import sync_directory
 from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
 from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._durable_files import (
+    copy_file,
+    copy_files,
+    digest_file,
+    sync_tree,
+    write_durably,
+)
 from paceline.storage._errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -11,14 +18,7 @@ from paceline.storage._errors import (
     CheckpointWriteError,
     StorageNotInstalledError,
 )
-from paceline.storage._files import (
-    copy_file,
-    copy_files,
-    digest_file,
-    sync_tree,
-    write_durably,
-)
-from paceline.storage._incoming import IncomingCheckpoint, forget_incoming
+from paceline.storage._incoming_checkpoint import IncomingCheckpoint, forget_incoming
 from paceline.storage._manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
@@ -38,8 +38,8 @@ from paceline.storage._retention_rules import (
     to_delete,
     wanted,
 )
-from paceline.storage._spec import checkpoint_at, storage_from
 from paceline.storage._storage_registry import added_schemes, scheme_of
+from paceline.storage._storage_setting import checkpoint_at, storage_from
 
 __all__ = [
     "MANIFEST_NAME",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline import faults
 from paceline._atomic_files import sync_directory
-from paceline.storage import _files
+from paceline.storage import _durable_files
 from paceline.storage._checkpoint_storage import (
     CheckpointStorage,
     UuidList,
@@ -67,8 +67,8 @@ class DirectoryStorage(CheckpointStorage):
         """Yield ``<root>/<uuid>/``, empty, and finish the shard afterwards."""
         with self._storing(uuid, is_shared=False) as path:
             yield path
-            names = check_names(_files.list_files(path))
-            self._finish_shard(path, rank, _files.seal_files(path, names))
+            names = check_names(_durable_files.list_files(path))
+            self._finish_shard(path, rank, _durable_files.seal_files(path, names))
 
     def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
         """Copy a directory's files; links to regular files are copied as what they refer to."""
@@ -77,7 +77,7 @@ class DirectoryStorage(CheckpointStorage):
             raise NotADirectoryError(
                 f"A checkpoint must be stored from a directory, but got {str(source)!r}."
             )
-        names = check_names(_files.list_files(source, follow_links=True))
+        names = check_names(_durable_files.list_files(source, follow_links=True))
         self._check_uncommitted(self._path(uuid), rank)
         # Several ranks may bring their shards of one checkpoint, each its own files.
         with self._storing(uuid, is_shared=True) as path:
@@ -85,7 +85,7 @@ class DirectoryStorage(CheckpointStorage):
             for name in names:
                 if entries:
                     faults.reach("storage.between_files")
-                entries[name] = _files.copy_file(source / name, path / name, durable=True)
+                entries[name] = _durable_files.copy_file(source / name, path / name, durable=True)
             self._finish_shard(path, rank, entries)
 
     @contextmanager
@@ -94,15 +94,17 @@ class DirectoryStorage(CheckpointStorage):
         path = self._path(uuid)
         self._check_uncommitted(path, rank)
         own = path / f".rank-{rank}"
-        with _files.write_errors(uuid, self._existing_parent()):
+        with _durable_files.write_errors(uuid, self._existing_parent()):
             self._make_root()
             self._mark_open(uuid)
             own.mkdir(parents=True)
         faults.reach("storage.begun")
         try:
-            with _files.write_errors(uuid, own):
+            with _durable_files.write_errors(uuid, own):
                 yield own
-                entries = _files.seal_files(own, check_names(_files.list_files(own)))
+                entries = _durable_files.seal_files(
+                    own, check_names(_durable_files.list_files(own))
+                )
                 _move_up(own, path, entries)
                 faults.reach("storage.before_done")
                 self._write_done(path, rank, entries)
@@ -114,13 +116,13 @@ class DirectoryStorage(CheckpointStorage):
     def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[Path]:
         """Make the checkpoint's directory; remove it if the body fails."""
         path = self._path(uuid)
-        with _files.write_errors(uuid, self._existing_parent()):
+        with _durable_files.write_errors(uuid, self._existing_parent()):
             self._make_root()
             self._mark_open(uuid)
             path.mkdir(exist_ok=is_shared)
         faults.reach("storage.begun")
         try:
-            with _files.write_errors(uuid, path):
+            with _durable_files.write_errors(uuid, path):
                 yield path
         except BaseException:
             # Not `discard`: a file of the user's may be named like a manifest.
@@ -146,13 +148,13 @@ class DirectoryStorage(CheckpointStorage):
         return next(path for path in [self._root, *self._root.parents] if path.is_dir())
 
     def _finish_shard(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
-        _files.sync_tree(path)
+        _durable_files.sync_tree(path)
         faults.reach("storage.before_done")
         self._write_done(path, rank, entries)
 
     def _write_done(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
         done = ShardDone(rank=rank, files=entries)
-        _files.write_durably(path / done_name(rank), encode(done))
+        _durable_files.write_durably(path / done_name(rank), encode(done))
         faults.reach("storage.after_done")
 
     def discard(self, uuid: str) -> None:
@@ -211,7 +213,7 @@ class DirectoryStorage(CheckpointStorage):
         problems: dict[str, str] = {}
         for path, entry in manifest.files.items():
             try:
-                copied = _files.copy_file(root / path, target / path)
+                copied = _durable_files.copy_file(root / path, target / path)
             except FileNotFoundError:
                 problems[path] = "is missing"
                 continue
@@ -240,8 +242,8 @@ class DirectoryStorage(CheckpointStorage):
     def replace_manifest(self, manifest: Manifest) -> None:
         """Replace ``manifest.json``, then remove the files that it does not name any more."""
         root = self._path(manifest.uuid)
-        with _files.write_errors(manifest.uuid, self._root):
-            _files.write_durably(root / MANIFEST_NAME, encode(manifest))
+        with _durable_files.write_errors(manifest.uuid, self._root):
+            _durable_files.write_durably(root / MANIFEST_NAME, encode(manifest))
         faults.reach("storage.after_manifest_replaced")
         for name in manifest.deleted:
             (root / name).unlink(missing_ok=True)
@@ -257,7 +259,9 @@ class DirectoryStorage(CheckpointStorage):
             if (path / MANIFEST_NAME).exists():
                 self._mark_closed(marker.name)
                 continue
-            changed = _files.newest_change(path) if path.is_dir() else marker.stat().st_mtime
+            changed = (
+                _durable_files.newest_change(path) if path.is_dir() else marker.stat().st_mtime
+            )
             if time.time() - changed >= older_than_s:
                 shutil.rmtree(path, ignore_errors=True)
                 self._mark_closed(marker.name)
@@ -300,8 +304,8 @@ class DirectoryStorage(CheckpointStorage):
         path = self._path(manifest.uuid)
         faults.reach("storage.before_manifest")
         try:
-            with _files.write_errors(manifest.uuid, self._root):
-                _files.write_durably(path / MANIFEST_NAME, encode(manifest))
+            with _durable_files.write_errors(manifest.uuid, self._root):
+                _durable_files.write_durably(path / MANIFEST_NAME, encode(manifest))
                 sync_directory(self._root)
         except BaseException:
             self.discard(manifest.uuid)
@@ -324,7 +328,7 @@ def _state_of(path: Path) -> tuple[int, int] | None:
 
 def _problem(path: Path, entry: FileEntry) -> str | None:
     try:
-        found = _files.digest_file(path)
+        found = _durable_files.digest_file(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return "is missing"
     return None if found == entry else entry.difference(found)
@@ -339,7 +343,7 @@ def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
     for name, entry in entries.items():
         target = path / name
         if target.exists():
-            if target.is_file() and _files.digest_file(target) == entry:
+            if target.is_file() and _durable_files.digest_file(target) == entry:
                 continue
             raise FileExistsError(
                 "Files that several ranks store must have different names or the same content, but"

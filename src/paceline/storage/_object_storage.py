@@ -10,7 +10,7 @@ from typing import NamedTuple
 import xxhash
 
 from paceline import faults
-from paceline.storage import _files
+from paceline.storage import _durable_files
 from paceline.storage._checkpoint_storage import (
     CheckpointStorage,
     UuidList,
@@ -34,7 +34,7 @@ from paceline.storage._manifest import (
     done_name,
     encode,
 )
-from paceline.storage._temporary import temporary_directory
+from paceline.storage._temporary_directories import temporary_directory
 from paceline.storage._upload_limits import UploadLimits, limit_hint
 
 _CHUNK_BYTES = 8 * 1024 * 1024
@@ -123,7 +123,7 @@ class ObjectStorage(CheckpointStorage):
         """Yield a temporary directory, whose files are put afterwards."""
         self._check_new(uuid, rank)
         with temporary_directory() as path:
-            with _files.write_errors(uuid, path):
+            with _durable_files.write_errors(uuid, path):
                 yield path
             self._put_all(uuid, rank, path)
 
@@ -142,7 +142,7 @@ class ObjectStorage(CheckpointStorage):
         began = time.monotonic()
         faults.reach("storage.begun")
         entries: dict[str, FileEntry] = {}
-        names = check_names(_files.list_files(source, follow_links=follow_links))
+        names = check_names(_durable_files.list_files(source, follow_links=follow_links))
         for name in names:
             if entries:
                 faults.reach("storage.between_files")
@@ -168,7 +168,7 @@ class ObjectStorage(CheckpointStorage):
 
     def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
         """Store a file within a time, if the store can tell, and return its size and digest."""
-        entry = _files.digest_file(file)
+        entry = _durable_files.digest_file(file)
         self.put(key, file)
         return entry
 

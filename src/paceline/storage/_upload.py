@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xxhash
 
-from paceline.storage import _files
+from paceline.storage import _durable_files
 from paceline.storage._manifest import FileEntry
 
 
@@ -67,7 +67,7 @@ class Upload:
         """Return the size and digest of what was read, once all of it was."""
         if self._num_hashed != self.size:
             # The client has read some of it again.
-            return _files.digest_file(self._path)
+            return _durable_files.digest_file(self._path)
         return FileEntry(self.size, self._hasher.hexdigest())
 
     def __enter__(self) -> "Upload":

@@ -7,21 +7,21 @@ from paceline import faults
 from paceline._late_names import late_names
 
 if TYPE_CHECKING:
-    from paceline.testing._compare import Difference
+    from paceline.testing._compare_runs import Difference
     from paceline.testing._errors import (
         FaultMissedError,
         NotResumableError,
         ScriptFailedError,
         VerificationError,
     )
-    from paceline.testing._fault import Fault
+    from paceline.testing._fault_kinds import Fault
     from paceline.testing._search_method import check_search_method
     from paceline.testing._verdict import FaultOutcome, Verdict
-    from paceline.testing._verify import verify_resume
+    from paceline.testing._verify_resume import verify_resume
 
 _PLACES = {
-    "Difference": "_compare",
-    "Fault": "_fault",
+    "Difference": "_compare_runs",
+    "Fault": "_fault_kinds",
     "FaultMissedError": "_errors",
     "FaultOutcome": "_verdict",
     "NotResumableError": "_errors",
@@ -29,7 +29,7 @@ _PLACES = {
     "Verdict": "_verdict",
     "VerificationError": "_errors",
     "check_search_method": "_search_method",
-    "verify_resume": "_verify",
+    "verify_resume": "_verify_resume",
 }
 
 __all__ = [

@@ -3,7 +3,7 @@
 from typing import Any
 
 from paceline.core import launched_place
-from paceline.train._arguments import chosen_limits
+from paceline.train._argument_checks import chosen_limits
 from paceline.train._config import ElasticConfig, TorchConfig
 from paceline.workers import WorkerResources, chosen_cluster
 from paceline.workers.runs import GroupSettings, is_pool_worker

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline import core
 from paceline._argument_checks import check_dictionary
-from paceline.train._arguments import (
+from paceline.train._argument_checks import (
     NOT_GIVEN,
     check_function,
     chosen_config,

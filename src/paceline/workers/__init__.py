@@ -55,7 +55,7 @@ from paceline.workers.pools._ray_pool import RayPool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
 from paceline.workers.processes._fork_client import stop_fork_server
 from paceline.workers.processes._leftover_processes import end_marked, kill_leftover
-from paceline.workers.processes._local_group import LocalGroup
+from paceline.workers.processes._local_worker_group import LocalGroup
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._output_lines import LINE_CHARACTERS, LineSplitter, OutputLine
 from paceline.workers.processes._process_group import join_process_group

@@ -56,6 +56,6 @@ def test_a_client_that_goes_away_leaves_nothing_in_the_log(
         time.sleep(0.5)
         assert master.http.get("/slots").status_code == 200
     # A busy machine may answer slowly, which is told.
-    slow = "paceline.master.api._metering"
+    slow = "paceline.master.api._request_counts"
     assert [record.getMessage() for record in caplog.records if record.name != slow] == []
     assert [path.name for path in master.home.contexts_path.iterdir()] == [large.name]

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import insert
 
 from paceline.master.store import tables
-from paceline.storage import DirectoryStorage, _files
+from paceline.storage import DirectoryStorage, _durable_files
 
 NUM_CHECKPOINTS = 200
 BEST_FIRST = [97, 53, 11, 180]
@@ -98,13 +98,13 @@ def test_a_download_reads_the_requested_file_only_and_once_to_check_it(
     master: Any, stored: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digested: list[str] = []
-    digest_file = _files.digest_file
+    digest_file = _durable_files.digest_file
 
     def counting(path: Path, **options: Any) -> Any:
         digested.append(path.relative_to(stored.root / "kept").as_posix())
         return digest_file(path, **options)
 
-    monkeypatch.setattr(_files, "digest_file", counting)
+    monkeypatch.setattr(_durable_files, "digest_file", counting)
     for name, content in (("a", b"first"), ("b/c", b"second")):
         reply = master.http.get(f"/checkpoints/kept/files/{name}")
         assert (reply.status_code, reply.content) == (200, content)

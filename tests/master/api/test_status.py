@@ -91,7 +91,7 @@ def test_a_slow_request_is_logged_without_its_query_and_counted(
     make_master: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     master = make_master()
-    with caplog.at_level(logging.WARNING, "paceline.master.api._metering"):
+    with caplog.at_level(logging.WARNING, "paceline.master.api._request_counts"):
         # Longer than on a busy machine.
         master.core.measurements.slow_request_s = 60.0
         master.http.get("/slots?secret=one")

@@ -27,13 +27,13 @@ from paceline.master.api import (
     _master_routes,
     _node_routes,
     _pool_routes,
-    _problems,
+    _problem_answers,
     _queue_routes,
     _run_routes,
     _series_csv_route,
     _series_routes,
     _sign_in_routes,
-    _status_routes,
+    _status_and_prometheus_routes,
     _token_routes,
     _transfer_routes,
     _trial_list_route,
@@ -41,8 +41,8 @@ from paceline.master.api import (
 )
 from paceline.master.api._auth import Guard
 from paceline.master.api._body_limits import BodyLimits
-from paceline.master.api._metering import Metering
 from paceline.master.api._reading import NUM_READERS, make_readers
+from paceline.master.api._request_counts import Metering
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web_ui_files import WebUi
 from paceline.messages.resources import Problem, Shutdown
@@ -58,7 +58,7 @@ _ROUTES = (
     _docs_page,
     _sign_in_routes,
     _token_routes,
-    _status_routes,
+    _status_and_prometheus_routes,
     _master_routes,
     _context_upload_routes,
     _experiment_list_route,
@@ -129,7 +129,7 @@ def _make_app(**options: Any) -> FastAPI:
         responses={"4XX": {"model": Problem, "description": "What was wrong, with a `code`."}},
         **options,
     )
-    _problems.install(app)
+    _problem_answers.install(app)
     for module in _ROUTES:
         app.include_router(module.router, prefix=PREFIX)
     return app

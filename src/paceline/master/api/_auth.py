@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.master._connection_limits import Connection
 from paceline.master._master import Master
-from paceline.master.api._problems import problem
+from paceline.master.api._problem_answers import problem
 from paceline.master.api._scopes import PREFIX, ROUTES, RouteScope, Scopes
 from paceline.master.auth import ADMIN, SignIns, Throttle
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline._limits import integer_setting
 from paceline.master._connection_limits import Connection
-from paceline.master.api._problems import problem
+from paceline.master.api._problem_answers import problem
 from paceline.messages.attempts import MAX_PIECE_BYTES
 
 _MIB = 1024 * 1024

@@ -20,7 +20,7 @@ from paceline.config import (
 )
 from paceline.master._master import Master
 from paceline.master.api._experiment_routes import ExperimentId
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, experiment_row
 from paceline.messages import views

@@ -14,7 +14,7 @@ from paceline._atomic_files import replacing
 from paceline._private_files import open_private
 from paceline.journal import sync_directory
 from paceline.master.api._auth import IdentityOf
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, write
 from paceline.master.store import note_context

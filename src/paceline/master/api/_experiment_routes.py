@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from paceline.config import validate_config
 from paceline.master._master import Master
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import (
     Cursor,

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, select
 
 from paceline.master._master import Master
 from paceline.master.api._auth import IdentityOf
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, write
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for

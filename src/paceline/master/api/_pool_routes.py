@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path
 from sqlalchemy import delete, insert
 
 from paceline.master._master import Master
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, write
 from paceline.master.experiments import drained_slots, live_attempts, read_cluster, read_pools

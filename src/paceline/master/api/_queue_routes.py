@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from sqlalchemy import Connection, func, select
 
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, write
 from paceline.master.experiments import Cluster, move_experiment, read_cluster, waiting_trials

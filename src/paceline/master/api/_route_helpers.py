@@ -8,7 +8,7 @@ from fastapi import Depends, Path, Query, Request
 from sqlalchemy import Connection, Row, Select, select
 
 from paceline.master._master import Master
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.experiments import StateChanges
 from paceline.master.store import (
     Order,

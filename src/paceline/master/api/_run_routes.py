@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Path, Request, Response
 
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, write
 from paceline.messages.runs import RunRecords, RunRegistration

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
 from paceline.master._master import Master
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, trial_row
 from paceline.master.store import Selection, iter_points

@@ -8,7 +8,7 @@ from fastapi.responses import RedirectResponse
 
 from paceline.master._master import Master
 from paceline.master.api._auth import ConnectionOf, IdentityOf, cookie_name
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf
 from paceline.master.api._token_routes import require_token

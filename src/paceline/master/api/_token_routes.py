@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path
 
 from paceline.master.api._auth import Identity, IdentityOf
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf
 from paceline.master.auth import StoredToken, TokenNameTakenError

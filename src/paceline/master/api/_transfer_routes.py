@@ -10,7 +10,7 @@ import xxhash
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from paceline.master._master import Master
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf
 from paceline.master.experiments import RefusedError

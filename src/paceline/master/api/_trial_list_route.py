@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query
 from sqlalchemy import ColumnElement, Float, Text, case, cast, func, select
 
 from paceline.master.api._experiment_routes import ExperimentId
-from paceline.master.api._problems import ApiError
+from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import (
     Cursor,

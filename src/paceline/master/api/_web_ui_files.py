@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.master.api._problems import problem
+from paceline.master.api._problem_answers import problem
 
 ASSETS_PATH = Path(__file__).resolve().parents[1] / "webui"
 _HASHED_FOLDER = "assets/"

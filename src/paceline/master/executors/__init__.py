@@ -7,7 +7,7 @@ from paceline.master.executors._executor_base import (
     Launch,
 )
 from paceline.master.executors._executor_registry import executor_named
-from paceline.master.executors._local import LocalExecutor
+from paceline.master.executors._local_executor import LocalExecutor
 
 __all__ = [
     "AttemptStatus",

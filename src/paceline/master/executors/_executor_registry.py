@@ -2,7 +2,7 @@
 
 from paceline._entry_points import class_named
 from paceline.master.executors._executor_base import Executor
-from paceline.master.executors._local import LocalExecutor
+from paceline.master.executors._local_executor import LocalExecutor
 
 ENTRY_POINTS = "paceline.executors"
 """The group of entry points: the name of each is that of an executor, its object the class."""

@@ -11,7 +11,7 @@ from paceline.master.experiments._checkpoint_files import (
     note_deleted_files,
 )
 from paceline.master.experiments._checkpoint_ingest import store_checkpoint
-from paceline.master.experiments._commands import Commands
+from paceline.master.experiments._experiment_actions import Commands
 from paceline.master.experiments._experiment_deletion import (
     Leftovers,
     Loss,

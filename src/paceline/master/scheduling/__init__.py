@@ -2,7 +2,7 @@
 
 from paceline.master.scheduling._placement import fits_nodes
 from paceline.master.scheduling._pool_needs import PoolNeed, needs_of
-from paceline.master.scheduling._pools import in_pools, pool_of
+from paceline.master.scheduling._pool_of_node import in_pools, pool_of
 from paceline.master.scheduling._queue_order import moved
 from paceline.master.scheduling._schedule import Schedule, decide, schedule
 from paceline.master.scheduling._scheduling_types import (

@@ -9,6 +9,11 @@ from paceline.master.store._api_models import (
     experiment_views,
     trial_views,
 )
+from paceline.master.store._attempt_environments import (
+    drop_unused_environments,
+    read_environment,
+    store_environment,
+)
 from paceline.master.store._attempt_members import (
     Member,
     num_slots_of,
@@ -19,7 +24,6 @@ from paceline.master.store._attempt_members import (
 from paceline.master.store._chart_series import Curve, cut_curve, read_curve, sample_curve
 from paceline.master.store._checkpoint_metrics import measure_checkpoints
 from paceline.master.store._cluster_id import settle_cluster_id
-from paceline.master.store._configs import config_of
 from paceline.master.store._database import (
     Database,
     DatabaseDamagedError,
@@ -28,11 +32,6 @@ from paceline.master.store._database import (
     Transaction,
 )
 from paceline.master.store._database_copy import check_copy, copy_database
-from paceline.master.store._environments import (
-    drop_unused_environments,
-    read_environment,
-    store_environment,
-)
 from paceline.master.store._experiment_list import (
     Condition,
     ExperimentQuery,
@@ -102,6 +101,7 @@ from paceline.master.store._row_counts import (
 )
 from paceline.master.store._series_reader import Selection
 from paceline.master.store._series_smoothing import smooth_at
+from paceline.master.store._stored_configs import config_of
 from paceline.master.store._time_marks import add_time_mark, time_shares
 from paceline.master.store._trial_logs import LogStore
 from paceline.master.store._trial_samples import sample_trials

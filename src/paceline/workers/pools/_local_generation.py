@@ -10,7 +10,7 @@ from paceline.workers.pools._failure_detector import (
 )
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._serve_calls import serve_target
-from paceline.workers.processes._local_group import LocalGroup, OnExit
+from paceline.workers.processes._local_worker_group import LocalGroup, OnExit
 from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._process_start import Start
 from paceline.workers.processes._worker_spec import WorkerSpec

@@ -22,8 +22,8 @@ from paceline.workers.remote._listener import Address, Listener
 from paceline.workers.remote._ray_actor_class import differences, own_versions
 from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
-from paceline.workers.remote._ray_group import RayGroup, RemoteWorker
 from paceline.workers.remote._ray_host_actors import HostActor, RayHosts
+from paceline.workers.remote._ray_worker_group import RayGroup, RemoteWorker
 from paceline.workers.remote._ray_worker_host import HostOrder
 from paceline.workers.remote._script_directory import Sources, pack
 

@@ -16,7 +16,7 @@ from paceline._network_interfaces import interface_of
 from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
 from paceline.workers.processes._fork_client import forking_start, load_ahead
 from paceline.workers.processes._leftover_processes import GROUP_VARIABLE
-from paceline.workers.processes._local_group import LocalGroup
+from paceline.workers.processes._local_worker_group import LocalGroup
 from paceline.workers.processes._output_lines import OutputLine
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_environment import NodeLayout, rank_environment

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import WithJsonSchema
 
+from paceline.config._config_problems import refused, refused_parts
 from paceline.config._entrypoint import (
     check_entrypoint,
     default_name,
@@ -12,17 +13,22 @@ from paceline.config._entrypoint import (
     trial_class,
 )
 from paceline.config._hyperparameters_section import check_space
-from paceline.config._length import CONTINUOUS, UNITS, CheckpointPeriod, NumBytes, Period
+from paceline.config._lengths_and_periods import (
+    CONTINUOUS,
+    UNITS,
+    CheckpointPeriod,
+    NumBytes,
+    Period,
+)
 from paceline.config._method_registry import AnySearcher, on_new_methods
-from paceline.config._older import Optimizations
-from paceline.config._problems import refused, refused_parts
-from paceline.config._resources_and_environment import (
+from paceline.config._older_configs import Optimizations
+from paceline.config._resources_and_environment_sections import (
     Environment,
     Profiling,
     Reproducibility,
     Resources,
 )
-from paceline.config._section import (
+from paceline.config._section_base import (
     Count,
     JsonMap,
     NonNegative,
@@ -31,7 +37,7 @@ from paceline.config._section import (
     Text,
     without_effect,
 )
-from paceline.config._storage import AnyStorage
+from paceline.config._storage_section import AnyStorage
 
 if TYPE_CHECKING:
     from paceline.search import SearchConfig

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from paceline import faults
 from paceline._atomic_files import sync_directory
-from paceline.storage import _files
+from paceline.storage import _durable_files
 from paceline.storage._checkpoint_storage import check_uuid
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._manifest import (
@@ -89,7 +89,7 @@ class IncomingCheckpoint:
                 f" {len(data)} bytes at {offset} of {name!r}."
             )
         path = self._path / name
-        with _files.write_errors(self.manifest.uuid, self._existing_root()):
+        with _durable_files.write_errors(self.manifest.uuid, self._existing_root()):
             self._make_directory(path.parent)
             with open(path, "ab", buffering=0, opener=_open_new) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,21 +113,21 @@ class IncomingCheckpoint:
             CheckpointWriteError: The disk is full or broken.
         """
         files = self.manifest.files
-        with _files.write_errors(self.manifest.uuid, self._existing_root()):
+        with _durable_files.write_errors(self.manifest.uuid, self._existing_root()):
             self._make_directory(self._path)
-            found = _files.seal_files(self._path, list(files))
+            found = _durable_files.seal_files(self._path, list(files))
             problems = {
                 name: entry.difference(found[name])
                 for name, entry in files.items()
                 if found[name] != entry
             }
-            for name in _files.list_files(self._path):
+            for name in _durable_files.list_files(self._path):
                 if name in problems or name not in files:
                     (self._path / name).unlink()
             if not problems:
-                _files.sync_tree(self._path)
+                _durable_files.sync_tree(self._path)
                 for name, text in self._texts.items():
-                    _files.write_durably(self._path / name, text)
+                    _durable_files.write_durably(self._path / name, text)
         return problems
 
     def commit(self) -> None:
@@ -139,7 +139,7 @@ class IncomingCheckpoint:
         uuid = self.manifest.uuid
         if not self._storage.exists(uuid):
             faults.reach("storage.before_moved_in")
-            with _files.write_errors(uuid, self._storage.root):
+            with _durable_files.write_errors(uuid, self._storage.root):
                 os.rename(self._path, self._storage.root / uuid)
                 sync_directory(self._storage.root)
         self.forget()

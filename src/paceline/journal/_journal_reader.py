@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.journal._records import (
+from paceline.journal._journal_records import (
     FORMAT_VERSION,
     AnyRecord,
     RecordLost,

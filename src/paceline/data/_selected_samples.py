@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from paceline.data._source import Numbers, Source
+from paceline.data._sample_source import Numbers, Source
 
 _COUNTED_AT_ONCE = 1024
 

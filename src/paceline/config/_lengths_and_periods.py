@@ -14,7 +14,7 @@ from paceline._quantities import (
     bytes_of,
     seconds_of,
 )
-from paceline.config._problems import refused
+from paceline.config._config_problems import refused
 
 CONTINUOUS = "continuous"
 UNITS = ("batches", "epochs", "records")

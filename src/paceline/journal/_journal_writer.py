@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from paceline._atomic_files import sync_directory
-from paceline.journal._records import (
+from paceline.journal._journal_records import (
     FORMAT_VERSION,
     AnyRecord,
     MetricsReported,

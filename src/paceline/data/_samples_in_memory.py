@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.data._source import Source
+from paceline.data._sample_source import Source
 
 
 class MemorySource(Source):

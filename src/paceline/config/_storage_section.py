@@ -16,9 +16,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from paceline.config._length import Age, NumBytes
-from paceline.config._problems import refused
-from paceline.config._section import AbsolutePath, NonNegative, Section, text_field
+from paceline.config._config_problems import refused
+from paceline.config._lengths_and_periods import Age, NumBytes
+from paceline.config._section_base import AbsolutePath, NonNegative, Section, text_field
 from paceline.storage import added_schemes, scheme_of
 
 CLOUD_TYPES = ("gcs", "azure")

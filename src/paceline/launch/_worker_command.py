@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.launch._arguments import LaunchArgumentError
+from paceline.launch._launcher_arguments import LaunchArgumentError
 from paceline.workers import PROGRAM_FILE, WorkerCommand
 
 _INTERPRETER = re.compile(r"python(\d+(\.\d+)?)?\Z")

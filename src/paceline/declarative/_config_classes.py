@@ -9,8 +9,8 @@ import torch
 from paceline import _argument_checks as arguments
 from paceline._argument_checks import optional
 from paceline.declarative import _field_checks as checks
+from paceline.declarative._config_object import OptionContainer, a_container, new_option, option
 from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
-from paceline.declarative._options import OptionContainer, a_container, new_option, option
 
 
 @dataclasses.dataclass

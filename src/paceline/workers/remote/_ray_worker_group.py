@@ -10,7 +10,7 @@ from socket import socket
 
 from paceline._waiting import join, wait_until
 from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
-from paceline.workers.processes._local_group import OnExit
+from paceline.workers.processes._local_worker_group import OnExit
 from paceline.workers.processes._output_lines import OutputLine
 from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess

@@ -17,9 +17,9 @@ from pydantic import (
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from paceline.config._problems import Problem, join_path, refused, refused_parts
-from paceline.config._secrets import HIDDEN
-from paceline.config._section import (
+from paceline.config._config_problems import Problem, join_path, refused, refused_parts
+from paceline.config._config_secrets import HIDDEN
+from paceline.config._section_base import (
     AbsolutePath,
     Count,
     NonNegative,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from paceline.config._problems import Problem, join_path, refused, refused_parts
+from paceline.config._config_problems import Problem, join_path, refused, refused_parts
 
 # The largest integer that JSON readers in all languages keep exactly.
 _MAX_INTEGER = 2**53 - 1

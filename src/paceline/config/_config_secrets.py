@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from paceline.config._problems import MISSING, ConfigError, Problem, join_path
-from paceline.config._yaml import compose_yaml
+from paceline.config._config_problems import MISSING, ConfigError, Problem, join_path
+from paceline.config._read_yaml import compose_yaml
 
 HIDDEN = "***"
 _SECRETS = ("secrets",)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
-from paceline.launch._arguments import LaunchArgumentError, LaunchOptions
+from paceline.launch._launcher_arguments import LaunchArgumentError, LaunchOptions
 from paceline.workers import WorkerVariables
 
 

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from paceline.config._length import MaxLength, split_length
-from paceline.config._problems import refused
-from paceline.config._section import (
+from paceline.config._config_problems import refused
+from paceline.config._lengths_and_periods import MaxLength, split_length
+from paceline.config._section_base import (
     Count,
     NonNegative,
     Seconds,

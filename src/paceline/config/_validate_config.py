@@ -10,23 +10,24 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config._experiment import ExperimentConfig
+from paceline.config._config_problems import MISSING, ConfigError, Problem, join_path
+from paceline.config._config_secrets import fill_secrets
+from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._method_registry import load_search_methods, searcher_sections
-from paceline.config._older import Optimizations
+from paceline.config._older_configs import Optimizations
 from paceline.config._overrides import apply_overrides
-from paceline.config._problems import MISSING, ConfigError, Problem, join_path
-from paceline.config._refused import REFUSED_FIELDS
-from paceline.config._resources_and_environment import (
+from paceline.config._read_yaml import read_yaml_file
+from paceline.config._refused_fields import REFUSED_FIELDS
+from paceline.config._resources_and_environment_sections import (
     Environment,
     Profiling,
     Reproducibility,
     Resources,
     SlotRange,
 )
-from paceline.config._searcher import REMOVED_SEARCHERS, MissingSearcher
-from paceline.config._secrets import fill_secrets
-from paceline.config._section import alias_names, field_names
-from paceline.config._storage import (
+from paceline.config._searcher_section import REMOVED_SEARCHERS, MissingSearcher
+from paceline.config._section_base import alias_names, field_names
+from paceline.config._storage_section import (
     CLOUD_TYPES,
     DefaultStorage,
     DirectoryStorage,
@@ -34,7 +35,6 @@ from paceline.config._storage import (
     SharedFsStorage,
     UrlStorage,
 )
-from paceline.config._yaml import read_yaml_file
 
 _STORAGES: dict[str, type[BaseModel]] = {
     "directory": DirectoryStorage,

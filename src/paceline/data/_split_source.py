@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.data._selected import PickedSource, RangesSource
-from paceline.data._source import Numbers, Source
+from paceline.data._sample_source import Numbers, Source
+from paceline.data._selected_samples import PickedSource, RangesSource
 
 
 def part_sizes(total: int, sizes: int | Sequence[float]) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data._decoding import IMAGES, decode, open_image
+from paceline.data._decode_files import IMAGES, decode, open_image
 
 
 class Encoded(NamedTuple):

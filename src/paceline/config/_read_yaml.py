@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from paceline.config._problems import ConfigError, Problem
+from paceline.config._config_problems import ConfigError, Problem
 
 _INT = re.compile(r"^[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
 _FLOAT = re.compile(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
-from paceline.search._ranges import (
+from paceline.search._hyperparameter_kinds import (
     Categorical,
     Const,
     DoubleRange,
@@ -16,7 +16,7 @@ from paceline.search._ranges import (
     LogRange,
     SpaceError,
 )
-from paceline.search._rng import Rng
+from paceline.search._random_stream import Rng
 
 _KINDS: dict[str, Callable[[str, dict[str, Any]], Leaf]] = {
     "categorical": Categorical.parse,

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.testing._compare import Difference, compare_runs, first_difference_before
+from paceline.testing._compare_runs import Difference, compare_runs, first_difference_before
 from paceline.testing._errors import FaultMissedError, NotResumableError, ScriptFailedError
-from paceline.testing._fault import Fault, fault_variable
+from paceline.testing._fault_kinds import Fault, fault_variable
 from paceline.testing._run_results import RunFacts, find_run, read_facts
 from paceline.testing._run_script import Script, ScriptEnd, num_threads, prepare, start
 from paceline.testing._verdict import FaultOutcome, Verdict

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline._errors import PicklableError
-from paceline.search._rng import Rng
+from paceline.search._random_stream import Rng
 
 # The width of a range must fit NumPy's signed 64-bit draws.
 _INT_LIMIT = 2**61

@@ -3,7 +3,7 @@
 import copy
 from typing import Any, TypeGuard
 
-from paceline.config._storage import expand_location
+from paceline.config._storage_section import expand_location
 
 # What every kind of a section knows, and so outlives a change of its kind.
 _SHARED = {

@@ -24,6 +24,11 @@ store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 torch.distributed.destroy_process_group()
 assert "torch._dynamo.eval_frame" not in sys.modules
+assert "torch.export.exported_program" not in sys.modules
+import torch.export.graph_signature
+assert torch.export is sys.modules["torch.export"]
+assert torch.export.graph_signature.ExportGraphSignature
+assert torch.export.export.__module__ == "torch.export"
 import torch._dynamo.config
 from torch._dynamo import utils
 assert torch._dynamo.config is sys.modules["torch._dynamo.config"]

@@ -7,11 +7,11 @@ Each process that makes an optimizer loads `torch._dynamo`, which takes as long 
 to tell a compiler that nobody has started what to leave alone: here it is loaded only if something
 compiles. A fifth of the time of torch itself goes to `torch._meta_registrations`, which tells what
 some operations on the device "meta" return: here it is loaded only by compilers, tensor parallelism
-and `torch._decomp`, and without it those operations raise `NotImplementedError`. While torch is
-loaded, and when the process ends, Python looks for garbage among the 170,000 objects of torch,
-which takes a quarter of the time of a short process: here it does not. Last of all, the libraries
-of torch take back one by one what they have registered: here the process ends before, as soon as
-Python has ended.
+and `torch._decomp`, and without it those operations raise `NotImplementedError`. `torch.export`,
+which no training needs, is loaded only if something of it is used. While torch is loaded, and when
+the process ends, Python looks for garbage among the 170,000 objects of torch, which takes a quarter
+of the time of a short process: here it does not. Last of all, the libraries of torch take back one
+by one what they have registered: here the process ends before, as soon as Python has ended.
 
 The suite starts hundreds of such processes. `make test` has this directory in PYTHONPATH;
 `make test-all` does without.
@@ -26,6 +26,7 @@ from types import FunctionType, ModuleType
 
 _DYNAMO = "torch._dynamo"
 _META = "torch._meta_registrations"
+_LAZY = (_DYNAMO, _META, "torch.export")
 # Who asks for one of them wants what the registrations have put there.
 _FILLED_BY_META = ("torch._decomp", "torch._prims", "torch._refs")
 
@@ -78,7 +79,7 @@ class _Finder:
             module.__spec__ = ModuleSpec(name, _Finder, loader_state=module.__spec__)  # type: ignore[arg-type]
             return module.__spec__
         is_loaded = name.startswith(f"{_DYNAMO}.") and name in sys.modules
-        is_wanted = is_loaded or (name in (_DYNAMO, _META) and name not in _loading)
+        is_wanted = is_loaded or (name in _LAZY and name not in _loading)
         return ModuleSpec(name, _Finder) if is_wanted else None  # type: ignore[arg-type] # as one
 
     @staticmethod

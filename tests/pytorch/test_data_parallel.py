@@ -181,6 +181,9 @@ for kind in ("overlapped", "fsdp"):
     for rank in (0, 2):
         changes = {"stop_at": 6, "stop_rank": rank, "is_all_inside": True, "size": 48}
         CASES[f"stop {kind} {rank}"] = changes, {}, {"data_parallel": kind}
+        fit = {"max_length": pytorch.Batch(200), "reporting_period": pytorch.Batch(50)}
+        changes = {**changes, "stop_at": 150}
+        CASES[f"late stop {kind} {rank}"] = changes, fit, {"data_parallel": kind}
 KINDS = {"": {}, " clipped": {"is_clipped": True}, " scaled": {"is_scaled": True}}
 for name, extra in KINDS.items():
     changes = {"is_gan": True, **extra}
@@ -192,6 +195,7 @@ for name in sys.argv[1:]:
 
 GANS = "gan", "gan clipped", "gan scaled"
 ALONE = "stop overlapped 0", "stop overlapped 2", "stop fsdp 0", "stop fsdp 2"
+LATE = "late stop overlapped 0", "late stop fsdp 2"
 # The slow rank, and the part of a step in which it is slow.
 SLOW = {
     "slow forward": (2, "forward_s"),
@@ -240,7 +244,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
         torch_ranks, tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
         "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
-        "continued", *GANS, *SLOW, *ALONE,
+        "continued", *GANS, *SLOW, *ALONE, *LATE,
     )  # fmt: skip
 
 
@@ -288,6 +292,16 @@ def test_stop_is_heard_a_step_later_where_no_gradients_take_it_along(
     three: Said, case: str
 ) -> None:
     assert {(said["stop"], said["steps"]) for said in three[case]} == {("stop requested", 9)}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_late_stop_is_heard_by_all_ranks_within_an_eighth_of_the_steps(
+    three: Said, case: str
+) -> None:
+    reason, num_steps = three[case][0]["stop"], three[case][0]["steps"]
+    assert {(said["stop"], said["steps"]) for said in three[case]} == {(reason, num_steps)}
+    assert reason == "stop requested"
+    assert 152 <= num_steps <= 151 + 150 // 8 + 2
 
 
 def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said) -> None:

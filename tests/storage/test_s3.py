@@ -179,7 +179,7 @@ def test_a_file_and_a_checkpoint_have_a_time_limit_too(
     s3: str, faulty: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each request is answered in time, but there are many."""
-    monkeypatch.setattr("paceline.storage._bucket_storage._PARTS_AT_ONCE", 1)
+    monkeypatch.setattr("paceline.storage._bucket_by_obstore._PARTS_AT_ONCE", 1)
     storage = storage_from(s3)
     # Makes the client, whose requests have 60 s each.
     store(storage, "one")

@@ -8,7 +8,7 @@ from paceline.config._config_secrets import (
     reveal_secrets,
     without_secrets,
 )
-from paceline.config._entrypoint import build_command, fill_entrypoint
+from paceline.config._entrypoint_command import build_command, fill_entrypoint
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._lengths_and_periods import split_length
 from paceline.config._merge_configs import merge_configs

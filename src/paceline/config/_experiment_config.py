@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from pydantic.json_schema import WithJsonSchema
 
 from paceline.config._config_problems import refused, refused_parts
-from paceline.config._entrypoint import (
+from paceline.config._entrypoint_command import (
     check_entrypoint,
     default_name,
     reference_problems,

@@ -153,7 +153,7 @@ from paceline.engine.training._training_state import (
 from paceline.engine.weights._export_onnx import export_onnx, require_onnx
 from paceline.engine.weights._export_weights import ExportedWeights, export_dcp, export_weights
 from paceline.engine.weights._load_weights import load_optimizer_state, load_weights
-from paceline.engine.weights._whole_tensors import gathered, outline_of, whole_model
+from paceline.engine.weights._whole_and_sharded_tensors import gathered, outline_of, whole_model
 
 __all__ = [
     "CHECKPOINT",

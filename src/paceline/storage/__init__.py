@@ -29,7 +29,7 @@ from paceline.storage._manifest import (
     done_name,
     glob_selector,
 )
-from paceline.storage._object_storage import ObjectStorage, StoredObject
+from paceline.storage._object_storage_base import ObjectStorage, StoredObject
 from paceline.storage._retention_rules import (
     Kept,
     RetentionRules,

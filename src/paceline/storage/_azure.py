@@ -8,7 +8,7 @@ import obstore
 from obstore.exceptions import NotFoundError
 from obstore.store import AzureStore
 
-from paceline.storage._bucket_storage import BucketStorage
+from paceline.storage._bucket_by_obstore import BucketStorage
 
 _CONFIGURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY must be those of the account"
 

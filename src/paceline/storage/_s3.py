@@ -7,7 +7,7 @@ from typing import Any
 
 from obstore.store import S3Store
 
-from paceline.storage._bucket_storage import BucketStorage
+from paceline.storage._bucket_by_obstore import BucketStorage
 
 _RENEW = "renew the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN)."
 

@@ -23,7 +23,7 @@ from paceline.engine.parallel._fsdp import ShardUnits, make_mesh, shard_model, u
 from paceline.engine.parallel._overlapped_all_reduce import OverlappedModel
 from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import fitted
-from paceline.engine.weights._whole_tensors import (
+from paceline.engine.weights._whole_and_sharded_tensors import (
     accept_whole_states,
     accept_whole_tensors,
     check_sharded,

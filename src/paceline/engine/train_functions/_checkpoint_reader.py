@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from paceline.engine.formats._pickle_free_values import unpacked
+from paceline.engine.formats._values_without_pickle import unpacked
 from paceline.engine.formats._versioned_checkpoint import read_files
 from paceline.engine.tensors._stored_tensors import lazy, whole
 from paceline.workers.runs import FILES_FOLDER, StoredAt, checked_metadata, storage_holding

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import faults
-from paceline.engine.formats._pickle_free_values import packed
+from paceline.engine.formats._values_without_pickle import packed
 from paceline.engine.state._sharded_tensor_pieces import Divided
 from paceline.engine.train_functions._rank_checkpoints import RankCheckpoints
 from paceline.engine.train_functions._rank_reporter import RankReporter

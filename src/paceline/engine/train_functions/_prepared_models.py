@@ -8,12 +8,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.engine.devices._precision import Precision
 from paceline.engine.devices._random_generators import seed_everything
-from paceline.engine.formats._pickle_free_values import packed
+from paceline.engine.formats._values_without_pickle import packed
 from paceline.engine.models._model_options import check_shard_precision
 from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._fsdp import ShardUnits, check_shard_size, check_whole
 from paceline.engine.train_functions._rank_session import LooseSession
-from paceline.engine.weights._whole_tensors import gathered
+from paceline.engine.weights._whole_and_sharded_tensors import gathered
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

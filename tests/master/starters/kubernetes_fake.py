@@ -14,7 +14,7 @@ import time
 import uuid
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,14 @@ class FakeKubernetes:
         self.objects: dict[str, dict[str, Made]] = {"secrets": {}, "pods": {}, "jobsets": {}}
         self.requests: list[str] = []
         self.lock = threading.RLock()
+        # What the server shows: the objects as they were last published, and each change.
+        self._shown: dict[str, dict[str, Made]] = {kind: {} for kind in self.objects}
+        self._version = 100
+        self._changes: list[tuple[int, str, str, Made]] = []
+        self._published = threading.Condition(self.lock)
+        # What goes wrong with the next change or request of a kind, such as "cut pods".
+        self._faults: list[str] = []
+        self.is_away = False
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._closing = threading.Event()
 
@@ -65,6 +73,7 @@ class FakeKubernetes:
         """Delete a pod, as `kubectl delete pod` does."""
         with self.lock:
             self._end_pod(next(iter(self.objects["pods"].values())))
+            self._publish()
 
     def suspend(self, is_suspended: bool) -> None:
         """Suspend all JobSets, or let them go on, as Kueue does."""
@@ -72,10 +81,30 @@ class FakeKubernetes:
             for job_set in self.objects["jobsets"].values():
                 job_set["spec"]["suspend"] = is_suspended
                 job_set["preempted"] = is_suspended
+            self._publish()
+
+    def fail(self, *faults: str) -> None:
+        """Have things go wrong, each once."""
+        with self.lock:
+            self._faults += faults
+            self._published.notify_all()
+
+    def leave(self) -> None:
+        """Cut all streams and answer nothing until `is_away` is false."""
+        with self.lock:
+            self.is_away = True
+            self._published.notify_all()
+
+    def num(self, request: str) -> int:
+        """Return how often a request came."""
+        with self.lock:
+            return self.requests.count(request)
 
     def close(self) -> None:
         """End all pods."""
         self._closing.set()
+        with self.lock:
+            self._published.notify_all()
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -86,21 +115,109 @@ class FakeKubernetes:
         """Carry out a request."""
         with self.lock:
             self.requests.append(f"{method} {kind}")
-            objects = self.objects[kind]
-            if method == "POST":
-                return self._create(kind, body)
-            if name is None:
-                wanted = query.get("labelSelector", "")
-                items = [one for one in objects.values() if _has_labels(one, wanted)]
-                return {"kind": "List", "apiVersion": "v1", "items": items}
-            if name not in objects:
-                raise _Refused(404, f'{kind} "{name}" not found')
-            if method == "PATCH":
-                objects[name]["metadata"] |= body["metadata"]
-                return objects[name]
-            assert method == "DELETE"
-            self._delete(kind, name)
-            return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+            if method == "GET":
+                return self._list(kind, query)
+            try:
+                return self._change(method, kind, name, body)
+            finally:
+                self._publish()
+
+    def _list(self, kind: str, query: Made) -> Made:
+        since = query.get("resourceVersion") or "0"
+        if int(since) > self._version:
+            raise _Refused(504, "Too large resource version")
+        if since != "0" and self._has_fault(f"gone list {kind}"):
+            raise _Refused(410, "The resource version is too old.")
+        wanted = query.get("labelSelector", "")
+        items = [one for one in self._shown[kind].values() if _has_labels(one, wanted)]
+        version = {"resourceVersion": str(self._version)}
+        return {"kind": "List", "apiVersion": "v1", "metadata": version, "items": items}
+
+    def _change(self, method: str, kind: str, name: str | None, body: Made) -> Made:
+        objects = self.objects[kind]
+        if method == "POST":
+            return self._create(kind, body)
+        if name not in objects:
+            raise _Refused(404, f'{kind} "{name}" not found')
+        if method == "PATCH":
+            objects[name]["metadata"] |= body["metadata"]
+            return objects[name]
+        assert method == "DELETE"
+        self._delete(kind, name)
+        return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+
+    # ---- its watch streams ---------------------------------------------------------------
+
+    def watch(self, kind: str, query: Made) -> Iterator[bytes]:
+        """Return the lines of a stream.
+
+        Raises:
+            ConnectionError: The stream is cut. The lines raise it.
+        """
+        with self.lock:
+            self.requests.append(f"WATCH {kind}")
+            if self._has_fault(f"forbidden {kind}"):
+                raise _Refused(403, f'{kind} is forbidden: cannot "watch"')
+            if self._has_fault(f"gone {kind}"):
+                raise _Refused(410, "The resource version is too old.")
+        return self._stream(kind, query)
+
+    def _stream(self, kind: str, query: Made) -> Iterator[bytes]:
+        since, wanted = int(query["resourceVersion"]), query.get("labelSelector", "")
+        deadline = time.monotonic() + int(query["timeoutSeconds"])
+        while time.monotonic() < deadline:
+            with self.lock:
+                if self.is_away or self._closing.is_set():
+                    raise ConnectionError
+                is_gone = self._has_fault(f"gone event {kind}")
+                new = [one for one in self._changes if one[0] > since]
+                if not (new or is_gone):
+                    self._published.wait(max(deadline - time.monotonic(), 0))
+            if is_gone:
+                gone = {"kind": "Status", "code": 410, "message": "too old resource version"}
+                yield json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n"
+                return
+            for version, changed_kind, type_, made in new:
+                since = version
+                if changed_kind == kind and _has_labels(made, wanted):
+                    line = json.dumps({"type": type_, "object": made}).encode() + b"\n"
+                    if self._has_fault(f"lose {kind}"):
+                        continue
+                    if self._has_fault(f"halve {kind}"):
+                        yield line[: len(line) // 2]
+                        return
+                    if self._has_fault(f"cut {kind}"):
+                        yield line[: len(line) // 2]
+                        raise ConnectionError
+                    yield line
+
+    def _has_fault(self, name: str) -> bool:
+        with self.lock:
+            is_there = name in self._faults
+            if is_there:
+                self._faults.remove(name)
+            return is_there
+
+    def _publish(self) -> None:
+        """Show what has changed, and tell the streams of it."""
+        for kind, objects in self.objects.items():
+            shown = self._shown[kind]
+            for name in shown.keys() - objects.keys():
+                self._tell(kind, "DELETED", shown.pop(name))
+            for name, made in objects.items():
+                now = json.loads(json.dumps(made))
+                before = shown.get(name)
+                if before is None or now != before | {"metadata": _without_version(before)}:
+                    shown[name] = now
+                    self._tell(kind, "ADDED" if before is None else "MODIFIED", now)
+        self._published.notify_all()
+
+    def _tell(self, kind: str, type_: str, made: Made) -> None:
+        self._version += 1
+        made["metadata"]["resourceVersion"] = str(self._version)
+        self._changes.append((self._version, kind, type_, json.loads(json.dumps(made))))
+
+    # ---- its objects ---------------------------------------------------------------------
 
     def _create(self, kind: str, body: Made) -> Made:
         name = body["metadata"]["name"]
@@ -138,12 +255,13 @@ class FakeKubernetes:
 
     def reconcile(self) -> None:
         """Make pods of JobSets and processes of pods, until `close`."""
-        while not self._closing.wait(0.1):
+        while not self._closing.wait(0.05):
             with self.lock:
                 for name, job_set in list(self.objects["jobsets"].items()):
                     self._look_after(name, job_set)
                 for pod in list(self.objects["pods"].values()):
                     self._look_after_pod(pod)
+                self._publish()
 
     def _look_after(self, name: str, job_set: Made) -> None:
         spec, labels = job_set["spec"], job_set["metadata"]["labels"]
@@ -241,6 +359,10 @@ def _job(job_set: Made) -> Made:
     return spec
 
 
+def _without_version(made: Made) -> Made:
+    return {key: value for key, value in made["metadata"].items() if key != "resourceVersion"}
+
+
 def _has_labels(made: Made, selector: str) -> bool:
     labels = made["metadata"].get("labels", {})
     pairs = [pair.split("=") for pair in selector.split(",") if pair]
@@ -272,11 +394,17 @@ def serve(root: Path) -> Iterator[FakeKubernetes]:
             place = urlsplit(self.path)
             query = {key: values[0] for key, values in parse_qs(place.query).items()}
             match = _PATH.fullmatch(place.path)
+            if fake.is_away:
+                self.close_connection = True
+                return
             try:
                 if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                     raise _Refused(401, "Unauthorized")
                 if match is None:
                     raise _Refused(404, "the server could not find the requested resource")
+                if query.get("watch"):
+                    self.send_stream(fake.watch(match[1], query))
+                    return
                 reply = fake.answer(self.command, match[1], match[2], query, body)
                 status = 201 if self.command == "POST" else 200
             except _Refused as error:
@@ -288,6 +416,17 @@ def serve(root: Path) -> Iterator[FakeKubernetes]:
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+        def send_stream(self, lines: Iterator[bytes]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.close_connection = True
+            with suppress(OSError):
+                for line in lines:
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+                self.wfile.write(b"0\r\n\r\n")
 
         do_GET = do_POST = do_PATCH = do_DELETE = handle_request
 

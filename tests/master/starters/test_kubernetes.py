@@ -1,13 +1,16 @@
 """Runners that a master starts by the API of Kubernetes; the cluster is a fake."""
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from starter_contract import Cluster, Pool, StarterContract, attempts_of
 
-from paceline.master.starters import RunnerOrder, StarterError, read_pool_file
+from paceline.master.starters import RunnerOrder, StarterError, _kubernetes_watch, read_pool_file
 from paceline.master.starters._kubernetes import KubernetesOptions, KubernetesStarter
 
 pytest.importorskip("kubernetes", reason="NOT TESTED: needs pip install 'paceline[kubernetes]'")
@@ -69,10 +72,12 @@ class TestKubernetes(StarterContract):
 
 @pytest.fixture
 def starter(cluster: Fake) -> Iterator[KubernetesStarter]:
-    options = KubernetesOptions(**cluster.definition["options"])
-    starter = KubernetesStarter("Far_1", "c" * 32, "~/.paceline-runner", options)
-    yield starter
-    starter.close()
+    with closing(new_starter(KubernetesOptions(**cluster.definition["options"]))) as starter:
+        yield starter
+
+
+def new_starter(options: KubernetesOptions) -> KubernetesStarter:
+    return KubernetesStarter("Far_1", "c" * 32, "~/.paceline-runner", options)
 
 
 def order(number: int = 1, command: tuple[str, ...] = ("sh", "-c", "sleep 60")) -> RunnerOrder:
@@ -175,12 +180,136 @@ def test_what_the_api_server_refuses_is_told_and_leaves_nothing(
     assert len(fake.objects["secrets"]) == 1
     text = (fake.root / "kubeconfig").read_text()
     (fake.root / "kubeconfig").write_text(text.replace("a-token", "another-token"))
-    starter.close()
-    with pytest.raises(StarterError, match=r"Kubernetes: Unauthorized \(401\)"):
+    with closing(new_starter(starter.options)) as unknown:
+        with pytest.raises(StarterError, match=r"Kubernetes: Unauthorized \(401\)"):
+            unknown.runners()
+        (fake.root / "kubeconfig").write_text(text)
+        # The file is read again.
+        assert unknown.runners().keys() == {"Far_1-000001"}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_changes_are_told_by_streams_and_not_listed(
+    starter: KubernetesStarter, fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    starter.directory = str(tmp_path / "files")
+    assert starter.runners() == {}
+    starter.start(order())
+    wait_until(lambda: starter.runners() == {"Far_1-000001": True})
+    fake.delete_pod()
+    wait_until(lambda: starter.runners() == {})
+    assert (fake.num("GET pods"), fake.num("GET jobsets")) == (1, 1)
+    assert (fake.num("WATCH pods"), fake.num("WATCH jobsets")) == (1, 1)
+
+
+@pytest.mark.parametrize("fault", ["cut", "halve", "gone event", "gone", "gone list"])
+@pytest.mark.parametrize("kind", ["pods", "jobsets"])
+def test_after_a_stream_that_fails_the_objects_are_listed_again(
+    starter: KubernetesStarter, fake: FakeKubernetes, tmp_path: Path, fault: str, kind: str
+) -> None:
+    """A stream cut in a line, with and without the end of the answer, and versions that are gone.
+
+    The change whose line was cut is in the list, and the next change in the next stream.
+    """
+    starter.directory = str(tmp_path / "files")
+    assert starter.runners() == {}
+    # For a request to fail, a stream must end first.
+    fake.fail(f"{fault} {kind}", *([f"cut {kind}"] if fault in ("gone", "gone list") else []))
+    starter.start(order())
+    wait_until(lambda: starter.runners() == {"Far_1-000001": True})
+    fake.delete_pod()
+    wait_until(lambda: starter.runners() == {})
+    # With "gone", the list is asked for a third time; it is never asked for at each look.
+    assert 2 <= fake.num(f"GET {kind}") <= 3
+    other = "jobsets" if kind == "pods" else "pods"
+    assert fake.num(f"GET {other}") == 1
+
+
+def test_a_change_that_is_lost_is_seen_with_the_next_list(
+    starter: KubernetesStarter,
+    fake: FakeKubernetes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_kubernetes_watch, "_WATCH_S", 1)
+    starter.directory = str(tmp_path / "files")
+    assert starter.runners() == {}
+    # The pod is made, runs, is being deleted and is gone.
+    fake.fail(*["lose pods"] * 4)
+    starter.start(order())
+    wait_until(lambda: starter.runners() == {"Far_1-000001": True})
+
+
+def test_a_runner_whose_start_was_not_told_is_not_canceled(
+    starter: KubernetesStarter, fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    starter.directory = str(tmp_path / "files")
+    assert starter.runners() == {}
+    fake.fail(*["lose pods"] * 2)
+    starter.start(order())
+    wait_until(
+        lambda: [pod["status"]["phase"] for pod in fake.objects["pods"].values()] == ["Running"]
+    )
+    wait_until(lambda: starter.runners() == {"Far_1-000001": False})
+    starter.cancel("Far_1-000001")
+    assert len(fake.objects["jobsets"]) == 1
+
+
+def test_a_server_that_is_away_for_some_seconds_is_waited_for(
+    starter: KubernetesStarter, fake: FakeKubernetes
+) -> None:
+    starter.start(order())
+    wait_until(lambda: starter.runners().keys() == {"Far_1-000001"})
+    fake.leave()
+    seen: list[dict[str, bool]] = []
+    looks = threading.Thread(target=lambda: seen.append(starter.runners()))
+    wait_until(lambda: not starter._pods._is_current)
+    looks.start()
+    time.sleep(1)
+    assert seen == []
+    fake.is_away = False
+    looks.join()
+    [found] = seen
+    assert found.keys() == {"Far_1-000001"}
+
+
+def test_a_server_that_stays_away_is_told_and_asked_ever_more_seldom(
+    starter: KubernetesStarter, fake: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert starter.runners() == {}
+    pauses: list[float] = []
+
+    def pause(pause_s: float) -> None:
+        pauses.append(pause_s)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(starter._pods, "_pause", pause)
+    fake.leave()
+    wait_until(lambda: len(pauses) > 8)
+    # The first try after the cut comes at once.
+    assert pauses[:9] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    monkeypatch.setattr(_kubernetes_watch, "_WAIT_S", 0.1)
+    with pytest.raises(StarterError, match=r"Kubernetes: (MaxRetry|Protocol)Error"):
         starter.runners()
-    (fake.root / "kubeconfig").write_text(text)
-    # The file is read again.
-    starter.runners()
+
+
+def test_objects_that_may_not_be_watched_are_listed(
+    starter: KubernetesStarter, fake: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.fail("forbidden pods")
+    assert starter.runners() == {}
+    starter.start(order())
+    wait_until(lambda: starter.runners().keys() == {"Far_1-000001"})
+    fake.delete_pod()
+    wait_until(lambda: starter.runners() == {})
+    assert fake.num("WATCH pods") == 1
+    assert "pods are listed again and again" in caplog.text
 
 
 def test_a_starter_without_its_package_is_told_with_what_installs_it(

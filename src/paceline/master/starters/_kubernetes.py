@@ -1,8 +1,6 @@
 """Start runners as pods of a Kubernetes cluster, by JobSets that Kueue may admit."""
 
-import json
 import logging
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -12,12 +10,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from paceline.config import Section
+from paceline.master.starters._kubernetes_api import KubernetesApi
+from paceline.master.starters._kubernetes_watch import WatchedObjects
 from paceline.master.starters._starter_base import RunnerOrder, Starter, StarterError
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 30.0
-_JOB_SETS = ("jobset.x-k8s.io", "v1alpha2")
+_JOB_SET_KIND = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 _CLUSTER_LABEL = "paceline/cluster"
@@ -25,7 +24,6 @@ _POOL_ANNOTATION = "paceline/pool"
 _RUNNERS_ANNOTATION = "paceline/runners"
 # Where the pods find their tokens.
 _SECRET_PATH = "/etc/paceline-runner"  # noqa: S105 - a path
-_UNAUTHORIZED, _NOT_FOUND = 401, 404
 # How long a JobSet that is over can be looked at.
 _KEPT_S = 600
 # From this exit code on, a signal ended the process.
@@ -77,7 +75,19 @@ class KubernetesStarter(Starter):
 
     def __init__(self, pool: str, cluster_id: str, directory: str, options: Section) -> None:
         super().__init__(pool, cluster_id, directory, options)
-        self._client: Any = None
+        assert isinstance(options, KubernetesOptions)
+        self._api = KubernetesApi(options.namespace, options.kubeconfig, options.context)
+        self._ours = {"label_selector": f"{_CLUSTER_LABEL}={cluster_id}"}
+        self._pods = WatchedObjects(
+            self._api, "pods", "CoreV1Api", "list_namespaced_pod", self._ours
+        )
+        self._job_sets = WatchedObjects(
+            self._api,
+            "jobsets",
+            "CustomObjectsApi",
+            "list_namespaced_custom_object",
+            self._ours | _JOB_SET_KIND,
+        )
         self._told: set[tuple[str, str]] = set()
 
     def start(self, order: RunnerOrder) -> None:
@@ -88,12 +98,12 @@ class KubernetesStarter(Starter):
         """Create the Secret of the tokens, and a JobSet with a pod for each."""
         job_set = self.job_set(orders)
         name = job_set["metadata"]["name"]
-        self._call("CoreV1Api", "create_namespaced_secret", self.secret(name, orders))
+        self._api.call("CoreV1Api", "create_namespaced_secret", self.secret(name, orders))
         try:
             made = self._call_job_sets("create", job_set)
         except StarterError:
             with suppress(StarterError):
-                self._call("CoreV1Api", "delete_namespaced_secret", name=name)
+                self._api.call("CoreV1Api", "delete_namespaced_secret", name=name)
             raise
         owner = {
             "apiVersion": job_set["apiVersion"],
@@ -101,7 +111,7 @@ class KubernetesStarter(Starter):
             "name": name,
             "uid": made["metadata"]["uid"],
         }
-        self._call(
+        self._api.call(
             "CoreV1Api",
             "patch_namespaced_secret",
             {"metadata": {"ownerReferences": [owner]}},
@@ -114,7 +124,7 @@ class KubernetesStarter(Starter):
         A pod may end after its JobSet, as it gets time to let its attempts leave.
         """
         running, over, failed = set(), set(), {}
-        for pod in self._list("", "v1", "pods"):
+        for pod in self._known(self._pods):
             number = int(pod["metadata"]["annotations"].get(_INDEX_ANNOTATION, 0))
             name, phase = _runners_of(pod)[number], pod["status"].get("phase")
             if phase in ("Succeeded", "Failed"):
@@ -125,7 +135,7 @@ class KubernetesStarter(Starter):
             self._tell_why_it_waits(name, pod)
         self._raise_new_failures(failed)
         found = dict.fromkeys(running, True)
-        for job_set in self._list(*_JOB_SETS, "jobsets"):
+        for job_set in self._known(self._job_sets):
             if not (_is_over(job_set) or "deletionTimestamp" in job_set["metadata"]):
                 names = _runners_of(job_set)
                 found.update(dict.fromkeys(set(names) - over, not running.isdisjoint(names)))
@@ -133,17 +143,22 @@ class KubernetesStarter(Starter):
 
     def cancel(self, name: str) -> None:
         """Delete the JobSet of a runner that waits."""
-        for job_set in self._list(*_JOB_SETS, "jobsets"):
+        for job_set in self._known(self._job_sets):
             if name in _runners_of(job_set):
+                # That a pod has begun to run may not have been told yet.
+                pods = self._api.read("CoreV1Api", "list_namespaced_pod", **self._ours)["items"]
+                ours = [pod for pod in pods if _runners_of(pod) == _runners_of(job_set)]
+                if any(pod["status"].get("phase") == "Running" for pod in ours):
+                    return
                 made = job_set["metadata"]["name"]
                 self._call_job_sets("delete", name=made, propagation_policy="Background")
-                self._call("CoreV1Api", "delete_namespaced_secret", name=made)
+                self._api.call("CoreV1Api", "delete_namespaced_secret", name=made)
 
     def close(self) -> None:
-        """Close the connections."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        """Stop watching, and close the connections."""
+        for watched in (self._pods, self._job_sets):
+            watched.close()
+        self._api.close()
 
     # ---- objects -------------------------------------------------------------------------
 
@@ -184,9 +199,8 @@ class KubernetesStarter(Starter):
             "labels": labels,
             "annotations": notes,
         }
-        group, version = _JOB_SETS
         return {
-            "apiVersion": f"{group}/{version}",
+            "apiVersion": "{group}/{version}".format(**_JOB_SET_KIND),
             "kind": "JobSet",
             "metadata": metadata,
             "spec": spec,
@@ -258,73 +272,17 @@ class KubernetesStarter(Starter):
         }
         return {name: value for name, value in pod.items() if value not in (None, {}, [])}
 
-    # ---- requests ------------------------------------------------------------------------
-
-    def _list(self, group: str, version: str, plural: str) -> list[dict[str, Any]]:
+    def _known(self, watched: WatchedObjects) -> list[dict[str, Any]]:
         """Return the objects of this pool."""
-        what: dict[str, Any] = {"label_selector": f"{_CLUSTER_LABEL}={self.cluster_id}"}
-        # Version 0 is what the server has at hand.
-        what["resource_version"] = "0"
-        if group:
-            what |= {"group": group, "version": version, "plural": plural}
-            items = self._call("CustomObjectsApi", "list_namespaced_custom_object", **what)["items"]
-        else:
-            pods = self._call("CoreV1Api", "list_namespaced_pod", **what)
-            items = self._connected().sanitize_for_serialization(pods)["items"]
         return [
             one
-            for one in items
+            for one in watched.objects()
             if one["metadata"]["annotations"].get(_POOL_ANNOTATION) == self.pool
         ]
 
     def _call_job_sets(self, verb: str, body: Any = None, **arguments: Any) -> Any:
-        group, version = _JOB_SETS
-        return self._call(
-            "CustomObjectsApi",
-            f"{verb}_namespaced_custom_object",
-            body,
-            group=group,
-            version=version,
-            plural="jobsets",
-            **arguments,
-        )
-
-    def _call(self, api: str, method: str, body: Any = None, **arguments: Any) -> Any:
-        """Send a request; what is to be deleted may be gone already."""
-        from kubernetes import client
-
-        if body is not None:
-            arguments["body"] = body
-        try:
-            call = getattr(getattr(client, api)(self._connected()), method)
-            return call(namespace=self.options.namespace, _request_timeout=_TIMEOUT_S, **arguments)
-        except client.ApiException as error:
-            if error.status == _NOT_FOUND and method.startswith("delete"):
-                return None
-            if error.status == _UNAUTHORIZED:
-                # What it has read from the file may be too old.
-                self.close()
-            raise StarterError(f"Kubernetes: {_told(error)}") from error
-        except Exception as error:
-            # The client lets errors of urllib3, of files and of its own checks through.
-            raise StarterError(f"Kubernetes: {type(error).__name__}: {error}") from error
-
-    def _connected(self) -> Any:
-        if self._client is None:
-            from kubernetes import client, config
-
-            settings = client.Configuration()
-            options = self.options
-            if options.kubeconfig is None and options.context is None and _is_in_pod():
-                config.load_incluster_config(client_configuration=settings)
-            else:
-                config.load_kube_config(
-                    config_file=options.kubeconfig,
-                    context=options.context,
-                    client_configuration=settings,
-                )
-            self._client = client.ApiClient(settings)
-        return self._client
+        method = f"{verb}_namespaced_custom_object"
+        return self._api.call("CustomObjectsApi", method, body, **_JOB_SET_KIND, **arguments)
 
     def _tell_why_it_waits(self, name: str, pod: dict[str, Any]) -> None:
         """Log once why a pod cannot start, such as an image that cannot be had."""
@@ -375,15 +333,3 @@ def _failure(pod: dict[str, Any]) -> str | None:
 def _object_name(runner: str) -> str:
     """Return the name of a JobSet; the names of its pods may have 63 characters."""
     return "paceline-" + re.sub("[^a-z0-9]+", "-", runner.lower())[-30:].strip("-")
-
-
-def _is_in_pod() -> bool:
-    return "KUBERNETES_SERVICE_HOST" in os.environ
-
-
-def _told(error: Any) -> str:
-    try:
-        text = json.loads(error.body)["message"]
-    except (TypeError, ValueError, KeyError):
-        text = error.reason
-    return f"{text} ({error.status})"

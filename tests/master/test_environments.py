@@ -1,11 +1,17 @@
 """Environments of attempts and the source of experiments, through the API."""
 
+import sqlite3
+from contextlib import closing
 from typing import Any
 
 from sqlalchemy import func, select
 
 from paceline.client import Client
 from paceline.master.store import tables
+from paceline.master.upkeep import check
+from paceline.master.upkeep._database_rebuild import rebuild_database
+from paceline.master.upkeep._recovery_records import read_record, record_path
+from paceline.master.upkeep._recovery_writer import write_some
 
 SINGLE = {"name": "single", "metric": "loss"}
 ENVIRONMENT = {"paceline": "1.0", "packages": {"torch": "2.13.0"}, "host": {"name": "box"}}
@@ -83,3 +89,42 @@ def test_a_run_without_a_master_tells_its_own_source(master: Any) -> None:
     assert reply.status_code == 200, reply.text
     [found] = environments(master, 1)
     assert (found["environment"], found["source"]) == (ENVIRONMENT, {"commit": "b"})
+
+
+def test_a_database_that_is_rebuilt_has_the_environments_of_ended_attempts(
+    make_master: Any,
+) -> None:
+    """The record of an experiment has each one once, whichever attempt ends first."""
+    master = make_master(4)
+    grid = {"name": "grid", "metric": "loss"}
+    rates = {"type": "categorical", "vals": [1, 2, 3]}
+    experiments = [
+        master.create(searcher=grid, hyperparameters={"rate": rates}),
+        master.create(searcher=SINGLE, hyperparameters={}),
+    ]
+    master.schedule()
+    other = ENVIRONMENT | {"host": {"name": "bench"}}
+    for attempt_id, environment in enumerate([ENVIRONMENT, ENVIRONMENT, other, ENVIRONMENT], 1):
+        begin(master, attempt_id, environment=environment)
+    for time, attempt_id in enumerate((2, 1, 3, 4)):
+        end = {"reason": "exited", "code": 1, "signal": None, "time": 10.0 + time}
+        master.attempt(attempt_id, "end", **end)
+        while write_some(master.core.database, master.home.path):
+            pass
+    lines = [
+        sum(row is not None and row.table == "environments" for _, row in read_record(path))
+        for path in (record_path(master.home.path, one) for one in experiments)
+    ]
+    assert lines == [2, 1]
+    assert check(master.home.path).findings == []
+    for path in master.home.path.glob("master.sqlite*"):
+        path.rename(path.with_name(f"old-{path.name}"))
+    rebuild_database(master.home.path)
+    query = (
+        "SELECT environment FROM attempts WHERE environment IN (SELECT digest FROM environments)"
+    )
+    with closing(sqlite3.connect(master.home.database_path)) as connection:
+        found = connection.execute(f"{query} ORDER BY id").fetchall()
+    assert len(found) == 4
+    assert len(set(found)) == 2
+    assert found[2] not in (found[0], found[1], found[3])

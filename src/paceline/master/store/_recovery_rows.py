@@ -43,6 +43,10 @@ LASTING = {
 OF_CLUSTER = ("nodes", "pools", "drained_slots")
 # Recorded when their attempt ends.
 OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks")
+# All tables of which rows are recorded; an environment with the first attempt that ends in it.
+RECORDED = (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS, "environments")
+# Another one has each home recorded anew: since 2, environments are.
+_RECORDS = "2"
 
 _BYTES, _FLOAT = "$bytes", "$float"
 
@@ -92,10 +96,10 @@ def _make(connection: Connection, name: str, when: str, then: str) -> None:
 def begin_records(database: "Database") -> None:
     """Have all that a database holds recorded, unless that was done once."""
     with database.read() as connection:
-        is_begun = connection.execute(
-            select(tables.meta.c.key).where(tables.meta.c.key == RECORDS_BEGUN)
-        ).first()
-    if is_begun is None:
+        begun = connection.execute(
+            select(tables.meta.c.value).where(tables.meta.c.key == RECORDS_BEGUN)
+        ).scalar()
+    if begun != _RECORDS:
         database.write(_note_all).result()
 
 
@@ -114,7 +118,8 @@ def _note_all(transaction: "Transaction") -> None:
     every = ids.add_columns(literal(ALL), tables.experiments.c.id)
     connection.execute(insert(unrecorded).from_select(columns, every))
     note_experiment(connection, None)
-    connection.execute(insert(tables.meta).values(key=RECORDS_BEGUN, value="1"))
+    connection.execute(delete(tables.meta).where(tables.meta.c.key == RECORDS_BEGUN))
+    connection.execute(insert(tables.meta).values(key=RECORDS_BEGUN, value=_RECORDS))
 
 
 def note_experiment(connection: Connection, experiment_id: int | None) -> None:
@@ -177,6 +182,14 @@ def _rows_of_attempt(connection: Connection, attempt_id: int) -> Iterator[Record
     yield from _select(connection, "series", "trial_id = ? AND attempt <= ?", trial_id, number)
     chunks = "series_id IN (SELECT id FROM series WHERE trial_id = ? AND attempt = ?)"
     yield from _select(connection, "chunks", chunks, trial_id, number)
+    # Attempts of an experiment have equal ones. The + has SQLite look for them in their order.
+    first = (
+        "digest IN (SELECT environment FROM attempts AS own WHERE id = ? AND NOT EXISTS"
+        " (SELECT 1 FROM attempts AS other WHERE other.experiment_id = own.experiment_id"
+        " AND +other.environment = own.environment AND other.ended_at IS NOT NULL"
+        " AND (other.ended_at, other.id) < (own.ended_at, own.id)))"
+    )
+    yield from _select(connection, "environments", first, attempt_id)
 
 
 def _select(
@@ -205,7 +218,7 @@ def decode_row(data: bytes) -> RecordedRow:
     """
     found = msgspec.json.decode(data, type=dict[str, Any])
     table, values = found.get("table"), found.get("row")
-    if not isinstance(values, Mapping) or table not in (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS):
+    if not isinstance(values, Mapping) or table not in RECORDED:
         raise msgspec.DecodeError("it holds no row")
     return RecordedRow(str(table), {name: _real(value) for name, value in values.items()})
 
@@ -229,6 +242,7 @@ def primary_key(table: str) -> Sequence[str]:
     return {
         "search_inputs": ("experiment_id", "number"),
         "checkpoints": ("uuid",),
+        "environments": ("digest",),
         "users": ("name",),
         "pools": ("name",),
         "drained_slots": ("node_id", "slot"),

@@ -22,9 +22,7 @@ from paceline.master.experiments import (
     recompute_best,
 )
 from paceline.master.store import (
-    LASTING,
-    OF_ATTEMPTS,
-    OF_CLUSTER,
+    RECORDED,
     Database,
     LogStore,
     RecordedRow,
@@ -99,7 +97,7 @@ def _load(
     """Store the rows of all records; a later line of a row takes the place of an earlier one."""
     columns = {
         table: {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
-        for table in (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS)
+        for table in RECORDED
     }
     for experiment_id in (*experiments, None):
         path = record_path(home, experiment_id)

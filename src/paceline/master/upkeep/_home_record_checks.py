@@ -29,6 +29,7 @@ _COMPARED = {
     ),
     "chunks": ("series_id", "first_step", "last_step", "kind", "steps", "times", "value_bytes"),
     "time_marks": ("time", "event", "steps_completed", "seconds"),
+    "environments": ("content",),
 }  # fmt: skip
 # A later attempt of a trial changes these when it starts; they are recorded when it ends.
 _EXTREMES = ("min", "max", "last")

@@ -127,6 +127,15 @@ export const trialTimeQuery = (id: number) =>
       unwrap(api.GET("/api/v1/trials/{trial_id}/time", { params: { path: { trial_id: id } } })),
   });
 
+export const trialEnvironmentsQuery = (id: number) =>
+  queryOptions({
+    queryKey: keys.trialEnvironments(id),
+    queryFn: () =>
+      unwrap(
+        api.GET("/api/v1/trials/{trial_id}/environments", { params: { path: { trial_id: id } } }),
+      ),
+  });
+
 /** A large rung answers with trials that are spread evenly over its ranks. */
 const RUNG_ROWS = 200;
 

@@ -9,6 +9,7 @@ export type Trial = Schemas["Trial"];
 export type TrialTime = Schemas["TrialTime"];
 export type TrialAlert = Schemas["Alert"];
 export type Attempt = Schemas["Attempt"];
+export type AttemptEnvironment = Schemas["AttemptEnvironment"];
 export type Checkpoint = Schemas["Checkpoint"];
 export type LogLine = Schemas["LogLine"];
 export type MasterInfo = Schemas["MasterInfo"];

@@ -7,6 +7,7 @@ import { Ago, Lasted } from "../../components/Ago";
 import { Empty, Waiting } from "../../components/Feedback";
 import { Scroll } from "../../components/Scroll";
 import { StateBadge } from "../../components/StateBadge";
+import { Environments } from "./Environments";
 
 export function Attempts() {
   const { id } = useParams({ from: "/trials/$id" });
@@ -16,44 +17,47 @@ export function Attempts() {
   if (attempts.length === 0)
     return <Empty title="No attempts yet">The trial waits for free slots.</Empty>;
   return (
-    <Scroll label="Attempts" className="card">
-      <table className="plain-table">
-        <thead>
-          <tr>
-            <th>Attempt</th>
-            <th>State</th>
-            <th>On slots</th>
-            <th>Started from</th>
-            <th>Started</th>
-            <th>Duration</th>
-            <th>How it ended</th>
-          </tr>
-        </thead>
-        <tbody>
-          {attempts.map((attempt) => (
-            <tr key={attempt.id}>
-              <td>{attempt.number}</td>
-              <td>
-                <StateBadge state={attempt.state} />
-              </td>
-              <td>{whereItRan(attempt)}</td>
-              <td className="short">
-                {attempt.resumed_from === null
-                  ? "the beginning"
-                  : `batch ${attempt.resumed_steps} (${attempt.resumed_from.slice(0, 8)})`}
-              </td>
-              <td className="short">
-                <Ago time={attempt.started_at ?? attempt.created_at} />
-              </td>
-              <td className="short">
-                <Lasted from={attempt.started_at} to={attempt.ended_at} />
-              </td>
-              <td className="prose">{whyEnded(attempt)}</td>
+    <>
+      <Scroll label="Attempts" className="card">
+        <table className="plain-table">
+          <thead>
+            <tr>
+              <th>Attempt</th>
+              <th>State</th>
+              <th>On slots</th>
+              <th>Started from</th>
+              <th>Started</th>
+              <th>Duration</th>
+              <th>How it ended</th>
             </tr>
-          ))}
-        </tbody>
-      </table>
-    </Scroll>
+          </thead>
+          <tbody>
+            {attempts.map((attempt) => (
+              <tr key={attempt.id}>
+                <td>{attempt.number}</td>
+                <td>
+                  <StateBadge state={attempt.state} />
+                </td>
+                <td>{whereItRan(attempt)}</td>
+                <td className="short">
+                  {attempt.resumed_from === null
+                    ? "the beginning"
+                    : `batch ${attempt.resumed_steps} (${attempt.resumed_from.slice(0, 8)})`}
+                </td>
+                <td className="short">
+                  <Ago time={attempt.started_at ?? attempt.created_at} />
+                </td>
+                <td className="short">
+                  <Lasted from={attempt.started_at} to={attempt.ended_at} />
+                </td>
+                <td className="prose">{whyEnded(attempt)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </Scroll>
+      <Environments trialId={id} />
+    </>
   );
 }
 

@@ -161,6 +161,30 @@ def run_python(
     return run
 
 
+@pytest.fixture
+def run_with_torch(
+    tmp_path: Path, clean_environment: dict[str, str], torch_ranks: RankServer
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Return a function like that of `run_python`, whose processes have torch loaded.
+
+    They are forked, so that each test saves a second; they have one thread.
+    """
+
+    def run(
+        code: str, *arguments: str, name: str = "script.py", **environment: str
+    ) -> "subprocess.CompletedProcess[str]":
+        script = tmp_path / name
+        script.write_text(code)
+        return torch_ranks.run_to_end(
+            str(script),
+            *arguments,
+            directory=tmp_path,
+            environment={**clean_environment, "OMP_NUM_THREADS": "1", **environment},
+        )
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def fork_server_class() -> type[ForkServer]:
     """Return the class of a process that forks others."""

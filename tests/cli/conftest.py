@@ -60,14 +60,9 @@ def runner_in(home: Path, server: Any) -> Paceline:
 
     def run(*arguments: object, cwd: Path | None = None, code: int | None = 0) -> Result:
         command = ("-m", "paceline.cli", *map(str, arguments))
-        process = server.start(
+        result: Result = server.run_to_end(
             *command, directory=cwd or Path.cwd(), environment=clean_environment(home)
         )
-        try:
-            output, errors = process.communicate(timeout=240)
-        finally:
-            process.kill()
-        result = Result(command, process.returncode, output, errors)
         assert code is None or result.returncode == code, (result.stdout, result.stderr)
         return result
 

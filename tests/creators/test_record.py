@@ -261,13 +261,13 @@ if sys.argv[1:] == ["raise"]:
     [((), RunState.COMPLETED, None), (("raise",), RunState.CRASHED, "KeyError: 'why it ended'")],
 )
 def test_a_program_may_end_without_shutdown(
-    run_python: Callable[..., "subprocess.CompletedProcess[str]"],
+    run_with_torch: Callable[..., "subprocess.CompletedProcess[str]"],
     tmp_path: Path,
     arguments: tuple[str, ...],
     state: RunState,
     error: str | None,
 ) -> None:
-    ended = run_python(SCRIPT, *arguments)
+    ended = run_with_torch(SCRIPT, *arguments)
     assert ended.returncode == (1 if arguments else 0), ended.stderr
     [run] = core.list_runs(tmp_path / "paceline_runs")
     assert (run.name, run.state, run.error, run.last_step) == ("script", state, error, 1)

@@ -166,11 +166,11 @@ def test_a_run_is_written_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
         load_run("run.yaml")
 
 
-def test_the_program_trains_a_yaml_file(run_python: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_program_trains_a_yaml_file(run_with_torch: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "own_code.py").write_text(MODULE)
     (tmp_path / "small run.yaml").write_text(RUN)
     code = "import runpy; runpy.run_module('paceline.declarative', run_name='__main__')"
-    result = run_python(code, "small run.yaml", "num_epochs=1")
+    result = run_with_torch(code, "small run.yaml", "num_epochs=1")
     assert result.returncode == 0, result.stderr
     assert "Epoch 1: loss" in result.stderr
     assert Path("out/final_model.pth").exists()
@@ -181,11 +181,11 @@ def test_the_program_trains_a_yaml_file(run_python: Callable[..., Any], tmp_path
 
 @pytest.mark.slow
 def test_the_program_says_what_is_wrong_with_a_file(
-    run_python: Callable[..., Any], tmp_path: Path
+    run_with_torch: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text("epochs: 3")
     code = "import runpy; runpy.run_module('paceline.declarative', run_name='__main__')"
-    result = run_python(code, "run.yaml")
+    result = run_with_torch(code, "run.yaml")
     assert result.returncode == 1
     assert "paceline.declarative: error: run.yaml must describe a run, but:" in result.stderr
     assert "Traceback" not in result.stderr

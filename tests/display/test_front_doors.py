@@ -126,13 +126,13 @@ def check_places(lines: list[str], directory: Path) -> None:
 
 
 @pytest.fixture
-def piped(run_python: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Start:
+def piped(run_with_torch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Start:
     """Return a function that runs a script and returns what it wrote to standard error."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.delenv("PACELINE_PROGRESS", raising=False)
 
     def run(code: str, *arguments: str, **variables: str) -> tuple[list[str], int]:
-        result = run_python(code, *arguments, CI="", OMP_NUM_THREADS="1", **variables)
+        result = run_with_torch(code, *arguments, CI="", **variables)
         return result.stderr.splitlines(), result.returncode
 
     return run

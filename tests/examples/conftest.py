@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,19 +36,28 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(example: Path, environment: dict[str, str]) -> Run:
-    """Return a function that runs a Python command in the example and returns its output."""
+def run(example: Path, environment: dict[str, str], torch_ranks: Any) -> Run:
+    """Return a function that runs a Python command in the example and returns its output.
+
+    A script is forked from a process that has torch loaded.
+    """
 
     def run_python(*arguments: str, code: int = 0, **variables: str) -> str:
-        result = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=example,
-            env={**environment, **variables},
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
+        if arguments[0].endswith(".py"):
+            result = torch_ranks.run_to_end(
+                str(example / arguments[0]), *arguments[1:],
+                directory=example, environment={**environment, **variables},
+            )  # fmt: skip
+        else:
+            result = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=example,
+                env={**environment, **variables},
+                capture_output=True,
+                text=True,
+                timeout=250,
+                check=False,
+            )
         assert result.returncode == code, result.stdout + result.stderr
         return result.stdout + result.stderr
 

@@ -12,9 +12,9 @@ GUIDE = (DOCS / "integrations.md").read_text()
 
 
 @pytest.mark.slow
-def test_the_code_runs_from_top_to_bottom(run_python: Callable[..., Any]) -> None:
+def test_the_code_runs_from_top_to_bottom(run_with_torch: Callable[..., Any]) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
-    result = run_python(code, OMP_NUM_THREADS="1")
+    result = run_with_torch(code)
     assert result.returncode == 0, result.stderr
 
 

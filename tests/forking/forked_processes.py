@@ -15,54 +15,19 @@ from pathlib import Path
 from typing import IO, Any
 
 
-class ForkedProcess:
-    """A process of a fork server; used like those of `subprocess`."""
+class _Forked:
+    """A process of a fork server, used like those of `subprocess`.
 
-    def __init__(self, server: "ForkServer", **request: Any) -> None:
-        self._server = server
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 # see `kill`
-        self.returncode: int | None = None
-        output, own_end = os.pipe()
-        self.stdout = os.fdopen(output)
-        self.pid: int = server.ask(request, [own_end, self._errors.fileno()])
-        os.close(own_end)
+    Args:
+        server: The server.
+        files: Its standard output and error.
+        request: What the server is asked for.
+    """
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
-        with suppress(ProcessLookupError):
-            if self.returncode is None:
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill it and wait for its end."""
-        self.send_signal(signal.SIGKILL)
-        if self.returncode is None:
-            self.returncode = self._server.wait(self.pid, 60)
-        self.stdout.close()
-        self._errors.close()
-
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for its end and return its standard output and error."""
-        timer = threading.Timer(timeout, self.send_signal, [signal.SIGKILL])
-        timer.start()
-        try:
-            # What it has started may hold the pipe open, but not for long.
-            output = self.stdout.read()
-            self.returncode = self._server.wait(self.pid, timeout)
-        finally:
-            timer.cancel()
-            timer.join()
-        self._errors.seek(0)
-        return output, self._errors.read()
-
-
-class ForkedDaemon:
-    """A process of a fork server that leads a session and writes to a file."""
-
-    def __init__(self, server: "ForkServer", output: IO[bytes], **request: Any) -> None:
+    def __init__(self, server: "ForkServer", files: list[int], request: dict[str, Any]) -> None:
         self._server = server
         self.returncode: int | None = None
-        self.pid = server.ask({**request, "has_session": True}, 2 * [output.fileno()])
+        self.pid = server.ask(request, files)
 
     def poll(self) -> int | None:
         """Return its exit code, or None while it runs."""
@@ -88,6 +53,46 @@ class ForkedDaemon:
         self.send_signal(signal.SIGKILL)
 
 
+class ForkedProcess(_Forked):
+    """A process of a fork server whose output is read; `is_one_stream` puts its errors there."""
+
+    def __init__(self, server: "ForkServer", is_one_stream: bool, **request: Any) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 # see `kill`
+        output, own_end = os.pipe()
+        self.stdout = os.fdopen(output)
+        errors = own_end if is_one_stream else self._errors.fileno()
+        super().__init__(server, [own_end, errors], request)
+        os.close(own_end)
+
+    def kill(self) -> None:
+        """Kill it and wait for its end."""
+        super().kill()
+        self.wait(60)
+        self.stdout.close()
+        self._errors.close()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for its end and return its standard output and error."""
+        timer = threading.Timer(timeout, os.kill, [self.pid, signal.SIGKILL])
+        timer.start()
+        try:
+            # What it has started may hold the pipe open, but not for long.
+            output = self.stdout.read()
+            self.wait(timeout)
+        finally:
+            timer.cancel()
+            timer.join()
+        self._errors.seek(0)
+        return output, self._errors.read()
+
+
+class ForkedDaemon(_Forked):
+    """A process of a fork server that leads a session and writes to a file."""
+
+    def __init__(self, server: "ForkServer", output: IO[bytes], **request: Any) -> None:
+        super().__init__(server, 2 * [output.fileno()], {**request, "has_session": True})
+
+
 class ForkServer:
     """A process that forks others, so that each has modules loaded from its beginning."""
 
@@ -104,11 +109,38 @@ class ForkServer:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
-    def start(self, *command: str, directory: Path, environment: dict[str, str]) -> ForkedProcess:
+    def start(
+        self,
+        *command: str,
+        directory: Path,
+        environment: dict[str, str],
+        has_session: bool = False,
+        is_one_stream: bool = False,
+    ) -> ForkedProcess:
         """Start a script, or a module after "-m", with arguments."""
         return ForkedProcess(
-            self, command=command, directory=str(directory), environment=environment
+            self,
+            is_one_stream,
+            command=command,
+            directory=str(directory),
+            environment=environment,
+            has_session=has_session,
         )
+
+    def run_to_end(
+        self,
+        *command: str,
+        directory: Path,
+        environment: dict[str, str],
+        timeout_s: float = 240,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a script, or a module after "-m", with arguments."""
+        process = self.start(*command, directory=directory, environment=environment)
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, process.returncode or 0, output, errors)
 
     def start_daemon(
         self, *command: str, output: IO[bytes], environment: dict[str, str]

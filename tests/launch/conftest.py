@@ -65,15 +65,11 @@ def launch(tmp_path: Path, launcher_server: Any) -> Callable[..., subprocess.Com
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(_JOB_VARIABLES)}
-        process = launcher_server.start(
+        done: subprocess.CompletedProcess[str] = launcher_server.run_to_end(
             "-m", "paceline.launch.torch_distributed", *arguments,
             directory=tmp_path, environment=clean | {"OMP_NUM_THREADS": "1"} | environment,
         )  # fmt: skip
-        try:
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return done
 
     return run
 

@@ -145,7 +145,9 @@ def test_the_exit_of_a_worker_on_any_node_ends_all(
         assert told in err
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+# `test_restarts.py` compares the bits in every run, and others here start all nodes again.
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.timeout(300)
 def test_training_that_lost_a_worker_of_any_node_ends_in_the_same_bits(
     start_node: StartNode, script: Script, tmp_path: Path, dropout_trial: str, rank: int
@@ -196,8 +198,11 @@ def test_invalid_hp_on_another_node_ends_the_run_as_a_success(
 
 @pytest.mark.parametrize(
     ("signalled", "signum", "address"),
-    [([1], signal.SIGTERM, "127.0.0.1"), ([0, 1], signal.SIGINT, "::1")],
-    ids=["SIGTERM-1", "SIGINT-both-IPv6"],
+    [
+        pytest.param([1], signal.SIGTERM, "127.0.0.1", id="SIGTERM-1", marks=pytest.mark.slow),
+        pytest.param([1], signal.SIGTERM, "::1", id="SIGTERM-1-IPv6"),
+        pytest.param([0, 1], signal.SIGINT, "::1", id="SIGINT-both-IPv6", marks=pytest.mark.slow),
+    ],
 )
 def test_a_request_to_end_to_some_launchers_stores_a_checkpoint_and_ends_all(
     start_node: StartNode,

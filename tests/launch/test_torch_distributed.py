@@ -55,16 +55,21 @@ def _read_lines(process: "subprocess.Popen[str]", number: int) -> list[str]:
     return [process.stdout.readline().rstrip("\n") for _ in range(number)]
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_workers", "times"), [(2, 1), pytest.param(3, 30, marks=pytest.mark.slow)]
+)
 @pytest.mark.timeout(600)
-def test_three_workers_train_and_end_with_code_0_every_time(
-    launch: Launch, script: Script, times: int
+def test_workers_train_and_end_with_code_0_every_time(
+    launch: Launch, script: Script, num_workers: int, times: int
 ) -> None:
     name = script(DDP)
+    total = num_workers * (num_workers + 1) / 2
     for _ in range(times):
-        result = launch("--nproc-per-node=3", "--", "python3", name)
+        result = launch(f"--nproc-per-node={num_workers}", "--", "python3", name)
         assert result.returncode == 0, result.stderr
-        assert sorted(result.stdout.splitlines()) == [f"[rank={r}] total 6.0" for r in range(3)]
+        assert sorted(result.stdout.splitlines()) == [
+            f"[rank={rank}] total {total}" for rank in range(num_workers)
+        ]
 
 
 def test_a_failing_rank_stops_those_that_hang_in_a_collective(

@@ -166,20 +166,29 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def start(tmp_path: Path, clean_environment: dict[str, str]) -> Callable[..., int]:
-    """Return a function that runs inference.py on some ranks, and returns its exit code."""
+def start(
+    tmp_path: Path, clean_environment: dict[str, str], torch_ranks: Any
+) -> Callable[..., int]:
+    """Return a function that runs inference.py on some ranks, and returns its exit code.
+
+    With options a launcher starts them; else they are forked.
+    """
 
     def run(num_ranks: int, *options: str, **variables: str) -> int:
-        launcher = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node", str(num_ranks)]
-        done = subprocess.run(
-            [sys.executable, *launcher, *options, "--", str(SCRIPT)],
-            cwd=tmp_path,
-            env={**clean_environment, **variables, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
+        environment = {**clean_environment, **variables, "OMP_NUM_THREADS": "1"}
+        if options:
+            launcher = ["paceline.launch.torch_distributed", "--nproc-per-node", str(num_ranks)]
+            done = subprocess.run(
+                [sys.executable, "-m", *launcher, *options, "--", str(SCRIPT)],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=180,
+                check=False,
+            )
+        else:
+            done = torch_ranks.run(num_ranks, SCRIPT, directory=tmp_path, environment=environment)
         print(done.stdout, done.stderr)
         return done.returncode
 
@@ -204,7 +213,7 @@ def processed(directory: Path) -> Counter[int]:
 def test_no_row_is_lost_or_doubled_after_the_kill_of_a_rank(
     start: Any, tmp_path: Path, rank: int, batch: int, next_ranks: int
 ) -> None:
-    assert start(3, KILL=f"{rank} {batch}") == 128 + signal.SIGKILL
+    assert start(3, KILL=f"{rank} {batch}") == -signal.SIGKILL
     assert not (tmp_path / "finished").exists()
     assert start(next_ranks) == 0
     assert_complete(tmp_path)
@@ -234,7 +243,7 @@ def test_a_kill_within_a_checkpoint_loses_no_row(
     start: Any, tmp_path: Path, point: str, rank: int
 ) -> None:
     fault = f"storage.{point}:3,signal=KILL,rank={rank}"
-    assert start(3, PACELINE_FAULT=fault) == 128 + signal.SIGKILL
+    assert start(3, PACELINE_FAULT=fault) == -signal.SIGKILL
     assert start(2) == 0
     assert_complete(tmp_path)
 

@@ -226,9 +226,9 @@ def test_every_file_and_key_is_in_the_documentation(module: Any) -> None:
 
 
 @pytest.fixture
-def scripted(tmp_path: Path, run_python: Callable[..., Any]) -> Path:
+def scripted(tmp_path: Path, run_with_torch: Callable[..., Any]) -> Path:
     """Return the checkpoint of a script that defines its trial itself."""
-    done = run_python(f"{MODULE}\nprint(train(is_tied=False)[1])", name="train.py")
+    done = run_with_torch(f"{MODULE}\nprint(train(is_tied=False)[1])", name="train.py")
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.splitlines()[-1])
 

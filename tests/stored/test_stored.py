@@ -1,10 +1,9 @@
 """What an earlier version has stored opens, and trainings go on from it to the same end."""
 
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,19 +20,17 @@ def unpack(name: str, directory: Path) -> Path:
 
 @pytest.mark.parametrize("door", [*LEFT, "creators"])
 def test_a_training_goes_on_from_what_an_earlier_version_has_stored(
-    door: str, tmp_path: Path, clean_environment: dict[str, str]
+    door: str, tmp_path: Path, clean_environment: dict[str, str], torch_ranks: Any
 ) -> None:
     stored = unpack(door, tmp_path)
     shutil.copy(HERE / "work.py", stored)
     steps = stored / "steps"
     steps.unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, "work.py", door],
-        cwd=stored,
-        env={**clean_environment, "OMP_NUM_THREADS": "1", "PACELINE_RESUME": "auto"},
-        capture_output=True,
-        text=True,
-        timeout=200,
+    done = torch_ranks.run_to_end(
+        str(stored / "work.py"),
+        door,
+        directory=stored,
+        environment={**clean_environment, "OMP_NUM_THREADS": "1", "PACELINE_RESUME": "auto"},
     )
     assert done.returncode == 0, done.stderr
     assert (stored / "end").read_text() == (stored / "expected").read_text()

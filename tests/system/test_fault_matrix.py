@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ def test_a_fault_of_one_rank(
     if door == "trial":
         seen = _run_trial(request.getfixturevalue("client"), tmp_path, variables)
     else:
-        seen = _run_program(_COMMANDS[door], tmp_path, clean_environment | variables)
+        torch_ranks = request.getfixturevalue("torch_ranks")
+        seen = _run_program(torch_ranks, _COMMANDS[door], tmp_path, clean_environment | variables)
     seconds = time.time() - float((tmp_path / "struck").read_text())
     orphans = _orphans(variables["STRUCK"])
     assert not orphans, orphans
@@ -141,23 +143,34 @@ def _check(fault: str, rank: int, door: str, seen: Seen) -> str:
     return " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
 
 
-def _run_program(arguments: list[str], directory: Path, environment: dict[str, str]) -> Seen:
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=directory,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=_HANGS_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(f"It hangs:\n{output}") from None
+def _run_program(
+    torch_ranks: Any, arguments: list[str], directory: Path, environment: dict[str, str]
+) -> Seen:
+    """Run a launcher as an interpreter of its own, and a script forked with torch loaded."""
+    process: Any
+    if arguments[0] == "-m":
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    else:
+        process = torch_ranks.start(
+            str(directory / arguments[0]), *arguments[1:], directory=directory,
+            environment=environment, has_session=True, is_one_stream=True,
+        )  # fmt: skip
+    limit = threading.Timer(_HANGS_S, os.killpg, [process.pid, signal.SIGKILL])
+    limit.start()
+    output, _ = process.communicate(timeout=2 * _HANGS_S)
+    limit.cancel()
+    limit.join()
+    process.kill()
+    assert process.returncode != -signal.SIGKILL, f"It hangs:\n{output}"
     (run,) = list_runs(directory / "paceline_runs") or [None]
     return Seen(output=output, code=process.returncode, run=run and run.state)
 

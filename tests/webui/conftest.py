@@ -70,16 +70,12 @@ class MasterProcess:
     def paceline(self, *arguments: object) -> str:
         """Run a command to its end and return what it printed."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-        process = self._commands.start(
+        done = self._commands.run_to_end(
             "-m", "paceline.cli", *map(str, arguments),
             directory=Path.cwd(), environment={**kept, "PACELINE_HOME": str(self.home)},
         )  # fmt: skip
-        try:
-            output, errors = process.communicate(timeout=90)
-        finally:
-            process.kill()
-        assert process.returncode == 0, (output, errors)
-        return str(output)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        return str(done.stdout)
 
     def start(self) -> None:
         """Start the master, at the same address as before."""

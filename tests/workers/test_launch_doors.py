@@ -66,14 +66,14 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("door", ["function", "program"])
 def test_a_restart_goes_on_from_the_last_checkpoint_after_a_change_of_directory(
-    run_python: RunPython, tmp_path: Path, clean_environment: dict[str, str], door: str
+    run_with_torch: RunPython, tmp_path: Path, clean_environment: dict[str, str], door: str
 ) -> None:
     elsewhere, trace = tmp_path / "elsewhere", tmp_path / "trace"
     elsewhere.mkdir()
     variables = {"ELSEWHERE": str(elsewhere), "TRACE": str(trace)}
     if door == "function":
         code = TRAIN + "    pytorch.launch(main, num_workers=2, max_restarts=2)\n"
-        result = run_python(code, **variables)
+        result = run_with_torch(code, **variables)
     else:
         (tmp_path / "train.py").write_text(TRAIN + "    main()\n")
         options = ["--nproc-per-node=2", "--max-restarts=2", "train.py"]
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     ],
 )
 def test_ranks_in_different_collectives_are_named(
-    run_python: RunPython,
+    run_with_torch: RunPython,
     tmp_path: Path,
     clean_environment: dict[str, str],
     door: str,
@@ -135,7 +135,7 @@ def test_ranks_in_different_collectives_are_named(
 ) -> None:
     if door == "function":
         call = f"    pytorch.launch(main, num_workers=3, args=({what!r},))\n"
-        result = run_python(DIFFERENT_COLLECTIVES + call)
+        result = run_with_torch(DIFFERENT_COLLECTIVES + call)
     else:
         (tmp_path / "train.py").write_text(DIFFERENT_COLLECTIVES + f"    main({what!r})\n")
         result = subprocess.run(

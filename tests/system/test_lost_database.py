@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from paceline.client import ApiError
 from paceline.master import LostDatabaseError
 from paceline.master._home_directory import Home
+from paceline.master.upkeep import check, fix
 
 SCRIPT = """
 import time
@@ -25,6 +27,15 @@ with det.core.init() as context:
     with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
         (path / "state").write_text("1")
     time.sleep(120)
+"""
+REPORTS = """
+import time
+import paceline
+
+with paceline.core.init() as context:
+    for step in range(1, NUM + 1):
+        context.train.report_validation_metrics(step, {"loss": 1.0 / step})
+        time.sleep(SLEEP)
 """
 CONFIG = {
     "name": "left", "entrypoint": "python3 train.py",
@@ -230,7 +241,7 @@ def test_a_damaged_database_is_refused_and_named(
     assert refused.returncode == 1
     told = " ".join(refused.stderr.split())
     assert f"Error: '{copy / 'master.sqlite'}' must be a Paceline database" in told
-    assert "Hint: restore the database from a backup" in told
+    assert "restore it from a backup" in told
     assert "Traceback" not in (copy / "master.log").read_text()
     after = content(copy)
     for files in (before, after):
@@ -290,6 +301,36 @@ def test_a_running_attempt_is_not_set_aside(
     assert "still runs (process " in refused.stderr
     assert (master.home / "attempts" / "1" / "attempt.json").exists()
     assert not (master.home / "set_aside").exists()
+
+
+def test_a_master_whose_database_is_deleted_says_so_and_loses_nothing(
+    make_master: Callable[..., Any], write_context: Callable[..., Path], wait_until: Any
+) -> None:
+    """Also what an attempt had reported that ended a moment before, and what one reports after."""
+    master = make_master(2).start()
+    client = master.client()
+    script = REPORTS.replace("NUM", "3").replace("SLEEP", "0")
+    ended = client.create_experiment(CONFIG, write_context(script, "ended"))
+    assert ended.wait(interval=0.05).value == "COMPLETED"
+    script = REPORTS.replace("NUM", "60").replace("SLEEP", "0.1")
+    running = client.create_experiment(CONFIG, write_context(script, "running"))
+    wait_until(lambda: any(list(t.iter_metrics("validation")) for t in running.trials()))
+    delete(master.home / "master.sqlite")
+    with pytest.raises(ApiError, match="was deleted or replaced while the master runs"):
+        client.create_experiment(CONFIG, write_context(script, "refused"))
+    assert not (master.home / "master.sqlite").exists()
+    down(master.home)
+    (found,) = fix(master.home).findings
+    assert found.fix is not None
+    client = master.start().client()
+    experiments = {experiment.id: experiment for experiment in client.list_experiments()}
+    assert set(experiments) == {ended.id, running.id}
+    assert experiments[running.id].wait(interval=0.1).value == "COMPLETED"
+    for id_, count in ((ended.id, 3), (running.id, 60)):
+        (trial,) = experiments[id_].trials()
+        steps = [row.steps_completed for row in trial.iter_metrics("validation")]
+        assert steps == list(range(1, count + 1))
+    assert check(master.home).findings == []
 
 
 def test_a_master_killed_at_any_moment_starts_again(

@@ -64,4 +64,5 @@ def _summary(num_found: int, num_left: int, *, master_runs: bool) -> str:
     if num_left == 0:
         return f"{found}, all fixed.{note}"
     left = "" if num_left == num_found else f", {num_left} not fixed"
-    return f"{found}{left}. Hint: `--fix` mends what can be mended; docs: durability.{note}"
+    hint = "`--fix` mends what can be mended, see docs/durability.md"
+    return f"{found}{left}. Hint: {hint}.{note}"

@@ -1,14 +1,23 @@
 import json
+import shutil
 import sqlite3
 import stat
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from sqlalchemy import func, insert, select
 
-from paceline.master.store import Database, DatabaseVersionError, Transaction, tables
+from paceline.master.store import (
+    Database,
+    DatabaseLostError,
+    DatabaseVersionError,
+    Transaction,
+    tables,
+)
 
 
 def put(key: str, value: str = "") -> Callable[[Transaction], str]:
@@ -280,3 +289,42 @@ def test_a_file_from_a_crash_before_the_first_table_becomes_a_database(
     database.write(put("a")).result()
     assert keys(database) == {"a"}
     database.close()
+
+
+@pytest.mark.parametrize("end", ["", "-wal", "-shm"])
+@pytest.mark.parametrize("by", ["deleted", "replaced"])
+def test_a_file_that_is_lost_is_noticed_and_nothing_more_is_stored(
+    tmp_path: Path, by: str, end: str
+) -> None:
+    """SQLite itself would go on in a file that nobody finds, or make an empty one."""
+    database = Database(tmp_path / "master.sqlite")
+    path = tmp_path / f"master.sqlite{end}"
+    try:
+        database.write(put("kept")).result()
+        assert keys(database) == {"kept"}
+        if by == "replaced":
+            shutil.copy(path, tmp_path / "other")
+            (tmp_path / "other").replace(path)
+        else:
+            path.unlink()
+        with pytest.raises(DatabaseLostError, match=f"'{path}' was deleted or replaced"):
+            database.write(put("lost")).result()
+        assert isinstance(database.failure, DatabaseLostError)
+        with ThreadPoolExecutor(60) as pool:
+            # More readers than connections that were open before.
+            found = [pool.submit(keys, database) for _ in range(60)]
+        errors = {type(each.exception()) for each in found}
+        assert errors <= {type(None), DatabaseLostError}
+        assert all(each.result() == {"kept"} for each in found if each.exception() is None)
+    finally:
+        database.close()
+    assert (tmp_path / "master.sqlite").exists() == ((by, end) != ("deleted", ""))
+
+
+def test_a_lost_file_is_noticed_without_a_change_to_store(
+    tmp_path: Path, database: Database
+) -> None:
+    (tmp_path / "master.sqlite").unlink()
+    while database.failure is None:
+        time.sleep(0.05)
+    assert isinstance(database.failure, DatabaseLostError)

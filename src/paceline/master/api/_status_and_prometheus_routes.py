@@ -125,6 +125,8 @@ def _problems(master: Master, found: dict[str, Any]) -> list[str]:
         f" cannot be stored: {one.why}."
         for one in master.transfers.waiting.all()
     ]
+    if master.database.failure is not None:
+        problems.append(str(master.database.failure))
     free = master.sizes.free_bytes()
     if free < _MIN_FREE_BYTES:
         problems.append(f"The disk of the home has only {free / 2**20:.0f} MiB left.")

@@ -47,6 +47,7 @@ from paceline.master.scheduling import (
 )
 from paceline.master.store import (
     Database,
+    DatabaseLostError,
     Transaction,
     config_of,
     tables,
@@ -124,8 +125,11 @@ class Reconciler:
     def drain(self, timeout_s: float) -> None:
         """Start nothing more, let all attempts checkpoint and leave, kill what is left.
 
-        The trials stay active: they go on when a master starts on this home again.
+        The trials stay active: they go on when a master starts on this home again. With a database
+        that stores nothing more, nothing is changed, and the attempts go on without a master.
         """
+        if self._database.failure is not None:
+            return
         with self._database.read() as connection:
             left = [
                 runner.id for attempt in live_attempts(connection) for runner in runners_of(attempt)
@@ -152,6 +156,9 @@ class Reconciler:
             for step in (self._make_pass, self._watch_attempts, self._retain, self._prune_events):
                 try:
                     step()
+                except DatabaseLostError:
+                    # The database has told of it, and decides nothing more.
+                    return
                 except Exception:
                     logger.exception("A step of the reconciler failed; the next pass tries again.")
                     time.sleep(_TICK_S)

@@ -27,11 +27,11 @@ from paceline.master.store._cluster_id import settle_cluster_id
 from paceline.master.store._database import (
     Database,
     DatabaseDamagedError,
-    DatabaseUnavailableError,
     DatabaseVersionError,
     Transaction,
 )
 from paceline.master.store._database_copy import check_copy, copy_database
+from paceline.master.store._database_files import DatabaseLostError, DatabaseUnavailableError
 from paceline.master.store._experiment_list import (
     Condition,
     ExperimentQuery,
@@ -117,6 +117,7 @@ __all__ = [
     "Curve",
     "Database",
     "DatabaseDamagedError",
+    "DatabaseLostError",
     "DatabaseUnavailableError",
     "DatabaseVersionError",
     "ENDED",

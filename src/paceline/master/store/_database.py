@@ -19,8 +19,12 @@ from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import QueuePool, StaticPool
 
-from paceline._private_files import open_private
 from paceline.master.store import _tables as tables
+from paceline.master.store._database_files import (
+    DatabaseFiles,
+    DatabaseLostError,
+    DatabaseUnavailableError,
+)
 from paceline.master.store._recovery_rows import watch_rows
 
 logger = logging.getLogger(__name__)
@@ -28,6 +32,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _MAX_JOBS_PER_COMMIT = 64
+# Without changes to store, the writer looks this often whether the files are still there.
+_LOOK_S = 1.0
 _force = getattr(os, "fdatasync", os.fsync)  # not everywhere
 _EARLIER_VERSIONS = [str(version) for version in range(1, tables.SCHEMA_VERSION)]
 
@@ -38,10 +44,6 @@ class DatabaseVersionError(RuntimeError):
 
 class DatabaseDamagedError(DatabaseVersionError):
     """Raised when the database file is damaged, or no database at all."""
-
-
-class DatabaseUnavailableError(RuntimeError):
-    """Raised when the database took back a whole transaction, not only one job's part of it."""
 
 
 class Transaction:
@@ -113,19 +115,23 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Made here, as SQLite gives the files beside it the same mode.
-        open_private(path, "ab").close()
-        path.chmod(0o600)
+        self._files = DatabaseFiles(path)
         self._log_path = path.with_name(f"{path.name}-wal")
         self._broken: DatabaseUnavailableError | None = None
-        self._writer_engine = _make_engine(path, writes=True)
-        self._reader_engine = _make_engine(path, writes=False)
+        self._writer_engine = _make_engine(self._files, writes=True)
+        self._reader_engine = _make_engine(self._files, writes=False)
         self._prepare_schema()
+        self._files.note_logs()
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._on_commit: list[Callable[[bool], None]] = []
         self._thread = threading.Thread(target=self._run, name="database-writer", daemon=True)
         self._thread.start()
+
+    @property
+    def failure(self) -> DatabaseUnavailableError | None:
+        """Why nothing can be stored until the master starts again, if that is so."""
+        return self._broken
 
     @property
     def num_waiting(self) -> int:
@@ -218,11 +224,26 @@ class Database:
         is_open = True
         while is_open:
             jobs, is_open = self._next_jobs()
+            self._look_at_files()
             if jobs:
                 self._commit(jobs)
 
+    def _look_at_files(self) -> None:
+        try:
+            self._files.check()
+        except DatabaseLostError as error:
+            if self._broken is None:
+                logger.error("%s", error)
+                self._broken = error
+        except OSError:
+            # A disk that cannot answer now is no reason to stop for good.
+            logger.exception("The files of the database cannot be looked at.")
+
     def _next_jobs(self) -> tuple[list[_Job], bool]:
-        _, _, job = self._queue.get()
+        try:
+            _, _, job = self._queue.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return [], True
         if job is None:
             return [], False
         jobs = [job]
@@ -319,7 +340,8 @@ def unreadable(path: Path, reason: BaseException | None) -> DatabaseVersionError
             f"{problem} Hint: move the whole home away, or set another one."
         )
     return DatabaseDamagedError(
-        f"{problem} Nothing was changed. Hint: restore the database from a backup, or start with"
+        f"{problem} Nothing was changed. Hint: make it again from the files of the home"
+        " (`paceline home check --fix`), restore it from a backup, or start with"
         " `paceline up --set-aside`, which moves it and the files that belong to it into"
         f" {str(path.parent / 'set_aside')!r} and deletes nothing."
     )
@@ -330,15 +352,15 @@ def _is_in_transaction(connection: Connection) -> bool:
     return bool(driver.in_transaction)
 
 
-def _make_engine(path: Path, *, writes: bool) -> Engine:
+def _make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
     pool: dict[str, Any] = (
         {"poolclass": StaticPool}
         if writes
         else {"poolclass": QueuePool, "pool_size": 8, "max_overflow": 32}
     )
     engine = create_engine(
-        f"sqlite:///{path}",
-        connect_args={"check_same_thread": False, "timeout": 30},
+        "sqlite://",
+        creator=files.open,
         json_serializer=_dump_json,
         # An error of a statement is logged: it must not hold what was to be stored.
         hide_parameters=True,

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.master.store import (
     GONE,
     NEW,
     Database,
+    DatabaseLostError,
     RecordedRow,
     Transaction,
     begin_records,
@@ -75,8 +77,8 @@ class Recorder:
         Raises:
             OSError: It cannot be written.
         """
-        began = time.monotonic()
-        while write_some(self._database, self._home):
+        began, last = time.monotonic(), 0
+        while last := write_some(self._database, self._home, last):
             if not self._is_long():
                 continue
             if self._closing.wait(_REST * (time.monotonic() - began)):
@@ -96,35 +98,50 @@ class Recorder:
                 self._changed.clear()
             try:
                 self.flush()
+            except DatabaseLostError:
+                return
             except Exception:
                 logger.exception("The records cannot be written; they are tried again.")
                 self._changed.set()
                 self._closing.wait(_RETRY_S)
-            if self._closing.is_set():
+            # What was stored in a lost database is in the records, and nothing comes after it.
+            if self._closing.is_set() or isinstance(self._database.failure, DatabaseLostError):
                 return
 
 
-def write_some(database: Database, home: Path) -> bool:
-    """Write the oldest changes that wait; False if there are none.
+def write_some(database: Database, home: Path, after: int = 0) -> int:
+    """Write the oldest changes that wait.
+
+    Args:
+        database: The database.
+        home: The home that has it.
+        after: The last change that was written.
+
+    Returns:
+        The last change that is written now, 0 if there was none.
 
     Raises:
+        DatabaseLostError: The file of the database is lost, and no connection to it is left.
         OSError: They cannot be written.
     """
     with database.read() as connection:
         unrecorded = tables.unrecorded
-        query = select(unrecorded).order_by(unrecorded.c.id).limit(_MAX_CHANGES)
+        query = select(unrecorded).where(unrecorded.c.id > after).order_by(unrecorded.c.id)
+        query = query.limit(_MAX_CHANGES)
         changes = _first(connection.execute(query).all())
         if not changes:
-            return False
+            return 0
         by_experiment: dict[int | None, list[Row[Any]]] = {}
         for change in changes:
             by_experiment.setdefault(change.experiment_id, []).append(change)
         for experiment_id, own in by_experiment.items():
             _write(connection, home, experiment_id, own)
     faults.reach("recorder.written")
-    last = changes[-1].id
-    database.write(lambda t: _forget(t, last)).result()
-    return True
+    last: int = changes[-1].id
+    # What a lost database has is not asked for again.
+    with suppress(DatabaseLostError):
+        database.write(lambda t: _forget(t, last)).result()
+    return last
 
 
 def _first(changes: Sequence[Row[Any]]) -> Sequence[Row[Any]]:

@@ -377,8 +377,12 @@ def test_an_experiment_without_slots_says_who_has_them(mastered: Any, code: Path
         *("--config", "data={steps: 999, pause_s: 0.2}", "--config", "resources.slots_per_trial=2"),
     )["id"]
     first_trial(mastered, first)
+    described = mastered("e", "describe", first).stdout
+    [line] = [line for line in described.splitlines() if line.startswith("Runs on")]
+    assert line.split(None, 2)[2].strip() == "local (1 trial)"
     second = create(mastered, code)["id"]
     text = mastered("e", "describe", second).stdout
+    assert "Runs on" not in text
     assert f"waiting for 1 slot; 0 of 2 free, held by experiment {first}" in text
     assert "QUEUED" in mastered("e", "lt", second).stdout
     listed = json.loads(mastered("e", "list", "--state", "queued", "--json").stdout)
@@ -386,6 +390,17 @@ def test_an_experiment_without_slots_says_who_has_them(mastered: Any, code: Path
     assert "STOPPING_" not in mastered("e", "cancel", first).stdout
     mastered("e", "kill", first)
     mastered("e", "wait", second)
+
+
+def test_the_slots_of_an_experiment_are_limited_and_no_longer(mastered: Any, code: Path) -> None:
+    experiment = create(mastered, code)["id"]
+    for given, told in (("1", "1 slot"), ("3", "3 slots"), ("none", "as many slots as there are")):
+        changed = mastered("e", "set-max-slots", experiment, given)
+        assert changed.stdout == f"Experiment {experiment} may use {told} at a time.\n"
+    for wrong in ("0", "many"):
+        refused = mastered("e", "set-max-slots", experiment, wrong, code=1)
+        assert f"must be a number above 0, or none, but got {wrong!r}" in refused.stderr
+    mastered("e", "wait", experiment)
 
 
 def test_an_unknown_group_of_metrics_lists_the_known_ones(mastered: Any, code: Path) -> None:

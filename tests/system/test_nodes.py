@@ -172,6 +172,8 @@ def test_a_master_that_was_killed_finds_its_nodes_and_their_attempts_again(
     wait_until(lambda: [found.state for found in client.nodes()] == ["ready"])
 
 
+# Far more than the test takes: no lease ends in it.
+@pytest.mark.parametrize("lease_s", [3600])
 @pytest.mark.parametrize("how", ["drain", "SIGTERM"])
 def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
     how: str, master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
@@ -188,6 +190,9 @@ def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
     else:
         first.process.send_signal(signal.SIGTERM)
         assert first.process.wait(60) == 0, first.log_path.read_text()
+        # It has said that nothing of it is left.
+        states = {node.name: node.state for node in master.client().nodes()}
+        assert states == {"first": "lost", "second": "ready"}
     assert experiment.wait().value == "COMPLETED"
     [trial] = experiment.trials()
     said = [text.split()[2] for text in lines(trial) if text.startswith("runs on")]

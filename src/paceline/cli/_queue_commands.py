@@ -126,7 +126,7 @@ def set_max_slots(
     with connect() as client:
         number = None if max_slots == "none" else int(max_slots)
         client.get_experiment(experiment).set_max_slots(number)
-    told = "as many slots as there are" if number is None else f"{number} slots"
+    told = "as many slots as there are" if number is None else f"{number} slot{'s' * (number > 1)}"
     typer.echo(f"Experiment {experiment} may use {told} at a time.")
 
 

@@ -70,11 +70,12 @@ COMPILE := @$(BIN)/python -m compileall -q -x /test_ src tests && $(BIN)/python 
 # Most tests wait for processes, so a few at once fit on two cores. The tests of a file share what
 # is slow to start, such as a cluster, so one process runs them all.
 ONE_FILE_EACH := --dist loadfile --no-loadscope-reorder
+TEST_PROCESSES ?= 4
 
 test: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)
 	PYTHONPATH=$(abspath tests/quick_start) \
-	  $(BIN)/python -m pytest -q -m "not slow" -n 4 $(ONE_FILE_EACH)
+	  $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) $(ONE_FILE_EACH)
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m "not slow" $(FAST_TESTS)

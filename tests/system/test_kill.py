@@ -173,7 +173,12 @@ def check_killed(experiment: Experiment, directory: Path) -> Any:
     return trial
 
 
-@pytest.mark.parametrize(("entrypoint", "num_ranks"), [(ALONE, 1), (THREE_RANKS, 3)])
+# The first rank of three is killed as one that is alone.
+@pytest.mark.parametrize(
+    ("entrypoint", "num_ranks"),
+    [pytest.param(ALONE, 1, marks=pytest.mark.slow), (THREE_RANKS, 3)],
+    ids=["alone", "three"],
+)
 def test_a_kill_during_a_checkpoint_leaves_its_reports_and_nothing_else(
     master: Any,
     begin: Callable[..., tuple[Experiment, Path]],
@@ -189,7 +194,12 @@ def test_a_kill_during_a_checkpoint_leaves_its_reports_and_nothing_else(
     assert list((master.home / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize(("entrypoint", "num_ranks"), [(ALONE, 1), (THREE_RANKS, 3)])
+# The first rank of three is killed as one that is alone.
+@pytest.mark.parametrize(
+    ("entrypoint", "num_ranks"),
+    [pytest.param(ALONE, 1, marks=pytest.mark.slow), (THREE_RANKS, 3)],
+    ids=["alone", "three"],
+)
 def test_a_killed_trainer_stores_no_checkpoint(
     begin: Callable[..., tuple[Experiment, Path]], entrypoint: str, num_ranks: int
 ) -> None:

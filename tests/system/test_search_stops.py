@@ -136,7 +136,7 @@ def counts(trial: Any) -> list[str]:
     ("script", "entrypoint", "searcher", "num_ranks"),
     [
         pytest.param(CORE, ALONE, HALVING, 1, id="core"),
-        pytest.param(CORE, ALONE, ADAPTIVE, 1, id="core-adaptive"),
+        pytest.param(CORE, ALONE, ADAPTIVE, 1, id="core-adaptive", marks=pytest.mark.slow),
         pytest.param(CORE, TWO_RANKS, HALVING, 2, id="core-2-ranks", marks=pytest.mark.slow),
         pytest.param(TRAINER, ALONE, HALVING, 1, id="trainer", marks=pytest.mark.slow),
         pytest.param(TRAINER, TWO_RANKS, HALVING, 2, id="trainer-2-ranks"),

@@ -85,7 +85,9 @@ def start(
             process.kill()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_run_with_its_next_checkpoint(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, signum: signal.Signals
 ) -> None:

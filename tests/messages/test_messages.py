@@ -145,3 +145,15 @@ def test_a_number_keeps_what_json_lacks(value: Any) -> None:
     summary = resources.MetricSummary(count=1, last=value, last_step=1, min=value)
     again = resources.MetricSummary.model_validate_json(summary.model_dump_json())
     assert (again.last, again.min) == (value, value)
+
+
+@pytest.mark.parametrize(
+    ("sent_at", "seen"),
+    [(None, 100.0), (105.0, 1995.0), (99.0, 2000.0)],
+    ids=["not told", "ended 5 s before", "set back since"],
+)
+def test_an_end_is_told_by_the_clock_of_its_receiver(sent_at: float | None, seen: float) -> None:
+    end = AttemptEnd(
+        reason=ExitReason.EXITED, code=0, signal=None, time=100.0, sent_at=sent_at
+    ).by_clock_of(2000.0)
+    assert (end.time, end.sent_at) == (seen, None)

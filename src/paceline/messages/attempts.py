@@ -94,7 +94,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `control` is what the master wanted when it started the runner; None has to be asked for.
     `lease_s` is how long the master waits for a sign of life of the runner, 0 if that is unknown.
-    `mark` names the attempt among those of all masters.
+    `mark` names the attempt, or its part on this node, among those of all masters.
 
     `secret_names` are variables whose values lie in the home's file of secrets under
     `experiment_id`. For a runner elsewhere the executor hands them on in the attempt's directory.
@@ -170,7 +170,8 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     `code` is the verdict: 0 when all workers finished their work, even if one of them aborted
     afterwards. `detail` says more where code and signal do not. `kind` is that of the error, None
-    if there is none, or if reason and code tell it.
+    if there is none, or if reason and code tell it. `time` is by the clock of the runner's machine,
+    and so is `sent_at`, which tells the master how wrong that clock is; None if it is not sent.
     """
 
     reason: ExitReason
@@ -179,6 +180,14 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     detail: str | None = None
     kind: ErrorKind | None = None
+    sent_at: float | None = None
+
+    def by_clock_of(self, now: float) -> "AttemptEnd":
+        """Return the end with its time by the clock of its receiver, where it is `now`."""
+        if self.sent_at is None:
+            return self
+        at = min(now, self.time + now - self.sent_at)
+        return msgspec.structs.replace(self, time=at, sent_at=None)
 
 
 class RecordRequest(msgspec.Struct, frozen=True):

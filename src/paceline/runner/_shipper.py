@@ -1,6 +1,9 @@
 """Shipping: what an attempt reported and printed, and how it ended."""
 
 import logging
+import time
+
+from msgspec.structs import replace
 
 from paceline.messages.attempts import AttemptEnd
 from paceline.runner._attempt_directory import AttemptDirectory
@@ -104,7 +107,7 @@ class Shipper:
 
     def ship_end(self, end: AttemptEnd) -> None:
         """Tell the master how the attempt ended; raises like `ship_records`."""
-        self._link.post(self._end_path, encode(end))
+        self._link.post(self._end_path, encode(replace(end, sent_at=time.time())))
 
     def keep_output(self) -> None:
         """Let the output outlive the attempt's directory."""

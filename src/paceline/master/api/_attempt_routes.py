@@ -139,7 +139,7 @@ async def store_end(
 ) -> None:
     """Record how an attempt ended, on one of its nodes; a second time changes nothing."""
     master.leases.renew(runner_id(attempt_id, member))
-    end = await _decode(request, AttemptEnd)
+    end = (await _decode(request, AttemptEnd)).by_clock_of(time.time())
     await write(
         master,
         lambda transaction: end_runner(master.changes, transaction, attempt_id, member, end),

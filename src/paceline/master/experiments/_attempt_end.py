@@ -60,6 +60,7 @@ def end_attempt(
     # On several nodes, the error of rank 0 may only answer that of another one.
     error = attempt.error if attempt.members is None else None
     stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
+    del stored["sent_at"]
     connection.execute(
         update(attempts)
         .where(attempts.c.id == attempt_id)

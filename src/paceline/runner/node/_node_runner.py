@@ -298,7 +298,8 @@ class NodeRunner:
         address = self._address(launch.spec.token or "")
         try:
             path = f"/attempts/{attempt_id}/end?member={launch.spec.member}"
-            MasterLink(lambda: address).post(path, encode(end))
+            sent = msgspec.structs.replace(end, sent_at=time.time())
+            MasterLink(lambda: address).post(path, encode(sent))
         except (UnreachableError, RefusedByMasterError) as failure:
             logger.error("The end of attempt %d cannot be told: %s", attempt_id, failure)
 

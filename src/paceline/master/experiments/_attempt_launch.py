@@ -120,7 +120,8 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         keep_directory=config.debug,
         control=read_control_of(connection, attempt.id),
         lease_s=node.lease_s,
-        mark=f"{node.cluster_id}.{attempt.id}",
+        # Of each node, as two of them can be on one machine.
+        mark=f"{node.cluster_id}.{attempt.id}" + (f".{member}" if len(parts) > 1 else ""),
         token=node.token_of(attempt.id),
         experiment_id=experiment.id,
         secret_names=sorted(environment.secrets),

@@ -31,7 +31,7 @@ help:
 	@echo "make bench-data  reading data by Paceline and by others, 40 minutes"
 	@echo "make proof      a larger model whose workers are killed every two minutes, here and elsewhere, one hour"
 	@echo "make soak       what grows in a master that has 10,000 trials, one hour"
-	@echo "make faults     kills, failing calls, power losses and flipped bits, in full counts, 45 minutes or more"
+	@echo "make faults     kills, failing calls, power losses, flipped bits and faults of machines, in full counts, an hour or more"
 	@echo "make gpu        what only a GPU can tell, in 9 minutes; small on the CPU without one"
 	@echo "make gpu-wheels  what \`make gpu\` needs besides torch on a machine without a network"
 	@echo "make lock       exact versions of all dependencies, into $(LOCK)"
@@ -140,7 +140,7 @@ soak: $(VENV)/.installed-dev
 
 # A library that has calls of libc fail is built first, see tests/faults; FAULTS="--kills 10" runs
 # less. Each round is named by a number, by which it can be run alone.
-FAULTS ?= --kills 1000 --failures 1000 --power-losses 200
+FAULTS ?= --kills 1000 --failures 1000 --power-losses 200 --node-faults 100
 
 faults: $(VENV)/.installed-dev
 	$(COMPILE)

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 from fault_lab.library import NoCompilerError, build_library
+from fault_lab.machines import has_namespaces
 
+NEEDS_NAMESPACES = pytest.mark.skipif(
+    not has_namespaces(), reason="NOT TESTED: needs root and network namespaces"
+)
 PROGRAM = Path(__file__).with_name("campaign.py")
 
 
@@ -18,6 +22,8 @@ PROGRAM = Path(__file__).with_name("campaign.py")
         pytest.param("failure", 7, marks=pytest.mark.slow),
         pytest.param("failure", 11, marks=pytest.mark.slow),
         pytest.param("power", 1, marks=pytest.mark.slow),
+        pytest.param("node", 0, marks=NEEDS_NAMESPACES),
+        pytest.param("node", 3, marks=[NEEDS_NAMESPACES, pytest.mark.slow]),
     ],
 )
 def test_a_round_ends_as_undisturbed(kind: str, number: int, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
+from fault_lab.machines import Network
 from fault_lab.masters import MasterProcess
 from fault_lab.nodes import NodeProcess
 
@@ -82,3 +83,11 @@ def make_node(master: Any, tmp_path: Path) -> Iterator[Callable[..., NodeProcess
     yield make
     for node in made:
         node.close()
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Return a network to which machines can be added; see `has_namespaces`."""
+    made = Network()
+    yield made
+    made.close()

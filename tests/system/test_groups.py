@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from paceline.client import ApiError
@@ -189,7 +188,7 @@ def test_the_first_cause_is_named_by_node_and_rank(cluster: Cluster) -> None:
     assert cause in cluster.log(experiment)
     [attempt] = cluster.attempts(experiment)
     assert (attempt.exit.reason.value, attempt.exit.kind.value) == ("exited", "user")
-    assert all(not everything_of(node) for node in cluster.nodes.values())
+    assert all(not node.training() for node in cluster.nodes.values())
 
 
 def test_a_trial_leaves_a_node_whose_runner_is_stopped_and_goes_on_elsewhere(
@@ -237,7 +236,7 @@ def test_a_kill_reaches_all_nodes(cluster: Cluster) -> None:
     experiment.kill()
     assert experiment.wait().value == "CANCELED"
     for node in cluster.nodes.values():
-        cluster.wait_until(lambda node=node: not everything_of(node))
+        cluster.wait_until(lambda node=node: not node.training())
     [attempt] = cluster.attempts(experiment)
     assert attempt.exit.reason.value == "killed"
 
@@ -256,15 +255,3 @@ def test_an_elastic_trial_takes_what_is_free_at_each_start(cluster: Cluster) -> 
     before, after = cluster.attempts(experiment)
     assert (before.exit.outcome, after.resumed_steps >= 5) == ("preempted", True)
     assert [step for step, _ in cluster.losses(experiment)] == list(range(1, 41))
-
-
-def everything_of(node: Any) -> list[psutil.Process]:
-    """Return the processes of a node's attempts."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("PACELINE_RUN_DIR", "").startswith(str(node.directory)):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found

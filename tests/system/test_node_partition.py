@@ -1,23 +1,15 @@
-"""A node in a network namespace of its own, cut off from its master by lost packets.
+"""A node on a machine of its own, cut off from its master by lost packets. Needs root."""
 
-Both ends of the link get a wrong hardware address for the other one, so that every packet is
-dropped and nobody is told. Needs root and `ip`.
-"""
-
-import itertools
-import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from fault_lab.machines import Network, has_namespaces
+from fault_lab.nodes import NodeProcess
 
 SCRIPT = """
 import os, time
@@ -46,110 +38,43 @@ with det.core.init() as context:
 """
 # Long enough for a busy machine.
 LEASE_S = 10
-_NUMBERS = itertools.count()
-
-
-def has_namespaces() -> bool:
-    """Tell whether this process may make network namespaces."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    name = f"paceline-try-{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
-        return False
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return True
-
 
 pytestmark = pytest.mark.skipif(
     not has_namespaces(), reason="NOT TESTED: needs root and network namespaces"
 )
 
 
-class Link:
-    """A second machine: a namespace with one link to this one."""
-
-    def __init__(self) -> None:
-        # A link goes a moment after its namespace, so each one has names of its own.
-        number = next(_NUMBERS)
-        name = f"{os.getpid()}-{number}"
-        self.namespace, self.near, self.far = f"paceline-{name}", f"pa{name}", f"pb{name}"
-        network = f"10.{200 + number}.{os.getpid() % 256}"
-        self.near_ip, self.far_ip = f"{network}.1", f"{network}.2"
-        self._ip("netns", "add", self.namespace)
-        self._ip("link", "add", self.near, "type", "veth", "peer", "name", self.far,
-                 "netns", self.namespace)  # fmt: skip
-        self._ip("addr", "add", f"{self.near_ip}/24", "dev", self.near)
-        self._ip("link", "set", self.near, "up")
-        self._far("addr", "add", f"{self.far_ip}/24", "dev", self.far)
-        for device in (self.far, "lo"):
-            self._far("link", "set", device, "up")
-
-    def cut(self) -> None:
-        wrong = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
-        self._ip("neigh", "replace", self.far_ip, "dev", self.near, *wrong)
-        self._far("neigh", "replace", self.near_ip, "dev", self.far, *wrong)
-
-    def heal(self) -> None:
-        self._ip("neigh", "del", self.far_ip, "dev", self.near)
-        self._far("neigh", "del", self.near_ip, "dev", self.far)
-
-    def close(self) -> None:
-        self._ip("netns", "del", self.namespace)
-
-    def _far(self, *words: str) -> None:
-        self._ip("-n", self.namespace, *words)
-
-    @staticmethod
-    def _ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-
-@pytest.fixture
-def link() -> Iterator[Link]:
-    """Return a link to another machine, which may be cut."""
-    made = Link()
-    yield made
-    made.close()
-
-
 class Setup:
-    """A master here, a node `far` in the namespace, and a node `spare` here."""
+    """A master here, a node `far` on another machine, and a node `spare` here."""
 
     def __init__(
         self,
         make_master: Callable[..., Any],
-        link: Link,
+        network: Network,
         root: Path,
         waits: str,
         lease_s: int = LEASE_S,
     ) -> None:
-        self.link = link
-        self.root = root
+        self.machine = network.add()
         self.gate = root / "gate"
-        self.waits = waits
-        options = ("--runner-timeout", str(lease_s), "--host", link.near_ip, "--unencrypted")
+        self._waits = waits
+        options = ("--runner-timeout", str(lease_s), "--host", network.address, "--unencrypted")
         self.master = make_master(0, "home", *options).start()
         self.client = self.master.client()
-        self.token = root / "token"
-        self.token.touch(mode=0o600)
-        self.token.write_text(self.client.create_token("nodes", scope="runner").secret)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        token = root / "token"
+        token.touch(mode=0o600)
+        token.write_text(self.client.create_token("nodes", scope="runner").secret)
+        places = {"far": self.machine, "spare": None}
+        self._nodes = {
+            name: NodeProcess(self.master, token, root / name, "--slots", "1", machine=machine)
+            for name, machine in places.items()
+        }
 
-    def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start a node's runner: `far` in the namespace, any other one here."""
-        command = ["ip", "netns", "exec", self.link.namespace] if name == "far" else []
-        command += [sys.executable, "-m", "paceline.cli", "runner", "--name", name]
-        command += ["--master", self.client.url, "--token-file", str(self.token), "--slots", "1"]
-        command += ["--dir", str(self.root / name)]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-        environment |= {"GATE": str(self.gate), "WAITS": self.waits}
-        with (self.root / f"{name}.log").open("ab") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    command, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-            )
-        return self._processes[-1]
+    def start(self, name: str) -> psutil.Process:
+        """Start a node's runner."""
+        process = self._nodes[name].start(WAITS=self._waits).process
+        assert process is not None
+        return psutil.Process(process.pid)
 
     def state(self, name: str) -> str:
         return {node.name: node.state for node in self.client.nodes()}.get(name, "unknown")
@@ -159,47 +84,26 @@ class Setup:
 
     def processes_of(self, name: str) -> list[psutil.Process]:
         """Return the processes of attempts that run on a node."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                place = process.environ().get("PACELINE_RUN_DIR", "")
-            except psutil.Error:
-                continue
-            if place.startswith(str(self.root / name)):
-                found.append(process)
-        return found
+        return self._nodes[name].training()
 
     def all_of(self, name: str) -> list[psutil.Process]:
         """Return all processes of a node: its runner, those of attempts, and what these started."""
-        place, found = str(self.root / name), []
-        for process in psutil.process_iter():
-            try:
-                words = [*process.cmdline(), process.environ().get("PACELINE_RUN_DIR", "")]
-                if any(word.startswith(place) for word in [*words, process.cwd()]):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return self._nodes[name].processes()
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        for name in ("far", "spare"):
-            for process in self.all_of(name):
-                with suppress(psutil.Error):
-                    process.kill()
+        for node in self._nodes.values():
+            node.close()
 
 
 @pytest.fixture
 def make_setup(
-    make_master: Callable[..., Any], link: Link, tmp_path: Path
+    make_master: Callable[..., Any], network: Network, tmp_path: Path
 ) -> Iterator[Callable[..., Setup]]:
     """Return a function that starts a master with a node that can be cut off."""
     made: list[Setup] = []
 
     def make(waits: str, **options: Any) -> Setup:
-        made.append(Setup(make_master, link, tmp_path, waits, **options))
+        made.append(Setup(make_master, network, tmp_path, waits, **options))
         return made[-1]
 
     yield make
@@ -234,7 +138,7 @@ def test_a_node_that_is_cut_off_loses_its_attempt_and_reports_nothing_for_it_lat
     setup.start("spare")
     wait_until(lambda: setup.state("spare") == "ready")
 
-    setup.link.cut()
+    setup.machine.cut()
     wait_until(lambda: setup.state("far") == "lost")
     assert experiment.wait().value == "COMPLETED"
     ends = [one.exit for one in setup.attempts()]
@@ -247,7 +151,7 @@ def test_a_node_that_is_cut_off_loses_its_attempt_and_reports_nothing_for_it_lat
     rows = [(row.steps_completed, row.metrics) for row in before.iter_metrics("validation")]
     said = [line.text for line in before.iter_logs()]
 
-    setup.link.heal()
+    setup.machine.heal()
     wait_until(lambda: setup.state("far") == "ready")
     wait_until(lambda: not setup.processes_of("far"))
     assert [row for row, _ in rows] == [1, 2, 3, 4]
@@ -275,10 +179,10 @@ def test_a_network_that_fails_for_less_than_a_lease_changes_nothing(
     wait_until(lambda: setup.state("far") == "ready")
     experiment = submit(setup, write_context(SCRIPT))
     wait_until(lambda: setup.processes_of("far") and experiment.trials()[0].checkpoints())
-    setup.link.cut()
+    setup.machine.cut()
     setup.gate.touch()
     time.sleep(0.5)
-    setup.link.heal()
+    setup.machine.heal()
     assert experiment.wait().value == "COMPLETED"
     assert len(setup.attempts()) == 1
 

@@ -11,24 +11,33 @@ from typing import Any
 
 import psutil
 
+from fault_lab.machines import Machine
 from paceline.runner import AttemptDirectory
 
 
 class NodeProcess:
     """`paceline runner` on a directory of its own, as a user starts it.
 
-    It finds an empty disk of its own at the paths of `hidden`.
+    It finds an empty disk of its own at the paths of `hidden`. It runs on `machine` if given.
     """
 
     def __init__(
-        self, master: Any, token: Path, directory: Path, *options: str, hidden: Sequence[Path] = ()
+        self,
+        master: Any,
+        token: Path,
+        directory: Path,
+        *options: str,
+        hidden: Sequence[Path] = (),
+        machine: Machine | None = None,
+        log_path: Path | None = None,
     ) -> None:
         self.master = master
         self.token = token
         self.directory = directory
         self.options = options
         self.hidden = hidden
-        self.log_path = directory.with_suffix(".log")
+        self.machine = machine
+        self.log_path = log_path or directory.with_suffix(".log")
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -47,6 +56,8 @@ class NodeProcess:
         if self.hidden:
             mounts = " && ".join(f"mount -t tmpfs tmpfs {path}" for path in self.hidden)
             command = ["unshare", "--mount", "sh", "-c", f'{mounts} && exec "$@"', "sh", *command]
+        if self.machine is not None:
+            command = self.machine.command(*command)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -67,6 +78,15 @@ class NodeProcess:
             assert time.monotonic() < deadline, self.log_path.read_text()
             time.sleep(0.02)
         return psutil.Process(pid)
+
+    def training(self) -> list[psutil.Process]:
+        """Return the processes that attempts on the node have started."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("PACELINE_RUN_DIR", "").startswith(str(self.directory)):
+                    found.append(process)
+        return found
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes of the node."""

@@ -23,7 +23,7 @@ class Recording:
         self.round = Round(directory, search)
         self.round.record()
         self.round.run(lambda _: time.sleep(0.1))
-        self.undisturbed = self.round.outcome()
+        [self.undisturbed] = self.round.outcomes().values()
         self.created_at = self.round.created_at
         self.round.master.send(signal.SIGTERM)
         with suppress(Exception):
@@ -111,7 +111,7 @@ class Recording:
         if verdict.hangs:
             return
         client = self.round.client()
-        check_decisions(client, self.round.home, self.undisturbed, verdict)
+        check_decisions(client.get_experiment(1), self.round.home, self.undisturbed, verdict)
         for trial in client.get_experiment(1).trials():
             rows = [
                 (r.steps_completed, r.metrics["loss"]) for r in trial.iter_metrics("validation")
@@ -123,7 +123,7 @@ class Recording:
             }
             if json.loads(json.dumps(rows)) and not set(rows) <= told:
                 verdict.lost.append(f"trial {trial.id} has {rows}, reported {sorted(told)}")
-        check_checkpoints(client, self.round.home, [], verdict)
+        check_checkpoints(self.round.home, [], verdict)
         verdict.checkpoints += [
             f"loaded wrongly: {note}" for note in read_notes(self.round.notes) if "wrong" in note[0]
         ]

@@ -46,6 +46,7 @@ def processes_of(directory: Path) -> list[Found]:
 def _kind(text: str, is_child_of_training: bool) -> str:
     for part, kind in (
         ("paceline.cli up", "master"),
+        ("paceline.cli runner", "node"),
         ("runner-", "runner"),
         ("--host", "host"),
         ("paceline.runner", "runner"),

@@ -15,6 +15,7 @@ from fault_lab.checker import (
     check_checkpoints,
     check_decisions,
     check_reports,
+    given_away,
     outcome,
     read_notes,
 )
@@ -31,21 +32,25 @@ _LEAVE_S = 30.0
 
 
 class Round:
-    """A home, its master and one search, in a laboratory of their own.
+    """A home, its master and searches, in a laboratory of their own.
 
     Everything is below `directory`: `root` has what is recorded, with the home and the notes.
     """
 
-    def __init__(self, directory: Path, search: Search) -> None:
+    deadline_s = DEADLINE_S
+    stuck_s = _STUCK_S
+
+    def __init__(self, directory: Path, *searches: Search) -> None:
         self.directory = directory
-        self.search = search
+        self.searches = searches
         self.lab = FaultLab(directory / "lab")
         self.root = directory / "root"
         self.root.mkdir()
         self.home = self.root / "home"
         self.notes = self.root / "notes"
-        self.context = search.write_context(directory / "context")
-        self.master = MasterProcess(self.home, search.num_ranks)
+        for search in searches:
+            search.write_context(directory / "contexts" / search.name)
+        self.master = MasterProcess(self.home, max(search.num_ranks for search in searches))
         self.verdict = Verdict()
         self.created_at = 0
         self.is_recording = False
@@ -69,19 +74,21 @@ class Round:
         """Return a client of the master that runs now."""
         return self.master.client()
 
-    def experiment(self) -> Experiment:
-        """Return the search's experiment, created if it is not known to exist.
+    def experiments(self) -> list[Experiment]:
+        """Return the experiments of the searches, created if they are not known to exist.
 
         Raises:
             ClientError: The master does not answer, or not as wanted.
         """
         client = self.client()
-        known = client.list_experiments()
-        if known:
-            return known[0]
-        made = client.create_experiment(self.search.config(self.notes), self.context)
-        self.created_at = self.lab.order
-        return made
+        known = {one.name: one for one in client.list_experiments()}
+        for search in self.searches:
+            if search.name not in known:
+                known[search.name] = client.create_experiment(
+                    search.config(self.notes), self.directory / "contexts" / search.name
+                )
+                self.created_at = self.lab.order
+        return [known[search.name] for search in self.searches]
 
     def strike(self, kill: Found) -> bool:
         """Kill a process and measure until work goes on."""
@@ -100,7 +107,7 @@ class Round:
 
     def run(self, disturb: Callable[["Round"], None]) -> Verdict:
         """Run the search to its end, calling `disturb` again and again, and judge it."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self.deadline_s
         last_progress = time.monotonic()
         while True:
             if not self.master.is_alive:
@@ -108,13 +115,13 @@ class Round:
             if self._has_progress():
                 last_progress = time.monotonic()
             with suppress(ClientError, OSError, ValueError):
-                if self.experiment().state.is_terminal:
+                if all(one.state.is_terminal for one in self.experiments()):
                     break
             if time.monotonic() > deadline:
-                state = f"{self._state()} after {DEADLINE_S:g} s"
+                state = f"{self._state()} after {self.deadline_s:g} s"
                 self.verdict.hangs.append(f"{state}\n{self._stacks()}")
                 return self.verdict
-            if time.monotonic() - last_progress > _STUCK_S:
+            if time.monotonic() - last_progress > self.stuck_s:
                 self.master.kill()
                 last_progress = time.monotonic()
             disturb(self)
@@ -125,26 +132,35 @@ class Round:
             self.start()
         return self.verdict
 
-    def judge(self, undisturbed: list[Any] | None) -> Verdict:
-        """Check what is stored, then stop the master and look for what stayed."""
+    def judge(self, undisturbed: dict[str, list[Any]]) -> Verdict:
+        """Check what is stored, then stop the master and look for what stayed.
+
+        Args:
+            undisturbed: The outcomes that searches have which nobody disturbs, by name.
+        """
         if self.verdict.hangs:
             return self.verdict
         self._settle()
-        client, notes = self.client(), read_notes(self.notes)
-        if client.get_experiment(1).state.value != "COMPLETED":
-            self.verdict.decisions.append(f"the experiment is {client.get_experiment(1).state}")
-        check_decisions(client, self.home, undisturbed, self.verdict)
+        notes, trials = read_notes(self.notes), []
+        for search, experiment in zip(self.searches, self.experiments(), strict=True):
+            if experiment.state.value != "COMPLETED":
+                self.verdict.decisions.append(f"experiment {search.name} is {experiment.state}")
+            check_decisions(experiment, self.home, undisturbed.get(search.name), self.verdict)
+            trials += experiment.trials()
         num_torn = sum(hit.path.endswith(".journal") for hit in self.lab.hits())
-        check_reports(client, notes, self.verdict, num_torn)
-        check_checkpoints(client, self.home, notes, self.verdict)
+        unsent = given_away(trials)
+        check_reports(trials, notes, self.verdict, num_torn, unsent)
+        check_checkpoints(self.home, notes, self.verdict, unsent)
         self._check_orphans()
         return self.verdict
 
-    def outcome(self) -> list[Any]:
-        """Return the outcome of the search, to compare others with."""
+    def outcomes(self) -> dict[str, list[Any]]:
+        """Return the outcomes of the searches by name, to compare others with."""
         self._settle()
-        made: list[Any] = json.loads(json.dumps(outcome(self.client(), self.home)))
-        return made
+        return {
+            search.name: json.loads(json.dumps(outcome(experiment, self.home)))
+            for search, experiment in zip(self.searches, self.experiments(), strict=True)
+        }
 
     def log(self) -> str:
         """Return the end of the master's log."""
@@ -171,10 +187,13 @@ class Round:
         while any(f.kind == "runner" for f in self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _check_orphans(self) -> None:
+    def _stop_all(self) -> None:
         self.master.send(signal.SIGTERM)
         with suppress(Exception):
             self.master.wait(_LEAVE_S)
+
+    def _check_orphans(self) -> None:
+        self._stop_all()
         deadline = time.monotonic() + _LEAVE_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -211,7 +230,7 @@ class Round:
 
     def _state(self) -> str:
         try:
-            trials = [(t.id, t.state.value) for t in self.experiment().trials()]
+            trials = [(t.id, t.state.value) for one in self.experiments() for t in one.trials()]
         except Exception as error:
             trials = [repr(error)]
         return f"{trials}, {sorted(f.kind for f in self.processes())}, log: {self.log()}"

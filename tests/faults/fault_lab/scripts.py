@@ -1,6 +1,6 @@
 """The searches whose outcome must not depend on what happens to the processes that make it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ import paceline as det
 
 info = det.get_cluster_info()
 trial, lr = info.trial.trial_id, info.trial.hparams["lr"]
+attempt = int(info.allocation_id.rpartition(".")[2])
 with det.core.init() as context:
     rank = context.distributed.rank
-    if rank == 0:
+    if context.distributed.local_rank == 0:
         start_helper()
     start = 0
     if info.latest_checkpoint:
@@ -47,15 +48,15 @@ with det.core.init() as context:
         time.sleep(0.01)  # most of a trial is the start of its process
         loss = abs(lr - 0.3) + 1.0 / epoch
         if rank == 0:
-            note("report", trial, epoch, loss)
+            note("report", trial, epoch, loss, attempt)
             context.train.report_training_metrics(epoch, {"lr": lr})
             context.train.report_validation_metrics(epoch, {"loss": loss, "epochs": epoch})
-            note("reported", trial, epoch, loss)
+            note("reported", trial, epoch, loss, attempt)
             if epoch % 2 == 0:
                 with context.checkpoint.store_path({"steps_completed": epoch}) as (path, uuid):
                     (path / "tensor").write_bytes(bytes([epoch]) * 5000)
                     (path / "state").write_text(json.dumps([epoch, trial]))
-                note("stored", trial, epoch, uuid)
+                note("stored", trial, epoch, uuid, attempt)
         if context.preempt.should_preempt():
             break
 """
@@ -112,6 +113,8 @@ class Search:
     entrypoint: str
     num_ranks: int = 1
     num_trials: int = 6
+    resources: dict[str, Any] = field(default_factory=dict)
+    has_shared_storage: bool = False
 
     def write_context(self, directory: Path) -> Path:
         """Write the code."""
@@ -132,6 +135,10 @@ class Search:
         # A trial whose runner was lost waits a while, and another one must not go first. Each
         # bracket has one trial at a time, so there is one bracket.
         searcher["max_concurrent_trials"] = 1
+        storage: dict[str, Any] = {"save_trial_latest": 1, "save_trial_best": 0}
+        if self.has_shared_storage:
+            storage |= {"type": "shared_fs", "host_path": str(notes.parent)}
+            storage |= {"storage_path": "shared"}
         return {
             "name": self.name,
             "entrypoint": self.entrypoint,
@@ -143,14 +150,27 @@ class Search:
             # Every kill of a training process counts as a restart.
             "max_restarts": 1000,
             "reproducibility": {"experiment_seed": 11},
-            "resources": {"slots_per_trial": self.num_ranks},
+            "resources": {"slots_per_trial": self.num_ranks} | self.resources,
             "environment": {"variables": {"NOTES": str(notes)}},
-            "checkpoint_storage": {"save_trial_latest": 1, "save_trial_best": 0},
+            "checkpoint_storage": storage,
         }
 
+
+# On two or three of the nodes, whose launchers soon notice that they do not hear of each other.
+_ON_NODES = "python3 -m paceline.launch.torch_distributed --heartbeat-timeout-s 5 train.py"
 
 SEARCHES = {
     "one": Search("one", ONE_PROCESS, "python3 train.py"),
     "three": Search("three", ONE_PROCESS, _LAUNCHED, num_ranks=3, num_trials=3),
     "trainer": Search("trainer", TRAINER, _LAUNCHED, num_ranks=3, num_trials=2),
+    "single": Search("single", ONE_PROCESS, "python3 train.py", num_trials=4),
+    "group": Search(
+        "group",
+        ONE_PROCESS,
+        _ON_NODES,
+        num_ranks=3,
+        num_trials=2,
+        resources={"start_timeout": 20.0},
+        has_shared_storage=True,
+    ),  # fmt: skip
 }

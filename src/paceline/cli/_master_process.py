@@ -131,9 +131,10 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
         timeout_s: Seconds that trials get for a checkpoint otherwise.
     """
     from paceline.client import Client, MasterUnreachableError, read_token
+    from paceline.messages.resources import RUNNER_GRACE_S
 
     # A master that does not answer cannot be asked; one that does gets the time it was promised,
-    # and a moment for its own end.
+    # that for what it kills then, and a moment for its own end. A signal before would leave trials.
     patience_s = 0.0
     token = None
     try:
@@ -142,7 +143,9 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
         # It is ended by a signal, and makes a new token when it starts again.
         typer.echo(str(error), err=True)
     if token is not None:
-        patience_s = _END_TIMEOUT_S if keep_trials else timeout_s + _END_TIMEOUT_S
+        patience_s = _END_TIMEOUT_S
+        if not keep_trials:
+            patience_s += timeout_s + RUNNER_GRACE_S
         with Client(file.url, token) as client:
             client.shut_down(keep_trials=keep_trials, timeout_s=timeout_s)
     if not wait_for_end(file.pid, patience_s):

@@ -67,6 +67,11 @@ class MasterInfo(Message):
     has_web_ui: bool = True
 
 
+# A runner that still holds on so long after it was told to kill is killed itself; a master that
+# stops waits so long for them.
+RUNNER_GRACE_S = 30.0
+
+
 class Shutdown(Request):
     """Ask the master to stop.
 

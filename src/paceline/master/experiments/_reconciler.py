@@ -25,7 +25,7 @@ from paceline.master.experiments._multi_node_attempts import (
     runners_of,
 )
 from paceline.master.experiments._runner_leases import Leases
-from paceline.master.experiments._runner_watch import RUNNER_GRACE_S, RunnerWatch
+from paceline.master.experiments._runner_watch import RunnerWatch
 from paceline.master.experiments._scheduler_input import (
     live_attempts,
     read_cluster,
@@ -53,6 +53,7 @@ from paceline.master.store import (
     tables,
 )
 from paceline.messages.attempts import AttemptEnd
+from paceline.messages.resources import RUNNER_GRACE_S
 from paceline.messages.states import (
     ErrorKind,
     ExitReason,

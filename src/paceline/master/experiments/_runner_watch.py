@@ -10,12 +10,11 @@ from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Database, Transaction
 from paceline.messages.attempts import AttemptEnd
+from paceline.messages.resources import RUNNER_GRACE_S
 from paceline.messages.states import ExitReason
 
 logger = logging.getLogger(__name__)
 
-# A runner that still holds on so long after it was told to kill is killed itself.
-RUNNER_GRACE_S = 30.0
 # One that has not even taken note by then is killed so long after it was told.
 _NOTE_GRACE_S = 3.0
 # One that has not taken note and that nobody reaches: others of its attempt wait for its end.

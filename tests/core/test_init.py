@@ -530,6 +530,7 @@ def test_gpu_uuids_are_those_of_the_attempts_slots(
         ("GPU-b", ["GPU-b2"]),
         ("", []),
         ("-1", []),
+        ("MIG-7, GPU-c", ["MIG-7", "GPU-c3"]),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert info.gpu_uuids == expected

@@ -22,7 +22,7 @@ from paceline.runner import AttemptDirectory
 PRINT_ENVIRONMENT = """
 import json, os, shutil, sys
 wanted = {name: value for name, value in os.environ.items()
-          if name.startswith(("PACELINE", "OMP", "MINE", "CUDA"))}
+          if name.startswith(("PACELINE", "OMP", "MINE", "CUDA", "HIP"))}
 print(json.dumps([wanted, os.getcwd(), shutil.which("python3"), sorted(os.listdir("."))]))
 """
 
@@ -129,6 +129,13 @@ def test_threads_are_the_cores_by_share_of_slots(shared_master: Any, num_slots: 
     variables, *_ = environment_of(shared_master, resources={"slots_per_trial": num_slots})
     num_cores = len(os.sched_getaffinity(0))
     assert variables["OMP_NUM_THREADS"] == str(max(1, num_cores * num_slots // 8))
+
+
+def test_an_attempt_sees_the_device_of_its_slot_alone(master: Any) -> None:
+    """A MIG device by its UUID, and ROCm, which would read its own variable first, sees no more."""
+    master.start(CUDA_VISIBLE_DEVICES="MIG-a,MIG-b", HIP_VISIBLE_DEVICES="3,5")
+    variables, *_ = environment_of(master)
+    assert variables["CUDA_VISIBLE_DEVICES"] == variables["HIP_VISIBLE_DEVICES"] == "MIG-a"
 
 
 def test_the_users_number_of_threads_stays(shared_master: Any) -> None:

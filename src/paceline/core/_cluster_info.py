@@ -53,7 +53,10 @@ class ClusterInfo:
 
     @property
     def gpu_uuids(self) -> list[str]:
-        """The UUIDs of this node's GPUs that the attempt holds; empty without nvidia-smi."""
+        """The UUIDs of this node's GPUs that the attempt holds; empty without nvidia-smi.
+
+        For a device of a GPU that is divided by MIG, it is that of the device.
+        """
         command = shutil.which("nvidia-smi")
         if command is None:
             return []
@@ -71,7 +74,11 @@ class ClusterInfo:
         if visible is not None:
             held = [name.strip() for name in visible.split(",") if name.strip()]
         return [
-            uuid for name in held for index, uuid in rows if name == index or _names(name, uuid)
+            uuid
+            for name in held
+            # A MIG device is held by its UUID, which is in no row.
+            for index, uuid in ([(name, name)] if name.startswith("MIG-") else rows)
+            if name == index or _names(name, uuid)
         ]
 
 

@@ -314,6 +314,9 @@ class AttemptRun:
                 # The numbers are then those of nvidia-smi, which CUDA counts in another order.
                 environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpu_ids)
+            if "HIP_VISIBLE_DEVICES" in os.environ:
+                # ROCm reads the other one unless there is this one.
+                environment["HIP_VISIBLE_DEVICES"] = environment["CUDA_VISIBLE_DEVICES"]
         if spec.num_shards is not None:
             # An attempt on another number of slots goes on with the same global batches.
             environment[SHARDS_VARIABLE] = str(spec.num_shards)

@@ -10,7 +10,7 @@ import paceline
 from paceline._checked_secrets import make_secret, read_secret
 from paceline.journal import write_atomically
 from paceline.messages.nodes import DEFAULT_POOL, PROTOCOL, NodeFacts
-from paceline.runner.node._devices import find_devices, query_gpus
+from paceline.runner.node._devices import find_devices, gpu_names
 
 _KEY_FILE = "node_key"
 
@@ -49,7 +49,7 @@ def find_facts(
         python=sys.executable,
         python_version=platform.python_version(),
         devices=devices,
-        device_kind=_gpu_names() if devices[0] != "cpu" else _cpu_name(),
+        device_kind=gpu_names() if devices[0] != "cpu" else _cpu_name(),
         num_cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
         memory_bytes=_memory_bytes(),
         pool=pool,
@@ -68,10 +68,6 @@ def _key(directory: Path) -> str:
     key = make_secret()
     write_atomically(path, key.encode())
     return key
-
-
-def _gpu_names() -> str:
-    return ", ".join(sorted(set(query_gpus("name")))) or "GPU"
 
 
 def _cpu_name() -> str:

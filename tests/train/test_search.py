@@ -144,6 +144,22 @@ def test_trials_that_fail_or_refuse_their_hyperparameters_are_told(
         train.search(climb, SPACE, random, trainer=trainer, config={"most": 0.0})
 
 
+@pytest.mark.parametrize("searcher", [asha(max_trials=2), {"name": "random", "max_trials": 2}])
+def test_a_metric_that_no_report_has_is_an_error(
+    trainer: train.Trainer, searcher: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"needs `los` .* no report of trial 1 .*epochs, loss, pid"
+    ):
+        train.search(
+            climb,
+            {**SPACE, "epochs": 1},
+            {**searcher, "metric": "los"},
+            trainer=trainer,
+            max_concurrent_trials=1,
+        )
+
+
 def test_wrong_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="max_trials"):
         train.search(climb, SPACE, {"name": "random", "metric": "loss"})

@@ -174,6 +174,22 @@ class SearchRun:
                 self._apply(given)
             return self._next_move(trial)
 
+    def check_metric(self, trial: SearchTrial) -> None:
+        """Check that a trial that has ended by itself has told the search what it needs.
+
+        Raises:
+            ValueError: None of its reports had the metric.
+        """
+        result = trial.result
+        # A function without reports is welcome to any search that judges none.
+        if result.value is not None or not (result.num_reports or self._can_extend):
+            return
+        raise ValueError(
+            f"The search needs `{self._metric}` as a number in the reports, but no report of trial"
+            f" {result.number} had it (the last one had: {', '.join(result.metrics) or 'nothing'})."
+            " Hint: report it, or set `metric` of the searcher to what is reported."
+        )
+
     def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
         """Note that a trial has ended."""
         with self._changed:

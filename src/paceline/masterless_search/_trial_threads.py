@@ -65,6 +65,7 @@ class TrialThread(threading.Thread):
                 report = next(run, None)
                 if report is None:
                     run.get_results()
+                    self._search.check_metric(trial)
             except Exception as error:
                 self._fail(trial, error)
                 return

@@ -116,7 +116,7 @@ class CheckpointParts:
         self._rank = rank
         self._world_size = world_size
         self._commit = commit
-        self._pending: list[tuple[str, dict[str, Any]]] = []
+        self._pending: list[tuple[str, dict[str, Any], int]] = []
         # In their order; those before one that is committed are lost, and no rank stores them now.
         self._begun: list[str] = []
         self._failures = StoreFailures()
@@ -136,7 +136,9 @@ class CheckpointParts:
         return self._failures.is_newest_lost
 
     @contextmanager
-    def store(self, uuid: str, metadata: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    def store(
+        self, uuid: str, metadata: Mapping[str, Any], *, num_parts: int | None = None
+    ) -> Iterator[tuple[Path, str]]:
         """Yield an empty directory for this rank's files of a checkpoint, and its UUID.
 
         Leaving the block stores the part; leaving it by an exception removes it.
@@ -144,6 +146,7 @@ class CheckpointParts:
         Args:
             uuid: The checkpoint's UUID, the same on all ranks.
             metadata: The checkpoint's metadata; the chief's counts.
+            num_parts: The first ranks, which store a part; all by default.
 
         Raises:
             FileExistsError: Another rank has stored another file of the same name.
@@ -157,7 +160,7 @@ class CheckpointParts:
         with self._storage.store_shard(uuid, self._rank) as path:
             yield path, uuid
         if self._rank == 0:
-            self._add(uuid, dict(metadata))
+            self._add(uuid, dict(metadata), num_parts or self._world_size)
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be committed."""
@@ -194,10 +197,10 @@ class CheckpointParts:
         if thread is not None:
             join(thread)
 
-    def _add(self, uuid: str, metadata: dict[str, Any]) -> None:
+    def _add(self, uuid: str, metadata: dict[str, Any], num_parts: int) -> None:
         with self._changed:
             self._is_closed = False
-            self._pending.append((uuid, metadata))
+            self._pending.append((uuid, metadata, num_parts))
             if self._world_size == 1:
                 try:
                     self._commit_next()
@@ -249,12 +252,14 @@ class CheckpointParts:
                 if self._is_closed or not self._pending:
                     self._thread = None
                     return False
-                (uuid, metadata), *later = self._pending
-            missing = self._missing(uuid)
+                (uuid, metadata, num_parts), *later = self._pending
+            missing = self._missing(uuid, num_parts)
             if not missing:
                 return True
             waited_s = time.monotonic() - began
-            is_lost = waited_s > _LOOK_LATER_S and not all(self._missing(each) for each, _ in later)
+            is_lost = waited_s > _LOOK_LATER_S and not all(
+                self._missing(each, num_expected) for each, _, num_expected in later
+            )
             if is_lost or waited_s > _LIMIT_S:
                 raise CheckpointWriteError(_lacking(metadata["steps_completed"], missing))
             if not has_warned and waited_s > _WARN_AFTER_S:
@@ -271,14 +276,14 @@ class CheckpointParts:
                     lambda: self._is_closed, min(interval_s, _LONGEST_INTERVAL_S)
                 )
 
-    def _missing(self, uuid: str) -> Sequence[int]:
+    def _missing(self, uuid: str, num_parts: int) -> Sequence[int]:
         """Return the ranks that have not stored their part.
 
         Raises:
             CheckpointWriteError: The storage does not answer.
         """
         try:
-            return self._storage.missing_shards(uuid, self._world_size)
+            return self._storage.missing_shards(uuid, num_parts)
         except CheckpointCorruptError:
             raise
         except CheckpointError as error:
@@ -287,7 +292,7 @@ class CheckpointParts:
             ) from error
 
     def _commit_next(self) -> None:
-        uuid, metadata = self._pending[0]
+        uuid, metadata, _ = self._pending[0]
         self._commit(uuid, metadata)
         self._run.forget_checkpoint(uuid)
         self._pending.pop(0)

@@ -291,9 +291,13 @@ class RunDriver(GroupRun):
             report_lags_s=self._follower.lags_s,
         )
         if not any(outcome.is_stopped for outcome in outcomes):
-            check_saves(outcomes, self._num_lacking, self.results)
+            check_saves(self._busy(outcomes), self._num_lacking, self.results)
         warn_of_reports(outcomes)
         self._end(None)
+
+    def _busy(self, outcomes: Sequence[RankOutcome]) -> Sequence[RankOutcome]:
+        """Return the outcomes of the ranks that have shards; the others may skip loops."""
+        return outcomes[: self._spec.num_shards]
 
     def _settle(self, outcomes: Sequence[RankOutcome]) -> int:
         """Wait until the checkpoints are committed that all ranks have saved.
@@ -303,7 +307,7 @@ class RunDriver(GroupRun):
         """
         if not any(outcome.num_pending for outcome in outcomes):
             return 0
-        num_saves = min(outcome.num_saves for outcome in outcomes)
+        num_saves = min(outcome.num_saves for outcome in self._busy(outcomes))
         call = self._group.ask("settle", (num_saves, _SETTLE_S), ranks=[0])
         num_pending: int = (call.wait() or [0])[0]
         return num_pending - (outcomes[0].num_saves - num_saves)

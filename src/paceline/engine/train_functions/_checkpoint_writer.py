@@ -38,6 +38,7 @@ class UserStateWriter:
     Args:
         spec: The run.
         rank: The rank.
+        world_size: The number of ranks.
         reporter: The rank's reports.
         checkpoints: Where it goes.
         own_state: Returns what this rank alone knows.
@@ -47,12 +48,14 @@ class UserStateWriter:
         self,
         spec: RunSpec,
         rank: int,
+        world_size: int,
         reporter: RankReporter,
         checkpoints: RankCheckpoints,
         own_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._spec = spec
         self._rank = rank
+        self._world_size = world_size
         self._reporter = reporter
         self._checkpoints = checkpoints
         self._own_state = own_state
@@ -88,7 +91,11 @@ class UserStateWriter:
             sources = _sources(files)
         if faults.is_active():
             faults.reach("train.save")
-        self._checkpoints.save(parts, metadata, lambda path: _copy_files(sources, path))
+        # Idle ranks may skip the loop that saves; they know nothing that the chief does not know.
+        num_parts = self._world_size if is_sharded else min(self._world_size, spec.num_shards)
+        self._checkpoints.save(
+            parts, metadata, lambda path: _copy_files(sources, path), num_parts=num_parts
+        )
         if sources:
             # The user may change them as soon as this returns.
             self._checkpoints.settle()

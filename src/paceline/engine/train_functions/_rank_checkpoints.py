@@ -21,7 +21,7 @@ _FINISH_S = 1.0
 class RankCheckpoints:
     """A rank's part of each checkpoint, stored in the background; the chief commits whole ones.
 
-    Checkpoints are numbered from 1. All ranks are expected to save equally many.
+    Checkpoints are numbered from 1. All ranks that store parts are expected to save equally many.
 
     Args:
         run: Where checkpoints are noted that are being written.
@@ -55,7 +55,7 @@ class RankCheckpoints:
         self._run = run
         self._storage = storage
         self._reporter = reporter
-        self._world_size = world_size
+        self._rank = rank
         self._is_score_minimized = is_score_minimized
         self._saver = CheckpointSaver(rank, local_size)
         self._parts = core.CheckpointParts(
@@ -85,6 +85,7 @@ class RankCheckpoints:
         parts: dict[str, Any],
         metadata: Mapping[str, Any],
         write_more: Callable[[Path], None],
+        num_parts: int,
     ) -> None:
         """Copy this rank's part of the next checkpoint, and store it in the background.
 
@@ -92,16 +93,21 @@ class RankCheckpoints:
             parts: Names of files to nested states, some of them `Divided`.
             metadata: The checkpoint's "uuid" and "score", and what else is known of it.
             write_more: Called in the thread with the directory before the part is complete.
+            num_parts: The first ranks, which store a part; the others do nothing.
         """
         self.num_saves += 1
+        if self._rank >= num_parts:
+            return
         reporter = self._reporter
         known = {
             "number": self.num_saves,
             "steps_completed": reporter.num_reports,
-            "world_size": self._world_size,
+            "world_size": num_parts,
             "metrics": reporter.last_metrics,
         }
-        destination = self._parts.store(metadata["uuid"], {**known, **metadata})
+        destination = self._parts.store(
+            metadata["uuid"], {**known, **metadata}, num_parts=num_parts
+        )
         self._saver.save(parts, destination, write_more)
 
     def settle(self) -> None:
@@ -134,7 +140,8 @@ class RankCheckpoints:
 
     def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
         journal = self._reporter.journal
-        core.commit_checkpoint(self._storage, journal, uuid, metadata, num_shards=self._world_size)
+        num_parts = metadata["world_size"]
+        core.commit_checkpoint(self._storage, journal, uuid, metadata, num_shards=num_parts)
         kept = Kept(uuid, metadata["steps_completed"], metadata["score"])
         self._kept.add(self._by_quality(kept))
 

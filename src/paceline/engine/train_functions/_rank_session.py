@@ -111,7 +111,12 @@ class RankSession(LooseSession):
             is_score_minimized=spec.is_score_minimized,
         )
         self._writer = UserStateWriter(
-            spec, rank_info.rank, self.reporter, self._checkpoints, self._own_state
+            spec,
+            rank_info.rank,
+            rank_info.world_size,
+            self.reporter,
+            self._checkpoints,
+            self._own_state,
         )
         self._state = RankState(self)
         self._stored: UserStateReader | None = None

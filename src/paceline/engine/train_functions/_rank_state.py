@@ -62,7 +62,8 @@ class RankState:
         self._loader_states = some.get("loaders", [])
         for index, loader in enumerate(self._loaders):
             self._place_loader(loader, index)
-        if stored.metadata["world_size"] == rank_info.world_size:
+        sizes = (rank_info.world_size, self._loop.num_busy_ranks)
+        if own is not None and stored.metadata["world_size"] in sizes:
             self._own = own
         elif chief is not None:
             self._own = {**chief, "random": None}
@@ -111,7 +112,10 @@ class RankState:
         """Return this rank's gradients within an accumulated step, which others may have begun."""
         loop, gradients = self._loop, self._loop.gradients
         state, stored_size = own["gradients"], stored.metadata["world_size"]
-        is_same = stored_size == loop.rank_info.world_size and not gradients.has_sharded
+        sizes = (loop.rank_info.world_size, loop.num_busy_ranks)
+        # An idle rank has stored none.
+        has_own = loop.rank_info.rank < stored_size
+        is_same = has_own and stored_size in sizes and not gradients.has_sharded
         if state is None or (is_same and not has_stored_tensors(state)):
             return state
         states = [(stored.of_rank(rank) or own)["gradients"] for rank in range(stored_size)]

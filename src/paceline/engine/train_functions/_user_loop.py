@@ -52,6 +52,11 @@ class UserLoop:
         return self._has_begun or self.steps.is_used
 
     @property
+    def num_busy_ranks(self) -> int:
+        """How many ranks have shards of their own; the others stay idle."""
+        return min(self.num_shards, self.rank_info.world_size)
+
+    @property
     def num_backwards(self) -> int:
         """How many backward passes of prepared models have ended."""
         return self.gradients.num_backwards

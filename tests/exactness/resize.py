@@ -1,7 +1,8 @@
 """A float64 training in four shards that writes down which samples each rank saw in each step.
 
-Variables: SAMPLES, the directory to write to, WINDOW (batches per optimizer step), and
-DATA_PARALLEL.
+Variables: SAMPLES, the directory to write to, WINDOW (batches per optimizer step), DATA_PARALLEL,
+and SHARDING, words for what is special in a sharded model. "hybrid" counts for an even number of
+ranks.
 """
 
 import os
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import pytorch
 
 WINDOW = int(os.environ.get("WINDOW", "1"))
+SHARDING = os.environ.get("SHARDING", "").split()
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 # 18 shards an epoch, so that the last batch has two of four, the last one smaller.
 NUM_SAMPLES, SHARD, NUM_SHARDS = 52, 3, 4
 
@@ -23,7 +26,16 @@ class Trial(pytorch.PyTorchTrial):
     def __init__(self, context: pytorch.PyTorchTrialContext) -> None:
         self.context = context
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        self.model = context.wrap_model(model)
+        options: dict[str, Any] = {}
+        if "bf16" in SHARDING:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            options["shard_precision"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64
+            )
+        self.model = context.wrap_model(
+            model, gradient_checkpointing="recomputed" in SHARDING, **options
+        )
         adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.optimizer = context.wrap_optimizer(adam)
         name = f"{context.distributed.rank}-of-{context.distributed.size}.txt"
@@ -31,7 +43,7 @@ class Trial(pytorch.PyTorchTrial):
 
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
         ids, x, y = batch
-        self.file.write(f"{batch_idx // WINDOW} {' '.join(map(str, ids.tolist()))}\n")
+        self.file.write(f"{batch_idx} {' '.join(map(str, ids.tolist()))}\n")
         self.file.flush()
         loss = nn.functional.mse_loss(self.model(x), y)
         self.context.backward(loss)
@@ -56,6 +68,7 @@ with pytorch.init(
     seed=5,
     num_shards=NUM_SHARDS,
     data_parallel=os.environ.get("DATA_PARALLEL", "flat"),
+    shard_size=2 if "hybrid" in SHARDING and NUM_RANKS % 2 == 0 else None,
 ) as context:
     trial = Trial(context)
     pytorch.Trainer(trial, context).fit(

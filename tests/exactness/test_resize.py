@@ -22,12 +22,18 @@ class Training:
     """One run, begun and gone on with by any numbers of workers."""
 
     def __init__(
-        self, server: Any, directory: Path, window: int = 1, data_parallel: str = "flat"
+        self,
+        server: Any,
+        directory: Path,
+        window: int = 1,
+        data_parallel: str = "flat",
+        sharding: str = "",
     ) -> None:
         self._server = server
         self._directory = directory
         self._window = window
         self._data_parallel = data_parallel
+        self._sharding = sharding
         (directory / "samples").mkdir(parents=True)
 
     def run(self, num_workers: int, preempt_at: int | None = None) -> "Training":
@@ -35,7 +41,7 @@ class Training:
         variables = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         variables |= {"SAMPLES": str(self._directory / "samples"), "WINDOW": str(self._window)}
         variables |= {"PACELINE_RESUME": "auto", "OMP_NUM_THREADS": "1"}
-        variables |= {"DATA_PARALLEL": self._data_parallel}
+        variables |= {"DATA_PARALLEL": self._data_parallel, "SHARDING": self._sharding}
         if preempt_at is not None:
             variables["PACELINE_FAULT"] = f"engine.batch:{preempt_at},signal=TERM"
         done = self._server.run(
@@ -46,14 +52,15 @@ class Training:
 
     def samples(self) -> dict[int, list[int]]:
         """Return the sorted samples of each optimizer step."""
-        steps: dict[int, list[int]] = defaultdict(list)
+        batches: dict[int, list[int]] = defaultdict(list)
         for path in (self._directory / "samples").iterdir():
             for line in path.read_text().splitlines():
-                step, *ids = map(int, line.split())
-                steps[step] += ids
-        if self._data_parallel == "fsdp":
+                batch, *ids = map(int, line.split())
+                batches[batch] += ids
+        steps: dict[int, list[int]] = defaultdict(list)
+        for batch, ids in batches.items():
             # A rank without a shard in a batch computes another's samples, which count nothing.
-            steps = {step: [*{*ids}] for step, ids in steps.items()}
+            steps[batch // self._window] += {*ids} if self._data_parallel == "fsdp" else ids
         return {step: sorted(ids) for step, ids in sorted(steps.items())}
 
     def ranks(self) -> set[str]:
@@ -73,10 +80,10 @@ class Training:
         return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
 
 
-def assert_agree(one: Training, other: Training) -> None:
+def assert_agree(one: Training, other: Training, *, rtol: float = 1e-9, atol: float = 0.0) -> None:
     assert len(one.samples()) == NUM_STEPS
     assert one.samples() == other.samples()
-    torch.testing.assert_close(one.parameters(), other.parameters(), rtol=1e-9, atol=0.0)
+    torch.testing.assert_close(one.parameters(), other.parameters(), rtol=rtol, atol=atol)
 
 
 @pytest.fixture(scope="session")
@@ -146,3 +153,26 @@ def test_a_sharded_training_goes_on_with_another_number_of_workers(
     resized.run(sizes[0], preempt_at=17).run(sizes[1])
     assert resized.ranks() == {f"{rank}-of-{size}" for size in sizes for rank in range(size)}
     assert_agree(alone(1), resized)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["recomputed", "hybrid", "recomputed hybrid"])
+@pytest.mark.parametrize(("num_workers", "window"), [(2, 1), (3, 1), (3, 2)])
+def test_a_training_with_options_of_sharding_goes_on_with_another_number_of_workers(
+    alone: Any, torch_ranks: Any, tmp_path: Path, sharding: str, num_workers: int, window: int
+) -> None:
+    resized = Training(torch_ranks, tmp_path / "resized", window, "fsdp", sharding)
+    resized.run(4, preempt_at=17).run(num_workers)
+    assert_agree(alone(window), resized)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_training_in_mixed_precision_goes_on_with_another_number_of_workers(
+    torch_ranks: Any, tmp_path: Path, num_workers: int
+) -> None:
+    """Other ranks round other sums, so the parameters agree as far as bf16 goes."""
+    straight = Training(torch_ranks, tmp_path / "straight", 1, "fsdp", "bf16").run(4)
+    resized = Training(torch_ranks, tmp_path / "resized", 1, "fsdp", "bf16")
+    resized.run(4, preempt_at=17).run(num_workers)
+    assert_agree(straight, resized, rtol=0.02, atol=0.02)

@@ -31,7 +31,7 @@ class SlowData(torch.utils.data.TensorDataset):
 
 class Trial(pytorch.PyTorchTrial):
     def __init__(self, context, **changes):
-        self.context, self.changes, self.stored = context, changes, []
+        self.context, self.changes, self.stored, self.told_at = context, changes, [], []
         torch.manual_seed(3)
         self.model = context.wrap_model(Net().double())
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -89,6 +89,7 @@ class Trial(pytorch.PyTorchTrial):
         class Note(pytorch.PyTorchCallback):
             def on_checkpoint_upload_end(self, uuid):
                 trial.stored.append(uuid)
+                trial.told_at.append(trial.context.current_train_batch())
         return {"note": Note()}
 
 class Gan(Trial):
@@ -146,6 +147,7 @@ def train(name, changes, fit, **options):
             traces = Path(result.run_dir).glob("tensorboard/**/*.json")
             said["traces"] = sorted(str(path.relative_to(result.run_dir)) for path in traces)
             said["stored"] = trial.stored == result.checkpoints and len(trial.stored)
+            said["told_at"] = trial.told_at
         except (ArithmeticError, pytorch.KeySetError) as error:
             said["raised"] = str(error)
         models = context.models
@@ -164,6 +166,7 @@ CASES = {
     "overlapped windows": ({}, {"aggregation_frequency": 3}, {"data_parallel": "overlapped"}),
     "shorter than the world": ({"size": 5}, {}, {}),
     "stop": ({"stop_at": 6}, {}, {}),
+    "told": ({}, {"checkpoint_period": pytorch.Batch(4)}, {}),
     "nan": ({"nan_at": 6}, {"stop_on_nan": True}, {}),
     "keys": ({"keys": 1}, {}, {}),
     "fp16": ({}, {}, {"precision": "fp16"}),
@@ -244,7 +247,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, torch_ranks: Any) -> Said:
     return run(
         torch_ranks, tmp_path_factory.mktemp("three"), 3, "flat", "overlapped", "windows",
         "overlapped windows", "shorter than the world", "stop", "nan", "keys", "fp16",
-        "continued", *GANS, *SLOW, *ALONE, *LATE,
+        "continued", "told", *GANS, *SLOW, *ALONE, *LATE,
     )  # fmt: skip
 
 
@@ -302,6 +305,14 @@ def test_late_stop_is_heard_by_all_ranks_within_an_eighth_of_the_steps(
     assert {(said["stop"], said["steps"]) for said in three[case]} == {(reason, num_steps)}
     assert reason == "stop requested"
     assert 152 <= num_steps <= 151 + 150 // 8 + 2
+
+
+def test_ranks_are_told_of_checkpoints_in_the_batch_after_the_next_one(three: Said) -> None:
+    """A save does not wait for the other ranks. The checkpoints come after 4, 8, 12, 16 and 17."""
+    told_at = three["told"][0]["told_at"]
+    assert all(said["told_at"] == told_at for said in three["told"])
+    assert all(said["stored"] == 5 for said in three["told"])
+    assert set(told_at) <= {4, 8, 12, 16}
 
 
 def test_nan_on_one_rank_is_raised_on_all_with_its_rank_and_batch(three: Said) -> None:

@@ -42,7 +42,7 @@ class CheckpointSaver:
 
     def __init__(self, rank: int = 0, local_size: int = 1) -> None:
         self._rank = rank
-        self._copies = HostCopies(is_crowded=local_size > num_cores())
+        self._copies = HostCopies(is_crowded=2 * local_size > num_cores())
         self._thread: threading.Thread | None = None
         self._jobs: _Jobs = queue.SimpleQueue()
         # Set once the newest checkpoint is stored.

@@ -40,8 +40,8 @@ class HostCopies:
     asks of them next, and `result` returns when the copies have arrived.
 
     Args:
-        is_crowded: Whether this machine has fewer cores than ranks. If all of them copy pieces of
-            sharded tensors at once, each does it by one thread.
+        is_crowded: Whether this machine lacks two cores for each rank. If all of them copy pieces
+            of sharded tensors at once, each does it by one thread.
     """
 
     def __init__(self, *, is_crowded: bool = False) -> None:

@@ -53,6 +53,9 @@ class LoopHooks(Protocol):
     def save(self, position: Position) -> None:
         """Store a checkpoint."""
 
+    def tell_stored(self) -> None:
+        """Tell all ranks of the checkpoints that exist by now; all ranks call it at once."""
+
     def wants_save(self) -> bool:
         """Tell whether this rank wants a checkpoint now, where they follow each other."""
 

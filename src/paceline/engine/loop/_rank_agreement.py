@@ -57,6 +57,8 @@ class RankAgreement:
         self._next_look_s = 0.0
         self._wish = Wish.NONE
         self._saves_continuously = self._is_save_told = False
+        # After how many batches the ranks tell each other of new checkpoints; None for never.
+        self._news_at: int | None = None
 
     def begin(self, *, saves_continuously: bool) -> None:
         """Begin a training.
@@ -66,8 +68,19 @@ class RankAgreement:
         """
         self._saves_continuously, self._is_save_told = saves_continuously, False
 
+    def note_saved(self, position: Position) -> None:
+        """Have all ranks hear of new checkpoints after the next batch; called by all of them.
+
+        They wait for each other then. Now that they copy their states, they would for long.
+        """
+        if self._news_at is None and not self._is_alone:
+            self._news_at = position.batches + 1
+
     def after_batch(self, position: Position) -> Wish:
         """Return what all ranks do now, the same on all; called by all after the same batch."""
+        if self._news_at is not None and position.batches >= self._news_at:
+            self._news_at = None
+            self._hooks.tell_stored()
         # No further batch, as by the time that the next gradients take a word along.
         if self.is_decision_due and (wish := self.agree_now()):
             return wish

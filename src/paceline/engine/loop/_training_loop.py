@@ -372,6 +372,7 @@ class TrainingLoop:
             with self.storing():
                 self._loop_hooks.save(self.position)
             self.last_checkpoint = self.position
+            self._agreement.note_saved(self.position)
             self._account.stored(self.position.batches, self._throughput.all_data_wait_s)
             if self.timeline.window.enabled:
                 stall_s = time.perf_counter() - began

@@ -206,6 +206,10 @@ class LoopTraining(ABC):
         news = {name: value for name, value in timings.items() if name not in known}
         train.report_metrics(_TIMINGS_GROUP, batches, news)
 
+    def tell_stored(self) -> None:
+        """Tell all ranks of the checkpoints that exist by now."""
+        self.checkpoints.announce()
+
     def wants_save(self) -> bool:
         """Tell whether the next one of continuous checkpoints begins, as this rank sees it."""
         return self.checkpoints.wants_next()

@@ -29,7 +29,7 @@ class TrainingCheckpoints:
     Args:
         core: The core context.
         on_stored: Called with the UUID of each checkpoint that exists: at once on a chief that is
-            alone, else on every rank with the next checkpoint.
+            alone, else on every rank in the batch after the next checkpoint.
 
     Attributes:
         uuids: Those of the present call of `fit`, oldest first, as far as this rank knows.
@@ -94,10 +94,22 @@ class TrainingCheckpoints:
         self._note_committed()
 
     def settle(self) -> None:
-        """Wait until the last part is stored, and tell all ranks of new checkpoints."""
+        """Wait until the last part is stored."""
         self._saver.settle()
         self._note_committed()
-        self._announce()
+
+    def announce(self) -> None:
+        """Tell every rank of what was stored since the last time; all must call it."""
+        if self._distributed.size == 1:
+            return
+        self._note_committed()
+        news = self._distributed.broadcast(self.uuids[self._num_announced :])
+        if self._distributed.rank:
+            self.uuids += news
+            self.latest = news[-1] if news else self.latest
+        self._num_announced = len(self.uuids)
+        for uuid in news:
+            self._on_stored(uuid)
 
     def save(
         self,
@@ -140,7 +152,7 @@ class TrainingCheckpoints:
         except BaseException:
             loop.last_checkpoint = None
             raise
-        self._announce()
+        self.announce()
 
     def wants_next(self) -> bool:
         """Tell whether the next one of continuous checkpoints begins, as this rank sees it.
@@ -195,18 +207,6 @@ class TrainingCheckpoints:
             self.latest = stored.uuid
             if self._distributed.size == 1:
                 self._on_stored(stored.uuid)
-
-    def _announce(self) -> None:
-        """Tell every rank of what was stored since the last time; all must call it."""
-        if self._distributed.size == 1:
-            return
-        news = self._distributed.broadcast(self.uuids[self._num_announced :])
-        if self._distributed.rank:
-            self.uuids += news
-            self.latest = news[-1] if news else self.latest
-        self._num_announced = len(self.uuids)
-        for uuid in news:
-            self._on_stored(uuid)
 
 
 def _call(function: Callable[[CheckpointStored], None] | None, stored: CheckpointStored) -> None:

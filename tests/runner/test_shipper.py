@@ -183,16 +183,46 @@ def test_records_that_an_older_database_lacks_are_sent_again(
     for step in range(4, 10):
         journal.append(report(step))
     shipment.ship_rest()
-    master.kill()
-    for end in ("-wal", "-shm"):
-        (master.home / f"master.sqlite{end}").unlink(missing_ok=True)
-    (tmp_path / "older.sqlite").replace(master.home / "master.sqlite")
-    master.start()
+    start_with(master, tmp_path / "older.sqlite")
     journal.append(report(10))
     # With another connection, no request fails from which it would follow.
     shipment.shipper.close()
     shipment.ship_rest()
     shipment.check(11, 0)
+    assert master.read("/trials/1")["num_records_lost"] == 0
+
+
+def start_with(master: Any, database: Path) -> None:
+    """Kill a master, and start it with an older database."""
+    master.kill()
+    for end in ("-wal", "-shm"):
+        (master.home / f"master.sqlite{end}").unlink(missing_ok=True)
+    database.replace(master.home / "master.sqlite")
+    master.start()
+
+
+def test_a_journal_that_is_silent_is_sent_again_when_the_master_is_back(
+    shipment: Shipment, report: Report, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """No record follows from which the shipper could hear what the master lacks."""
+    master = shipment.master
+
+    def has(num_reports: int) -> bool:
+        return len(master.read("/trials/1/metrics", group="training")["items"]) == num_reports
+
+    shipment.journals[0].append(report(0))
+    shipment.shipper.start()
+    wait_until(lambda: has(1))
+    copy_database(master.home / "master.sqlite", tmp_path / "older.sqlite")
+    shipment.journals[0].append(report(1))
+    wait_until(lambda: has(2))
+    start_with(master, tmp_path / "older.sqlite")
+    assert has(1)
+    # As the runner does that finds its master again.
+    shipment.shipper.doubt_positions()
+    wait_until(lambda: has(2))
+    shipment.shipper.stop()
+    shipment.check(2, 0)
     assert master.read("/trials/1")["num_records_lost"] == 0
 
 

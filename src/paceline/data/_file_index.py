@@ -174,12 +174,20 @@ def _common_schema(files: Sequence[DataFile], indexed: Sequence[IndexedFile]) ->
             expected, got = first[1].schema.splitlines(), each.schema.splitlines()
             lacks = [line for line in expected if line not in got]
             adds = [line for line in got if line not in expected]
+            hint = "`columns` names those that all have"
+            if [_name(line) for line in lacks] == [_name(line) for line in adds]:
+                hint = "write their values alike in all files, such as 1.0 in place of 1 in CSV"
             raise DataFormatError(
                 f"All files must have the same columns as {first[0].name!r}, but {file.name!r}"
-                f" lacks {lacks} and has {adds}. Hint: `columns` names those that all have, or"
-                " read the files as data sets of their own."
+                f" lacks {lacks} and has {adds}. Hint: {hint}, or read the files as data sets of"
+                " their own."
             )
     return "" if first is None else first[1].schema
+
+
+def _name(line: str) -> str:
+    """Return the name of the column of a line of a schema."""
+    return line.rpartition(": ")[0]
 
 
 def cache_directory() -> Path:

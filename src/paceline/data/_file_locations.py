@@ -290,7 +290,13 @@ def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
 
     Raises:
         DataError: No client for such URLs is installed, or it gives no files by name.
+        TypeError: It is no path.
     """
+    if not isinstance(url, (str, os.PathLike)):
+        raise TypeError(
+            f"Files must be named by one path, glob or URL, but got {type(url).__name__}. Hint: a"
+            " glob such as 'data/part-*.csv' takes several files."
+        )
     text = os.fspath(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme in ("", "file"):
@@ -321,7 +327,7 @@ def _parted(path: str) -> tuple[str, str]:
         base = path[:at].rpartition("/")[0]
         return base, path[len(base) :].lstrip("/")
     base, _, last = path.rstrip("/").rpartition("/")
-    if PurePosixPath(last).suffix and not os.path.isdir(path):
+    if os.path.isfile(path) or (PurePosixPath(last).suffix and not os.path.isdir(path)):
         return base, last
     return path.rstrip("/"), ""
 

@@ -22,6 +22,7 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".pq": "parquet",
     ".arrow": "arrow",
+    ".arrows": "arrow",
     ".feather": "arrow",
     ".ipc": "arrow",
     ".csv": "csv",
@@ -162,7 +163,8 @@ def _suffix_in(place: Any) -> str:
     if not known:
         raise DataNotFoundError(
             f"There must be files to read in {place.url!r}, but it has none that end in"
-            f" {sorted(_SUFFIXES)}."
+            f" {sorted(_SUFFIXES)}. Hint: others are named by a glob, such as"
+            f" '{place.url.rstrip('/')}/*', and `format`."
         )
     if len(known) > 1:
         raise DataError(

@@ -63,6 +63,12 @@ def is_iterable_only(data: Any) -> bool:
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(data).__mro__}
     if "torch.utils.data.dataset.IterableDataset" in kinds:
         return True
+    if isinstance(data, Mapping) and data and 0 not in data:
+        raise TypeError(
+            "A data set must be made of samples with numbers, but got a"
+            f" {type(data).__name__} with the keys {sorted(map(str, data))[:8]}. Hint: for columns,"
+            " a list of dictionaries, or torch.utils.data.TensorDataset."
+        )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return False
     if not hasattr(data, "__iter__"):

@@ -1,11 +1,14 @@
 """Samples that come one after the other and have no numbers."""
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 from paceline.data._stream_pieces import StreamPieces, stream_pieces
+
+logger = logging.getLogger(__name__)
 
 _FETCHED_TOGETHER = 256
 
@@ -23,8 +26,16 @@ class Stream:
         self.data = data
         self.steps = steps
         self.name = f"the {type(data).__name__}"
+        self._has_begun = False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._has_begun and isinstance(self.data, Iterator):
+            logger.warning(
+                "The samples of %s are there once, and this is another epoch of it: what was read"
+                " before is not read again. Hint: an object whose `__iter__` begins anew.",
+                self.name,
+            )
+        self._has_begun = True
         return _run_steps(self.data, self.steps)
 
     def then(self, step: "StreamStep") -> "Stream":

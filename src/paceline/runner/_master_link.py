@@ -76,6 +76,7 @@ class _Problem(msgspec.Struct):
     """The part of an answer that refuses a request."""
 
     code: str | None = None
+    detail: str | None = None
 
 
 class MasterLink:
@@ -169,7 +170,7 @@ class MasterLink:
             if (explained := self._explain(error, address)) is not None:
                 raise UntrustedMasterError(explained) from error
             raise UnreachableError(str(error)) from error
-        text = f"HTTP {response.status}: {content.decode(errors='replace')[:500]}"
+        text = f"HTTP {response.status}: {_text_of(content)}"
         if response.status == _FAILED_STATUS:
             # The server has closed it.
             self.close()
@@ -204,6 +205,15 @@ class MasterLink:
         if self._connection.sock is not None:
             self._connection.sock.settimeout(timeout_s)
         return self._connection
+
+
+def _text_of(content: bytes) -> str:
+    """Return the words of a problem, or the beginning of any other answer."""
+    try:
+        detail = msgspec.json.decode(content, type=_Problem).detail
+    except msgspec.DecodeError:
+        detail = None
+    return detail or content.decode(errors="replace")[:500]
 
 
 def _code_of(content: bytes) -> str | None:

@@ -364,8 +364,8 @@ class Nodes:
         if known.key != facts.key:
             raise NodeRefusedError(
                 "name_taken",
-                f"The node {facts.name!r} is another machine, which is not lost. Hint: choose"
-                " another name by `--name`, or wait until that one is lost.",
+                f"The name {facts.name!r} belongs to a runner with another directory, which is not"
+                " lost. Hint: choose another name by `--name`, or wait until that one is lost.",
             )
         if known.token_id not in (token_id, None) and self._is_usable(known.token_id):
             raise NodeRefusedError(

@@ -143,6 +143,25 @@ def test_the_loss_of_a_node_counts_for_more_than_what_others_say_then(group: Gro
     assert len(group.attempts) == 2
 
 
+def test_a_cut_between_the_nodes_costs_no_restart(group: Group) -> None:
+    group.begin_all()
+    lost = "The launcher of node 1 was lost: it gave no sign of life for 30 s."
+    group.end(0, code=137, detail=lost)
+    group.end(1, reason="killed", code=None, signal=9)
+    [attempt] = group.attempts[:1]
+    assert attempt.exit["reason"] == "runner_lost"
+    assert attempt.exit["detail"] == f"Node 1 (second): {lost}"
+    assert (group.trial["state"], group.trial["restarts"]) == ("ACTIVE", 0)
+
+
+def test_a_launcher_that_failed_by_itself_costs_a_restart(group: Group) -> None:
+    group.begin_all()
+    group.end(0, code=137, detail="The launcher of node 1 was lost: the connection ended.")
+    group.end(1, code=None, signal=9)
+    assert group.attempts[0].exit["reason"] == "exited"
+    assert group.trial["restarts"] == 1
+
+
 def test_all_members_are_preempted_when_the_runner_of_one_leaves(group: Group) -> None:
     group.begin_all()
     group.poll("second", 1, is_leaving=True)

@@ -254,7 +254,7 @@ def test_a_cut_between_the_machines_alone_ends_the_attempt_and_the_trial_goes_on
 ) -> None:
     machines.add("a", "b", "c")
     options = "--heartbeat-timeout-s 2"
-    experiment = machines.submit(waits="training", launcher_options=options, max_restarts=1)
+    experiment = machines.submit(waits="training", launcher_options=options)
     machines.await_hold(1)
     # The machines reach the master, and the master them.
     machines.network.separate(True)

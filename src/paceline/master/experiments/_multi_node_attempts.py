@@ -21,6 +21,7 @@ from paceline.messages.attempts import AttemptEnd, runner_id
 from paceline.messages.states import AttemptState, ExitReason
 
 _NODE = re.compile(r"Node (\d{1,4}): (.*)", re.DOTALL)
+_LAUNCHER_LOST = re.compile(r"The launcher of node (\d{1,4}) was lost: ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +168,20 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
     assert end is not None
     if not failed:
         return end
+    silent = _LAUNCHER_LOST.match(end.detail or "")
+    if silent is not None and not lost and int(silent[1]) < len(members):
+        number = int(silent[1])
+        own = members[number].exit
+        if own is None or not _has_failed(own) or _LAUNCHER_LOST.match(own.detail or ""):
+            # Nothing has failed but the network between the nodes.
+            return msgspec.structs.replace(
+                end,
+                reason=ExitReason.RUNNER_LOST,
+                code=None,
+                signal=None,
+                kind=None,
+                detail=f"{_name(members, number)}: {end.detail}",
+            )
     # The launchers agree on what failed first, and say on which node.
     told = _NODE.match(end.detail or "")
     if told is not None and int(told[1]) < len(members):

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,6 +113,26 @@ def test_handlers_are_installed_late_chained_and_restored(own_handler: list[int]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_comes_again_ends_no_process_that_a_runner_looks_after() -> None:
+    code = """
+        import os, signal
+        from paceline.core._preempt import SignalWatch
+
+        watch = SignalWatch(is_supervised=True)
+        watch.install()
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert watch.has_come
+        child = os.fork()
+        if not child:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120)
+    assert done.returncode == 0
 
 
 def test_handler_that_the_user_sets_later_is_left_alone() -> None:

@@ -138,8 +138,8 @@ def _serve(
         raise CommandError(str(error)) from error
     token_file = token_file.expanduser().absolute()
     runner = NodeRunner(master, token_file, directory, facts, idle_timeout_s)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: runner.stop())
+    signal.signal(signal.SIGINT, lambda _number, _frame: runner.stop())
+    signal.signal(signal.SIGTERM, lambda _number, _frame: runner.leave())
     runner.run()
 
 

@@ -165,6 +165,8 @@ def _open(
     tracking = TrackingGroup(trackers, run, opened)
     journal = begin_journal(run, opened, rank=rank, world_size=distributed.size)
     trial = opened.info.trial
+    # A trial that was started without a master has no one to ask.
+    is_managed = trial is not None and bool(opened.info.cluster_id)
     searcher = (trial.config.get("searcher") or {}) if trial else {}
     control = ControlFile(run)
     decision = SearchDecision(
@@ -176,6 +178,7 @@ def _open(
         distributed=distributed,
         journal=journal,
         mode=modes.preempt,
+        is_supervised=is_managed,
     )
     record = partial(record_time_spent, journal) if rank == 0 else None
     times = ScriptTimes(record, opened.steps_completed)
@@ -210,8 +213,7 @@ def _open(
                 preempt=preempt,
                 journal=journal,
                 searcher=searcher,
-                # A trial that was started without a master has no one to ask.
-                is_managed=trial is not None and bool(opened.info.cluster_id),
+                is_managed=is_managed,
                 completed_length=opened.completed_length,
             ),
             distributed=distributed,

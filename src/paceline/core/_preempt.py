@@ -41,6 +41,7 @@ class PreemptContext:
         distributed: DistributedContext,
         journal: JournalWriter,
         mode: PreemptMode = PreemptMode.WorkersAskChief,
+        is_supervised: bool = False,
     ) -> None:
         self._mode = mode
         self._control = control
@@ -48,7 +49,7 @@ class PreemptContext:
         self._distributed = distributed
         self._journal = journal
         # One voice is enough where every rank gets the signal.
-        self._signals = SignalWatch(is_quiet=distributed.rank != 0)
+        self._signals = SignalWatch(is_quiet=distributed.rank != 0, is_supervised=is_supervised)
         self._is_installed = False
         self._is_preempted = False
         self._is_acknowledged = False
@@ -169,12 +170,15 @@ class SignalWatch:
 
     Args:
         is_quiet: Whether to leave out the message that answers a Ctrl-C.
+        is_supervised: Whether a runner kills this process if it does not leave in time. SIGTERM and
+            SIGUSR1 then do nothing a second time: Slurm, srun and launchers each send them.
     """
 
-    def __init__(self, *, is_quiet: bool = False) -> None:
+    def __init__(self, *, is_quiet: bool = False, is_supervised: bool = False) -> None:
         self.has_come = False
         self.is_interrupted = False
         self._is_quiet = is_quiet
+        self._is_supervised = is_supervised
         self._pid = os.getpid()
         self._previous: dict[int, Any] = {}
         self._ours: dict[int, Any] = {}
@@ -233,7 +237,15 @@ class SignalWatch:
             previous(number, frame)
 
     def _second_action(self, number: int) -> Any:
-        return self._previous[number] if number == signal.SIGINT else signal.SIG_DFL
+        if number == signal.SIGINT:
+            return self._previous[number]
+        return self._handle_again if self._is_supervised else signal.SIG_DFL
+
+    def _handle_again(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A process that was forked has nothing to save.
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
 
 def _is_main_thread() -> bool:

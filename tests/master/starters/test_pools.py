@@ -18,7 +18,7 @@ from paceline.master.starters import (
     StarterError,
     read_pool_file,
 )
-from paceline.master.starters._pool_runners import runner_groups, without_first
+from paceline.master.starters._pool_runners import missing_runners, runner_groups
 from paceline.messages.attempts import MasterAddress
 
 FILE = """
@@ -104,11 +104,23 @@ def test_as_many_runners_as_the_trials_fit_on(sizes: tuple[int, ...], groups: li
 
 
 @pytest.mark.parametrize(
-    ("num_there", "left"),
-    [(0, [2, 1, 3]), (1, [1, 1, 3]), (2, [1, 3]), (4, [2]), (6, []), (9, [])],
+    ("num_idle", "starting", "missing", "awaited"),
+    [
+        (0, {}, [2, 1, 3], set()),
+        (1, {}, [1, 1, 3], set()),
+        (4, {}, [2], set()),
+        (9, {}, [], set()),
+        # Those that wait one by one might never be there at once.
+        (0, {"a": 1, "b": 1}, [2, 3], {"a"}),
+        (0, {"a": 2, "b": 4}, [], {"a", "b"}),
+        (0, {"a": 3}, [3], {"a"}),
+        (1, {"a": 1, "b": 2}, [3], {"a", "b"}),
+    ],
 )
-def test_runners_that_are_there_are_not_asked_for(num_there: int, left: list[int]) -> None:
-    assert without_first([2, 1, 3], num_there) == left
+def test_the_runners_of_a_group_are_idle_or_start_together(
+    num_idle: int, starting: dict[str, int], missing: list[int], awaited: set[str]
+) -> None:
+    assert missing_runners([2, 1, 3], num_idle, starting) == (missing, awaited)
 
 
 class NotedStarter(Starter):
@@ -181,6 +193,20 @@ def test_runners_of_one_trial_are_started_together_up_to_the_limit(
 ) -> None:
     runners._look_after("p", PoolNeed(sizes=(4, 2, 2)))
     assert starter.groups == [2, 1]
+
+
+def test_a_group_is_never_started_in_part_but_others_make_room_for_it(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    runners._look_after("p", PoolNeed(sizes=(2, 2)))
+    runners._look_after("p", PoolNeed(sizes=(4, 4)))
+    # Two single runners wait, and there may be three.
+    assert starter.groups == [1, 1]
+    assert starter.jobs == {}
+    runners._look_after("p", PoolNeed(sizes=(4, 4)))
+    runners._look_after("p", PoolNeed(sizes=(4, 4)))
+    assert starter.groups == [1, 1, 2]
+    assert len(starter.jobs) == 2
 
 
 def test_a_runner_that_waits_again_is_not_asked_for_once_more(

@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.master.auth import Tokens
 from paceline.master.nodes import Nodes
@@ -22,6 +23,7 @@ _REST_S = 30.0
 # The slots of a runner that counts them itself, and the runners that one trial may span.
 _ASSUMED_SLOTS = 16
 _MOST_JOINED = 256
+_UNKNOWN_GROUP = ""
 _TOKEN_PREFIX = "runner "  # noqa: S105 - the beginning of a name, no secret
 _TOKEN_LIFE_S = 90 * 24 * 3600.0
 
@@ -57,6 +59,9 @@ class PoolRunners:
         self._starting: dict[str, dict[str, float]] = {name: {} for name in pools}
         # Runners that have registered: one that is still told of, but no node any more, leaves.
         self._registered: dict[str, set[str]] = {name: set() for name in pools}
+        # The first runner of those that were asked for with a runner. Of those that an earlier
+        # master has asked for, nobody knows: they count as one group.
+        self._group_of: dict[str, dict[str, str]] = {name: {} for name in pools}
         self._rest_until = dict.fromkeys(pools, 0.0)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool-runners", daemon=True)
@@ -130,30 +135,42 @@ class PoolRunners:
         # Nodes that are idle wait for others, to which a trial goes with them.
         num_idle = sum(nodes.values())
         groups = [] if need is None else runner_groups(need, pool.slots or 1)
-        if not groups:
-            for runner in [one for one, is_running in known.items() if not is_running]:
-                logger.info("Pool %s: runner %s is not needed any more.", name, runner)
-                starter.cancel(runner)
-                starting.pop(runner, None)
         all_ = present | known.keys() | starting.keys()
-        for size in without_first(groups, num_idle + len(starting)):
-            names = self._new_names(starter, all_, min(size, pool.max_runners - len(all_)))
-            if not names:
+        group_of = self._group_of[name]
+        for runner in group_of.keys() - all_:
+            del group_of[runner]
+        missing, awaited = missing_runners(
+            # Without `slots`, fewer runners may have enough.
+            [min(size, pool.max_runners) for size in groups],
+            num_idle,
+            Counter(group_of.get(one, _UNKNOWN_GROUP) for one in starting),
+        )
+        spare = [
+            runner
+            for runner, is_running in known.items()
+            if not is_running and group_of.get(runner, _UNKNOWN_GROUP) not in awaited
+        ]
+        for size in missing:
+            has_room = len(all_) + size <= pool.max_runners
+            names = starter.new_names(all_, size) if has_room else ()
+            if len(names) < size:
+                # Its runners start together or not at all, so others may have to make room.
+                self._cancel(name, spare)
                 return
             starter.start_group([self._order(name, pool, one) for one in names])
             logger.info("Pool %s: runners were asked for: %s.", name, ", ".join(names))
             starting.update(dict.fromkeys(names, now + _START_S))
+            group_of.update(dict.fromkeys(names, names[0]))
             all_ = all_ | set(names)
+        if not groups:
+            self._cancel(name, spare)
 
-    @staticmethod
-    def _new_names(starter: Starter, taken: Set[str], most: int) -> list[str]:
-        names: list[str] = []
-        while len(names) < most:
-            name = starter.new_name(taken | set(names))
-            if name is None:
-                break
-            names.append(name)
-        return names
+    def _cancel(self, pool: str, runners: Sequence[str]) -> None:
+        _, starter = self._pools[pool]
+        for runner in runners:
+            logger.info("Pool %s: runner %s is not needed any more.", pool, runner)
+            starter.cancel(runner)
+            self._starting[pool].pop(runner, None)
 
     def _present(self, pool: str) -> dict[str, bool]:
         """Return the nodes of a pool that take attempts or are drained, and which ones are idle."""
@@ -219,10 +236,34 @@ def runner_groups(need: PoolNeed, num_slots: int) -> list[int]:
     return groups
 
 
-def without_first(groups: Sequence[int], num_there: int) -> list[int]:
-    """Return what is left of groups when their first runners are there already."""
-    left = []
+def missing_runners(
+    groups: Sequence[int], num_idle: int, starting: Mapping[str, int]
+) -> tuple[list[int], set[str]]:
+    """Return how many runners are to be started together for each group that lacks some.
+
+    A group gets idle runners first. The rest of it must start together, as those that wait one by
+    one might never be there at once.
+
+    Args:
+        groups: How many runners each group needs.
+        num_idle: How many runners are idle.
+        starting: How many runners start together, by the name of their group.
+
+    Returns:
+        The numbers, and the groups of those that start and are needed.
+    """
+    missing, awaited, free = [], set(), dict(starting)
     for size in groups:
-        left.append(size - min(size, num_there))
-        num_there -= min(size, num_there)
-    return [size for size in left if size]
+        num_taken = min(size, num_idle)
+        num_idle -= num_taken
+        size -= num_taken
+        if not size:
+            continue
+        fitting = [name for name, num_free in free.items() if num_free >= size]
+        if fitting:
+            group = min(fitting, key=free.__getitem__)
+            free[group] -= size
+            awaited.add(group)
+        else:
+            missing.append(size)
+    return missing, awaited

@@ -1,6 +1,7 @@
 """Start runners as jobs of Slurm, by plain `sbatch`."""
 
 import shlex
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated
 
@@ -47,18 +48,99 @@ class SlurmOptions(Section):
 
 
 class SlurmStarter(Starter):
-    """One job for each runner, on one node.
+    """One job for each runner, or for all that start together, each on a node of its own.
 
     The directory of the pool must be one that the nodes share with the machine of the master. The
-    batch script becomes the runner, so that every signal of Slurm reaches it.
+    batch script of one runner becomes it, so that every signal of Slurm reaches it. Several are
+    steps of their job, by which Slurm tells which ones still run.
     """
 
     Options = SlurmOptions
     options: SlurmOptions
 
+    def __init__(self, pool: str, cluster_id: str, directory: str, options: Section) -> None:
+        super().__init__(pool, cluster_id, directory, options)
+        # Runners whose steps were seen: without one, they have ended.
+        self._begun: set[str] = set()
+
+    def new_names(self, taken: Set[str], most: int) -> Sequence[str]:
+        """Return names that tell which runners have one job."""
+        if most < 2:
+            return super().new_names(taken, most)
+        group = self.new_name(taken)
+        return [f"{group}.{number}" for number in range(most)]
+
     def start(self, order: RunnerOrder) -> None:
-        """Write the token file, and submit a job."""
-        directory = Path(self.directory).expanduser() / order.name
+        """Submit a job of one node."""
+        run_program(self._sbatch([order]), f"#!/bin/sh\nexec {self._runner(order)}\n")
+
+    def start_group(self, orders: Sequence[RunnerOrder]) -> None:
+        """Submit a job of as many nodes, which Slurm starts as a whole."""
+        if len(orders) == 1:
+            self.start(orders[0])
+            return
+        # Slurm itself tells the steps of a signal, and srun passes on what it gets.
+        lines = ["#!/bin/sh", "trap '' TERM"]
+        for number, order in enumerate(orders):
+            step = [
+                "srun", "--nodes=1", "--ntasks=1", f"--relative={number}",
+                f"--job-name={order.name}", "--input=none", "--mpi=none", "--cpu-bind=none",
+                f"--output={self._place(order.name) / 'runner.log'}",
+            ]  # fmt: skip
+            if self.options.cpus_per_node is not None:
+                step.append(f"--cpus-per-task={self.options.cpus_per_node}")
+            lines.append(f"{shlex.join(step)} {self._runner(order)} &")
+        run_program(self._sbatch(orders), "\n".join([*lines, "wait", ""]))
+
+    def runners(self) -> dict[str, bool]:
+        """Return the runners in the jobs of this pool by name."""
+        jobs = self._jobs()
+        is_running = {name: is_running for names, is_running in jobs for name in names}
+        self._begun &= is_running.keys()
+        if any(len(names) > 1 and is_running for names, is_running in jobs):
+            steps = run_program(["squeue", "--me", "--steps", "--noheader", "--format=%j"])
+            here = is_running.keys() & set(steps.split())
+            for name in self._begun - here:
+                del is_running[name]
+            self._begun |= here
+        return is_running
+
+    def cancel(self, name: str) -> None:
+        """Cancel a job that waits."""
+        for names, _ in self._jobs():
+            if name in names:
+                job = f"--name={self._job_name(names)}"
+                run_program(["scancel", "--me", "--state=PENDING", job])
+
+    def _jobs(self) -> list[tuple[Sequence[str], bool]]:
+        """Return the runners of each job of this pool, and whether it runs."""
+        found: list[tuple[Sequence[str], bool]] = []
+        # What has ended within the last minutes is listed too, with its state.
+        listed = run_program(["squeue", "--me", "--noheader", "--format=%T %j"])
+        for line in listed.splitlines():
+            state, _, job = line.strip().partition(" ")
+            if job.startswith(self._prefix) and state not in _OVER:
+                name, _, size = job.removeprefix(self._prefix).partition("*")
+                names = [f"{name}.{number}" for number in range(int(size))] if size else [name]
+                found.append((names, state in _RUNNING))
+        return found
+
+    def _job_name(self, names: Sequence[str]) -> str:
+        several = len(names) > 1
+        name = names[0].removesuffix(".0") + f"*{len(names)}" if several else names[0]
+        return self._prefix + name
+
+    @property
+    def _prefix(self) -> str:
+        """What the names of the jobs of this pool begin with."""
+        return f"paceline-{self.cluster_id[:8]}-{self.pool}:"
+
+    def _place(self, name: str) -> Path:
+        return Path(self.directory).expanduser() / name
+
+    def _runner(self, order: RunnerOrder) -> str:
+        """Write the token file of a runner, and return its command line for a shell."""
+        directory = self._place(order.name)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open_private(directory / "token", "w") as file:
@@ -68,31 +150,13 @@ class SlurmStarter(Starter):
         except OSError as error:
             raise StarterError(f"{str(directory)!r} must be writable, but got {error}.") from error
         place = shlex.quote(str(directory))
-        runner = order.shell(shlex.quote(order.name), place, f"{place}/token")
-        run_program(self._sbatch(order.name, directory), f"#!/bin/sh\nexec {runner}\n")
+        return order.shell(shlex.quote(order.name), place, f"{place}/token")
 
-    def runners(self) -> dict[str, bool]:
-        """Return the jobs of this pool by name."""
-        found = {}
-        # What has ended within the last minutes is listed too, with its state.
-        listed = run_program(["squeue", "--me", "--noheader", "--format=%T %j"])
-        for line in listed.splitlines():
-            state, _, job = line.strip().partition(" ")
-            if job.startswith(self._prefix) and state not in _OVER:
-                found[job.removeprefix(self._prefix)] = state in _RUNNING
-        return found
-
-    def cancel(self, name: str) -> None:
-        """Cancel a job that waits."""
-        run_program(["scancel", "--me", "--state=PENDING", f"--name={self._prefix}{name}"])
-
-    @property
-    def _prefix(self) -> str:
-        """What the names of the jobs of this pool begin with."""
-        return f"paceline-{self.cluster_id[:8]}-{self.pool}:"
-
-    def _sbatch(self, name: str, directory: Path) -> list[str]:
+    def _sbatch(self, orders: Sequence[RunnerOrder]) -> list[str]:
         options = self.options
+        names = [order.name for order in orders]
+        directory = self._place(names[0])
+        several = len(names) > 1
         given = {
             "partition": options.partition,
             "account": options.account,
@@ -102,13 +166,13 @@ class SlurmStarter(Starter):
         }
         return [
             "sbatch",
-            f"--job-name={self._prefix}{name}",
-            "--nodes=1",
-            "--ntasks=1",
+            f"--job-name={self._job_name(names)}",
+            f"--nodes={len(names)}",
+            f"--ntasks={len(names)}",
             # The master asks for another job; this one's token would be over.
             "--no-requeue",
-            f"--signal=B:TERM@{options.signal_before}",
-            f"--output={directory / 'runner.log'}",
+            f"--signal={'' if several else 'B:'}TERM@{options.signal_before}",
+            f"--output={directory / ('job.log' if several else 'runner.log')}",
             f"--chdir={directory}",
             *(f"--{key}={value}" for key, value in given.items() if value is not None),
             *options.sbatch_options,

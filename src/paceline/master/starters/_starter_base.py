@@ -67,6 +67,16 @@ class Starter(ABC):
         """Return the name of another runner; None if there can be no more."""
         return f"{self.pool}-{secrets.token_hex(3)}"
 
+    def new_names(self, taken: Set[str], most: int) -> Sequence[str]:
+        """Return the names of other runners to be started together, as many as there can be."""
+        names: list[str] = []
+        while len(names) < most:
+            name = self.new_name(taken | set(names))
+            if name is None:
+                break
+            names.append(name)
+        return names
+
     @abstractmethod
     def start(self, order: RunnerOrder) -> None:
         """Start a runner, or ask for it.

@@ -110,6 +110,13 @@ class NodeRunner:
         """Let the attempts leave, then end; a second time end at once. For signal handlers."""
         self._num_signals += 1
 
+    def leave(self) -> None:
+        """Let the attempts leave, then end; a second time changes nothing. For signal handlers.
+
+        Slurm and others may send the same signal more than once.
+        """
+        self._num_signals = max(1, self._num_signals)
+
     def _address(self, token: str = "") -> MasterAddress:
         path = self._certificate_path
         certificate = path.read_text() if path.exists() else None
@@ -223,7 +230,7 @@ class NodeRunner:
             self._busy_at = time.monotonic()
         elif time.monotonic() > self._busy_at + self._idle_timeout_s and not self._num_signals:
             logger.info("The node was idle for %.0f s and leaves.", self._idle_timeout_s)
-            self.stop()
+            self.leave()
 
     def _carry_out(self, work: NodeWork) -> None:
         self._version, self._has_strays = work.version, work.strays

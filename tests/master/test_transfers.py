@@ -20,7 +20,7 @@ from paceline.journal import (
     RunInfo,
 )
 from paceline.messages.attempts import AttemptSpec, MasterAddress
-from paceline.runner import AttemptDirectory, _fetch_checkpoint, _ship_checkpoints
+from paceline.runner import AttemptDirectory, _fetch_checkpoint, _send_pieces, _ship_checkpoints
 from paceline.runner._fetch_checkpoint import fetch_checkpoint
 from paceline.runner._master_link import MasterLink, RefusedByMasterError, UnreachableError
 from paceline.runner._ship_checkpoints import CheckpointShipper, without_checkpoint
@@ -37,12 +37,16 @@ NUM_PIECES = 5 + 1 + 1 + 4
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Send small pieces, and close all links afterwards."""
-    monkeypatch.setattr(_ship_checkpoints, "MAX_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(_send_pieces, "MAX_PIECE_BYTES", PIECE)
     made: list[MasterLink] = []
     monkeypatch.setattr(Link, "made", made)
     yield
     for link in made:
         link.close()
+
+
+def needs(missing: dict[str, int]) -> dict[str, Any]:
+    return {"is_stored": False, "missing": missing, "is_alone": True}
 
 
 class Node:
@@ -236,7 +240,7 @@ def test_another_master_has_what_arrived_at_the_one_before(
     served.close()
     node.master = make_master(2)
     again = node.link()
-    shipper._link = again
+    shipper._link = shipper._sender._link = again
     shipper.ship_rest()
     assert again.num_puts == NUM_PIECES - 2  # one was refused, until the offer
     assert storage_of(node.master).verify("one")
@@ -257,10 +261,10 @@ def test_a_damaged_piece_is_refused_and_sent_again(node: Node, served: Any) -> N
 
 def test_a_file_that_is_damaged_as_a_whole_is_missing_again(node: Node, served: Any) -> None:
     node.store("one", {0: {"a": b"right", "b": b"fine"}})
-    assert node.offer("one").json() == {"is_stored": False, "missing": {"a": 0, "b": 0}}
+    assert node.offer("one").json() == needs({"a": 0, "b": 0})
     node.piece("one", "a", 0, b"wrong")
     node.piece("one", "b", 0, b"fine")
-    assert node.offer("one").json() == {"is_stored": False, "missing": {"a": 0}}
+    assert node.offer("one").json() == needs({"a": 0})
     assert not storage_of(served).exists("one")
     node.piece("one", "a", 0, b"right")
     assert node.offer("one").json()["is_stored"]

@@ -4,16 +4,14 @@ Each node finds an empty disk of its own where the master has its checkpoints. N
 """
 
 import json
-import os
 import shutil
-import subprocess
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_lab.nodes import NodeProcess
+from fault_lab.nodes import NodeProcess, can_mount
 from forked_processes import free_ports
 
 from paceline.runner import AttemptDirectory
@@ -46,13 +44,8 @@ with det.core.init() as context:
 """
 
 
-def _can_mount() -> bool:
-    command = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
-    return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
-
-
 pytestmark = pytest.mark.skipif(
-    not _can_mount(), reason="NOT TESTED: a node with a disk of its own needs the right to mount"
+    not can_mount(), reason="NOT TESTED: a node with a disk of its own needs the right to mount"
 )
 
 

@@ -255,6 +255,19 @@ class DistributedContext:
             "broadcast_local", self._node_prefix, self.local_rank, self.local_size, value
         )
 
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a value for another rank, without waiting for it; for any thread."""
+        self._open_transport().set(f"kept/{key}", value)
+
+    def take(self, key: str) -> bytes | None:
+        """Return a value that another rank has left, and forget it; None if there is none."""
+        transport, key = self._open_transport(), f"kept/{key}"
+        if not transport.has([key]):
+            return None
+        [value] = transport.get([key])
+        transport.delete([key])
+        return value
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one leaves by an exception, so that none waits for it."""
         if self._transport is not None and not self._is_closed:

@@ -17,6 +17,7 @@ from paceline.core._control_file import ControlFile
 from paceline.core._determinism import apply_determinism
 from paceline.core._distributed import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
+from paceline.core._node_storage import NodeStorage
 from paceline.core._notices_to_parent import begin_signs_of_life
 from paceline.core._open_run import OpenedRun, open_run
 from paceline.core._preempt import PreemptContext
@@ -150,6 +151,8 @@ def _open(
     begin_signs_of_life()
     run = _local_run(opened)
     rank = distributed.rank
+    if storage is None and opened.info.storage_per_node and distributed.size > 1:
+        storage = NodeStorage(run.checkpoints_path, distributed)
     storage = storage or storage_of_run(run, opened.info)
     # What an earlier attempt has reported up to the common step stands.
     is_first = opened.attempt == opened.generation == opened.steps_completed == 0

@@ -22,6 +22,9 @@ def discard_unfinished(run: RunDirectory) -> None:
     recorded = {stored.uuid for stored in read_checkpoints(run)} if begun else set()
     # One that another process commits may be recorded in another run directory.
     parts = run.begun_checkpoints(is_part=True)
+    if parts and run.read_info().storage_per_node:
+        # The runner of this node sends them, and learns whether the chief has committed them.
+        parts = {}
     for uuid, url in {**parts, **begun}.items():
         try:
             storage = storage_from(url)

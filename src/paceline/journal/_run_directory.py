@@ -76,8 +76,7 @@ class RunDirectory:
             raise FileExistsError(f"{str(path)!r} is a run directory already.")
         # Made here, so that no process has to make it on a disk that is full by then.
         run._lock_path.touch(mode=0o600)
-        text = msgspec.json.format(msgspec.json.encode(info), indent=1)
-        write_atomically(run._info_path, seal(text))
+        run.write_info(info)
         return run
 
     @classmethod
@@ -116,6 +115,11 @@ class RunDirectory:
                 " wrote it."
             )
         return msgspec.json.decode(data, type=RunInfo)
+
+    def write_info(self, info: RunInfo) -> None:
+        """Write `run.json`, before the processes start."""
+        text = msgspec.json.format(msgspec.json.encode(info), indent=1)
+        write_atomically(self._info_path, seal(text))
 
     @property
     def _info_path(self) -> Path:

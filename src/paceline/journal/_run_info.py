@@ -26,7 +26,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     `judged_metrics` names the validation metrics that a search needs to judge a report; None if
     there is no search that stops trials, or a master that does not tell `Control.judged`.
     `metadata` is what earlier attempts of a trial have set. `container_slot_counts` are the slots
-    of each node of `container_addrs`; those of this one on each if it is empty.
+    of each node of `container_addrs`; those of this one on each if it is empty. With
+    `storage_per_node`, each node of an attempt on several keeps checkpoints in its run directory.
     """
 
     version: int = RUN_FORMAT_VERSION
@@ -50,6 +51,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     hparams: dict[str, Any] | None = None
     judged_metrics: list[str] | None = None
     metadata: dict[str, Any] | None = None
+    storage_per_node: bool = False
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,7 +46,8 @@ class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
 
     `kill_grace_s` is what a kill leaves the processes to react to SIGTERM; with 0 they get none.
     `meeting_port` is where the nodes of an attempt on several nodes meet, on the first of them;
-    None until all are there.
+    None until all are there. With `sends_checkpoints`, one of them does not share the checkpoint
+    directory with the master, so all of them send what they store.
     """
 
     version: int
@@ -58,6 +59,7 @@ class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
     operations_closed: bool = False
     best_validation: float | dict[str, str] | None = None
     meeting_port: int | None = None
+    sends_checkpoints: bool = False
 
 
 class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +113,7 @@ class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `storage_mark` tells a node whether it shares the checkpoint directory with the master. With
     `sends_checkpoints` it does not: checkpoints are stored in the run directory, and the runner
-    sends them to the master.
+    sends them to the master. Of several nodes, all do so if one must.
     """
 
     attempt_id: int
@@ -189,6 +191,11 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
         at = min(now, self.time + now - self.sent_at)
         return msgspec.structs.replace(self, time=at, sent_at=None)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something has failed, and nobody has ended it."""
+        return self.reason is not ExitReason.KILLED and self.code != 0
+
 
 class RecordRequest(msgspec.Struct, frozen=True):
     """Records to store; an empty list asks for the marks."""
@@ -239,18 +246,31 @@ class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What a runner says before it sends a checkpoint, and again when all was sent.
 
     `record` is that of the journal. Without it, files of the checkpoint were deleted, and the
-    manifest is the new one.
+    manifest is the new one. With `has_failed` the processes of this node have, so those of other
+    nodes end, too.
     """
 
     files: CheckpointFiles
     record: CheckpointStored | None = None
+    has_failed: bool = False
+
+
+class ShardOffer(msgspec.Struct, frozen=True):
+    """What the ranks of another node than rank 0's have stored: `rank-N.done` by the rank."""
+
+    shards: dict[int, str]
 
 
 class CheckpointNeeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master lacks of a checkpoint: how many bytes it has of each incomplete file."""
+    """What the master lacks of a checkpoint: how many bytes it has of each incomplete file.
+
+    With `is_alone`, the other nodes of the attempt have ended and send nothing more: for rank 0's
+    node all of them, for another one that of rank 0.
+    """
 
     is_stored: bool
     missing: dict[str, int] = {}
+    is_alone: bool = False
 
 
 class PieceReply(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from paceline.journal import AttemptFinished, RunDirectory
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ErrorKind, ExitReason, kind_of_end
 from paceline.runner._attempt_directory import AttemptDirectory
+from paceline.runner._checkpoint_place import sends_checkpoints
 from paceline.runner._master_link import (
     Backoff,
     MasterLink,
@@ -95,8 +96,9 @@ def ship_leftovers(directory: AttemptDirectory) -> None:
         spec.attempt_id,
         link,
         member=spec.member,
-        sends_checkpoints=spec.sends_checkpoints,
     )
+    if sends_checkpoints(spec, directory.run):
+        shipper.send_checkpoints()
     ship_end(shipper, end)
 
 
@@ -145,6 +147,7 @@ def read_finish(run: RunDirectory) -> AttemptFinished | None:
 
 def ship_end(shipper: Shipper, end: AttemptEnd, lost: str | None = None) -> None:
     """Send the rest and the end, or leave them for the next master; `lost` tells of lost output."""
+    shipper.note_end(end)
     deadline = time.monotonic() + _LAST_WORDS_S
     backoff = Backoff()
     while True:

@@ -22,6 +22,7 @@ from paceline.runner._attempt_end import (
     ship_end,
     ship_leftovers,
 )
+from paceline.runner._checkpoint_place import place_on_each_node
 from paceline.runner._code_archive import ArchiveLimits, ArchiveTooLargeError, unpack
 from paceline.runner._fetch_checkpoint import fetch_checkpoint
 from paceline.runner._master_follower import MasterFollower
@@ -103,8 +104,10 @@ class AttemptRun:
             member=spec.member,
             on_judged=self._pass_on,
             is_first=True,
-            sends_checkpoints=spec.sends_checkpoints,
         )
+        self._sends_checkpoints = spec.sends_checkpoints and spec.num_members == 1
+        if self._sends_checkpoints:
+            self._shipper.send_checkpoints()
         self._group = NodeGroup(directory.run, spec)
         self._spool: OutputSpool | None = None
         self._secrets: dict[str, str] = {}
@@ -116,6 +119,7 @@ class AttemptRun:
             self._link.another(),
             member=spec.member,
             port=self._group.port,
+            sends_checkpoints=spec.sends_checkpoints,
             first=spec.control,
             give_sign=directory.give_sign,
             on_return=self._shipper.doubt_positions,
@@ -183,6 +187,10 @@ class AttemptRun:
             if self._follower.meeting_port is None:
                 return None
             environment |= self._group.variables(self._follower.meeting_port, environment)
+            if self._follower.sends_checkpoints:
+                place_on_each_node(self._directory.run)
+                self._sends_checkpoints = True
+                self._shipper.send_checkpoints()
         worker = WorkerSpec(
             command=self._command(),
             environment=environment,
@@ -265,7 +273,7 @@ class AttemptRun:
     def _fetch_start(self) -> None:
         """Fetch the checkpoint that the attempt goes on from, if the master has it alone."""
         uuid = self._directory.run.read_info().latest_checkpoint
-        if self._spec.sends_checkpoints and uuid is not None:
+        if self._sends_checkpoints and uuid is not None:
             target = self._directory.run.checkpoints_path
             fetch_checkpoint(
                 self._link, self._spec.attempt_id, uuid, target, lambda: not self._is_unwanted

@@ -40,6 +40,7 @@ class MasterFollower:
         link: A connection of its own.
         member: Which of the attempt's nodes this is.
         port: A port that is free here, for an attempt on several nodes.
+        sends_checkpoints: Whether this node does not share the checkpoint directory.
         first: What the master wanted when it started the runner; None has to be asked for.
         give_sign: Gives a sign of life that needs no network; called again and again.
         on_return: Called when a master answers after one was away: its database may be another.
@@ -53,6 +54,7 @@ class MasterFollower:
         *,
         member: int = 0,
         port: int | None = None,
+        sends_checkpoints: bool = False,
         first: AttemptControl | None = None,
         give_sign: Callable[[], object] = lambda: None,
         on_return: Callable[[], object] = lambda: None,
@@ -63,6 +65,8 @@ class MasterFollower:
         self._first = first
         self._member = member
         self._port = port
+        self._has_own_disk = sends_checkpoints
+        self._sends_checkpoints = False
         self._meeting_port: int | None = None
         self._has_met = threading.Event()
         self._begins = True
@@ -101,6 +105,11 @@ class MasterFollower:
     def meeting_port(self) -> int | None:
         """Where the nodes of the attempt meet, on the first of them; None until all are there."""
         return self._meeting_port
+
+    @property
+    def sends_checkpoints(self) -> bool:
+        """Whether all nodes of the attempt send their checkpoints, known once all are there."""
+        return self._sends_checkpoints
 
     def await_others(self) -> None:
         """Wait until all nodes of the attempt are there, or until it is over here."""
@@ -209,6 +218,7 @@ class MasterFollower:
         query = f"?after={version}&timeout_s={_CONTROL_WAIT_S}"
         if self._begins:
             query += "&begins=true" + (f"&port={self._port}" if self._port else "")
+            query += "&sends_checkpoints=true" if self._has_own_disk else ""
         if self._member:
             query += f"&member={self._member}"
         reply = self._link.get(self._path + query, timeout_s=_CONTROL_WAIT_S + 10)
@@ -223,6 +233,7 @@ class MasterFollower:
             self._kill_later(control.preempt_timeout_s)
         if control.meeting_port is not None:
             self._meeting_port = control.meeting_port
+            self._sends_checkpoints = control.sends_checkpoints
             self._has_met.set()
         with self._lock:
             self._take(control)

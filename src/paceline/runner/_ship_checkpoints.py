@@ -3,14 +3,13 @@
 import logging
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import quote
 
 import msgspec
-import xxhash
 
 from paceline import faults
 from paceline.journal import (
@@ -24,27 +23,23 @@ from paceline.journal import (
     decode_record,
     encode_record,
 )
-from paceline.messages.attempts import (
-    MAX_PIECE_BYTES,
-    CheckpointFiles,
-    CheckpointNeeds,
-    CheckpointOffer,
-    PieceReply,
-)
+from paceline.messages.attempts import CheckpointFiles, CheckpointNeeds, CheckpointOffer
 from paceline.runner._attempt_directory import AttemptDirectory
-from paceline.runner._master_link import MasterLink, RefusedByMasterError, encode
+from paceline.runner._master_link import Backoff, MasterLink, encode
+from paceline.runner._send_pieces import PieceSender
 from paceline.runner._shipping_loop import ShippingLoop
 from paceline.storage import (
     MANIFEST_NAME,
     CheckpointNotFoundError,
     DirectoryStorage,
+    Selector,
     copy_file,
     done_name,
 )
 
 logger = logging.getLogger(__name__)
 
-faults.register("runner.checkpoint.piece_sent", "runner.checkpoint.sent")
+faults.register("runner.checkpoint.sent")
 
 # The master forces all files to disk and reads them before it answers.
 _COMMIT_S = 3600.0
@@ -78,21 +73,30 @@ class CheckpointShipper(ShippingLoop):
         directory: The attempt's directory.
         path: The attempt's place in the API.
         link: A connection of its own.
+        member: Which of the attempt's nodes this is.
+
+    Attributes:
+        has_failed: Whether the processes of the attempt have failed here.
     """
 
-    def __init__(self, directory: AttemptDirectory, path: str, link: MasterLink) -> None:
+    def __init__(
+        self, directory: AttemptDirectory, path: str, link: MasterLink, member: int = 0
+    ) -> None:
         super().__init__("checkpoints")
         self._journals = directory.run
         self._path = f"{path}/checkpoints"
         self._link = link
         self._local = DirectoryStorage(directory.run.checkpoints_path)
         self._outgoing = DirectoryStorage(directory.outgoing_path)
+        self._sender = PieceSender(link, self._path, self._outgoing, member)
+        self._pauses = Backoff(0.05, 1.0)
         self._waiting: deque[CheckpointRecord] = deque()
         self._readers: dict[JournalKey, JournalReader | None] = {}
         # What the master lacks of the first one that waits; None if it must be asked.
         self._missing: dict[str, int] | None = None
         self._num_offers = 0
         self._unsent: list[str] = []
+        self.has_failed = False
 
     @property
     def unsent(self) -> str | None:
@@ -159,29 +163,40 @@ class CheckpointShipper(ShippingLoop):
             return True
         if self._missing is None:
             files = _files_of(self._outgoing, uuid)
-            needs = self._offer(uuid, CheckpointOffer(files=files, record=record))
+            offer = CheckpointOffer(files=files, record=record, has_failed=self.has_failed)
+            needs = self._offer(uuid, offer)
             if needs.is_stored:
                 self._release(uuid)
                 faults.reach("runner.checkpoint.sent")
                 return True
+            here = {
+                name: size
+                for name, size in needs.missing.items()
+                if (self._outgoing.root / uuid / name).exists()
+            }
+            if needs.missing and not here:
+                return self._await_others(uuid, needs)
             if self._is_unsendable(uuid):
                 self._release(uuid)
                 return True
-            self._missing = needs.missing
-        name = next(iter(self._missing), None)
-        if name is None:
+            self._missing = here
+        if not self._missing or not self._sender.send(uuid, self._missing):
+            # The next offer says whether that was all; another master must get it first.
             self._missing = None
-            return False
-        num_bytes = self._send_piece(uuid, name, self._missing[name])
-        if num_bytes is None:
-            self._missing = None  # another master must get the offer first
-            return False
-        self._missing[name] = num_bytes
-        if num_bytes >= (self._outgoing.root / uuid / name).stat().st_size:
-            del self._missing[name]
-        if not self._missing:
-            self._missing = None  # the next offer says whether that was all
         return False
+
+    def _await_others(self, uuid: str, needs: CheckpointNeeds) -> bool:
+        """Wait a moment for files of other nodes; True if they never come."""
+        if not needs.is_alone:
+            time.sleep(self._pauses.next_s())
+            return False
+        names = ", ".join(map(repr, needs.missing))
+        logger.error("Checkpoint %s stays without the files of a node that has ended.", uuid)
+        self._unsent.append(
+            f"Checkpoint {uuid} was not sent whole: a node ended before it had sent {names}."
+        )
+        self._release(uuid)
+        return True
 
     # ---- sending -------------------------------------------------------------------------
 
@@ -195,35 +210,14 @@ class CheckpointShipper(ShippingLoop):
         if self._num_offers <= _MAX_TRIES:
             return False
         self._num_offers = 0
-        problems = self._outgoing.problems(self._outgoing.manifest(uuid))
+        manifest = self._outgoing.manifest(uuid)
+        problems = self._outgoing.problems(manifest.selected(self._is_held(uuid)))
         if not problems:
             return False
         details = ", ".join(f"{name!r} {why}" for name, why in problems.items())
         logger.error("Checkpoint %s cannot be sent: %s", uuid, details)
         self._unsent.append(f"Checkpoint {uuid} was damaged before it could be sent: {details}.")
         return True
-
-    def _send_piece(self, uuid: str, name: str, offset: int) -> int | None:
-        """Send a piece of a file, and return how many bytes of the file the master has then.
-
-        None says that the master does not know of the checkpoint.
-        """
-        query = f"name={quote(name, safe='')}&offset={offset}"
-        for number in range(_MAX_TRIES):
-            data = self._outgoing.read_file(uuid, name, offset, MAX_PIECE_BYTES)
-            digest = {"X-Paceline-Digest": xxhash.xxh3_128_hexdigest(data)}
-            try:
-                reply = self._link.put(f"{self._path}/{uuid}/pieces?{query}", data, digest)
-            except RefusedByMasterError as error:
-                if error.code == "unknown_upload":
-                    return None
-                if error.code != "damaged_piece" or number == _MAX_TRIES - 1:
-                    raise
-                logger.warning("A piece of %s is sent again: %s", uuid, error)
-                continue
-            faults.reach("runner.checkpoint.piece_sent")
-            return msgspec.json.decode(reply, type=PieceReply).num_bytes
-        raise AssertionError
 
     # ---- files that are being sent -------------------------------------------------------
 
@@ -236,13 +230,20 @@ class CheckpointShipper(ShippingLoop):
         try:
             manifest = self._local.manifest(uuid)
             shutil.rmtree(target, ignore_errors=True)
-            names = [*manifest.files, *_done_names(source), MANIFEST_NAME]
-            for name in names:
-                _link(source / name, target / name)
+            missing = [name for name in manifest.files if not _link(source / name, target / name)]
+            for name in (*_done_names(source), MANIFEST_NAME):
+                if not _link(source / name, target / name):
+                    missing.append(name)
+            # What another node stores is not here. What is deleted loses its manifest first.
+            if missing and self._local.manifest(uuid) != manifest:
+                raise FileNotFoundError(missing[0])
         except (CheckpointNotFoundError, FileNotFoundError):
             shutil.rmtree(target, ignore_errors=True)
             return False
         return True
+
+    def _is_held(self, uuid: str) -> Selector:
+        return lambda name: (self._outgoing.root / uuid / name).exists()
 
     def _release(self, uuid: str) -> None:
         # The manifest first: what is left of a directory without one is no checkpoint.
@@ -268,12 +269,14 @@ def _done_names(path: Path) -> Iterator[str]:
         rank += 1
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(source: Path, target: Path) -> bool:
+    """Link a file; False if there is none."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         os.link(source, target)
     except FileNotFoundError:
-        raise
+        return False
     except OSError:
         # A file system without links.
         copy_file(source, target)
+    return True

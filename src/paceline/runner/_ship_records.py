@@ -49,6 +49,8 @@ class RecordShipper(ShippingLoop):
         on_judged: Gets what the master wants, None if that has not changed, and which record of
             the chief's the search has judged by then: its generation and sequence number.
         is_first: Whether nothing was ever sent, so that the master need not be asked what it has.
+
+    Attributes:
         has_checkpoints: Whether records about checkpoints are sent here too, and not apart.
     """
 
@@ -60,10 +62,9 @@ class RecordShipper(ShippingLoop):
         *,
         on_judged: OnJudged,
         is_first: bool = False,
-        has_checkpoints: bool = True,
     ) -> None:
         super().__init__("records")
-        self._has_checkpoints = has_checkpoints
+        self.has_checkpoints = True
         self._directory = directory
         self._path = path
         self._link = link
@@ -131,7 +132,7 @@ class RecordShipper(ShippingLoop):
         return RawRecordBatch(*key, records, after)
 
     def _sent(self, entry: Entry) -> bytes:
-        return entry.payload if self._has_checkpoints else without_checkpoint(entry.payload)
+        return entry.payload if self.has_checkpoints else without_checkpoint(entry.payload)
 
     def _read_journal(self, key: JournalKey) -> tuple[int, list[Entry]]:
         """Return the next entries of a journal, and the number of the one before them."""

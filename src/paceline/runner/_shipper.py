@@ -11,6 +11,7 @@ from paceline.runner._master_link import MasterLink, encode
 from paceline.runner._ship_checkpoints import CheckpointShipper
 from paceline.runner._ship_output import OutputShipper
 from paceline.runner._ship_records import OnJudged, RecordShipper
+from paceline.runner._ship_shards import ShardShipper
 from paceline.runner._shipping_loop import ShippingLoop
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ class Shipper:
         member: Which of the attempt's nodes this is.
         on_judged: Gets what the master wants once a search has judged records; see `RecordShipper`.
         is_first: Whether nothing was ever sent for the attempt.
-        sends_checkpoints: Whether the master does not share the attempt's checkpoints.
     """
 
     def __init__(
@@ -38,29 +38,48 @@ class Shipper:
         member: int = 0,
         on_judged: OnJudged = lambda _control, _judged: None,
         is_first: bool = False,
-        sends_checkpoints: bool = False,
     ) -> None:
         self._directory = directory
         path, query = f"/attempts/{attempt_id}", f"?member={member}" if member else ""
+        self._path, self._member = path, member
         self._end_path = f"{path}/end{query}"
         self._link = link
+        self._has_started = False
+        # Those of checkpoints, if the master does not share their directory.
+        self._checkpoints: list[CheckpointShipper | ShardShipper] = []
         self.records = RecordShipper(
             directory,
             f"{path}/records{query}",
             link,
             on_judged=on_judged,
             is_first=is_first,
-            has_checkpoints=not sends_checkpoints,
-        )
-        self._checkpoints = (
-            CheckpointShipper(directory, path, link.another()) if sends_checkpoints else None
         )
         self.output = OutputShipper(
             directory, f"{path}/logs{query}", link.another(), is_first=is_first
         )
 
+    def send_checkpoints(self) -> None:
+        """Send checkpoints from now on, as the master does not share their directory."""
+        self.records.has_checkpoints = False
+        link, member = self._link.another(), self._member
+        checkpoints = CheckpointShipper(self._directory, self._path, link, member)
+        self._checkpoints = [checkpoints]
+        if member:
+            link = self._link.another()
+            self._checkpoints.append(ShardShipper(self._directory, self._path, link, member))
+        if self._has_started:
+            for loop in self._checkpoints:
+                loop.start()
+
+    def note_end(self, end: AttemptEnd) -> None:
+        """Take in how the attempt ended here, before the rest is sent."""
+        for loop in self._checkpoints:
+            if isinstance(loop, CheckpointShipper):
+                loop.has_failed = end.has_failed
+
     def start(self) -> None:
         """Begin to send, in threads; trouble only delays."""
+        self._has_started = True
         for loop in self._loops:
             loop.start()
 
@@ -69,8 +88,8 @@ class Shipper:
         for loop in self._loops:
             loop.stop()
         self.records.join()
-        if self._checkpoints is not None:
-            self._checkpoints.join()
+        for loop in self._checkpoints:
+            loop.join()
 
     def forget_positions(self) -> None:
         """Ask the master anew what it has; after a failure nobody knows what arrived."""
@@ -92,8 +111,8 @@ class Shipper:
             RefusedByMasterError: The master refused the request.
         """
         self.records.ship_rest()
-        if self._checkpoints is not None:
-            self._checkpoints.ship_rest()
+        for loop in self._checkpoints:
+            loop.ship_rest()
         self.records.ship_lost()
 
     def ship_output(self) -> str | None:
@@ -129,16 +148,16 @@ class Shipper:
     @property
     def unsent(self) -> str | None:
         """Which checkpoints could not be sent and why, None if all could."""
-        return None if self._checkpoints is None else self._checkpoints.unsent
+        found = (one.unsent for one in self._checkpoints if isinstance(one, CheckpointShipper))
+        return next(found, None)
 
     def close(self) -> None:
         """Close the connections."""
         self.records.close()
         self.output.close()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        for loop in self._checkpoints:
+            loop.close()
 
     @property
     def _loops(self) -> list[ShippingLoop]:
-        loops: list[ShippingLoop] = [self.records, self.output]
-        return loops if self._checkpoints is None else [*loops, self._checkpoints]
+        return [self.records, self.output, *self._checkpoints]

@@ -15,6 +15,7 @@ from paceline.storage._checkpoint_storage import check_uuid
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._manifest import (
     MANIFEST_NAME,
+    FileEntry,
     Manifest,
     check_names,
     decode_done,
@@ -37,7 +38,8 @@ class IncomingCheckpoint:
     Args:
         storage: Where the checkpoint is to be.
         sender: Whose it is, as part of a file name: what others send is apart.
-        manifest: The text of ``manifest.json``.
+        manifest: The text of ``manifest.json``; None for a sender that brings some ranks' files of
+            a checkpoint, which another sender of this name commits.
         shards: The text of ``rank-<n>.done`` by rank.
 
     Raises:
@@ -50,25 +52,35 @@ class IncomingCheckpoint:
         storage: DirectoryStorage,
         sender: str,
         uuid: str,
-        manifest: bytes,
+        manifest: bytes | None,
         shards: Mapping[int, bytes],
     ) -> None:
-        self.manifest: Manifest = decode_manifest(manifest, check_uuid(uuid))
+        self._uuid = check_uuid(uuid)
+        self.files: dict[str, FileEntry] = {}
         for rank, text in shards.items():
-            decode_done(text, uuid, rank)
-        check_names(list(map(_check_name, self.manifest.files)))
+            self.files |= decode_done(text, uuid, rank).files
         self._texts = {done_name(rank): text for rank, text in sorted(shards.items())}
-        # Last: without it, there is no checkpoint.
-        self._texts[MANIFEST_NAME] = manifest
+        self._manifest = None if manifest is None else decode_manifest(manifest, uuid)
+        if self._manifest is not None and manifest is not None:
+            self.files = self._manifest.files
+            # Last: without it, there is no checkpoint.
+            self._texts[MANIFEST_NAME] = manifest
+        check_names(list(map(_check_name, self.files)))
         self._storage = storage
         self._path = storage.root / _INCOMING_NAME / check_uuid(sender) / uuid
 
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the checkpoint."""
+        assert self._manifest is not None
+        return self._manifest
+
     def missing(self) -> dict[str, int]:
         """Return how many bytes are there of each file that does not have its size."""
-        sizes = {name: self._size(name, entry.size) for name, entry in self.manifest.files.items()}
+        sizes = {name: self._size(name, entry.size) for name, entry in self.files.items()}
         return {
             name: sizes[name] or 0
-            for name, entry in self.manifest.files.items()
+            for name, entry in self.files.items()
             if sizes[name] != entry.size
         }
 
@@ -82,14 +94,14 @@ class IncomingCheckpoint:
             BlockingIOError: Somebody else writes to the file now.
             CheckpointWriteError: The disk is full or broken; what was there before stays.
         """
-        entry = self.manifest.files.get(name)
+        entry = self.files.get(name)
         if entry is None or offset + len(data) > entry.size:
             raise ValueError(
-                f"Checkpoint {self.manifest.uuid} must get what its manifest names, but got"
+                f"Checkpoint {self._uuid} must get what its manifest names, but got"
                 f" {len(data)} bytes at {offset} of {name!r}."
             )
         path = self._path / name
-        with _durable_files.write_errors(self.manifest.uuid, self._existing_root()):
+        with _durable_files.write_errors(self._uuid, self._existing_root()):
             self._make_directory(path.parent)
             with open(path, "ab", buffering=0, opener=_open_new) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +125,7 @@ class IncomingCheckpoint:
             CheckpointWriteError: The disk is full or broken.
         """
         files = self.manifest.files
-        with _durable_files.write_errors(self.manifest.uuid, self._existing_root()):
+        with _durable_files.write_errors(self._uuid, self._existing_root()):
             self._make_directory(self._path)
             found = _durable_files.seal_files(self._path, list(files))
             problems = {
@@ -136,7 +148,7 @@ class IncomingCheckpoint:
         Raises:
             CheckpointWriteError: The disk is full or broken.
         """
-        uuid = self.manifest.uuid
+        uuid = self._uuid
         if not self._storage.exists(uuid):
             faults.reach("storage.before_moved_in")
             with _durable_files.write_errors(uuid, self._storage.root):

@@ -15,6 +15,12 @@ from fault_lab.machines import Machine
 from paceline.runner import AttemptDirectory
 
 
+def can_mount() -> bool:
+    """Tell whether nodes can have disks of their own here."""
+    command = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+
+
 class NodeProcess:
     """`paceline runner` on a directory of its own, as a user starts it.
 

@@ -59,6 +59,7 @@ ROUTES = [
     "HEAD   /api/v1/openapi.json",
     "PATCH  /api/v1/experiments/{experiment_id}",
     "POST   /api/v1/attempts/{attempt_id}/checkpoints/{uuid}",
+    "POST   /api/v1/attempts/{attempt_id}/checkpoints/{uuid}/shards",
     "POST   /api/v1/attempts/{attempt_id}/end",
     "POST   /api/v1/attempts/{attempt_id}/logs",
     "POST   /api/v1/attempts/{attempt_id}/records",

@@ -82,6 +82,7 @@ PIECES = "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"
 QUERIES: dict[str, dict[str, Any]] = {
     f"GET {PIECES}": {"name": "f", "offset": 0},
     f"PUT {PIECES}": {"name": "f", "offset": 0},
+    "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards": {"member": 1},
     "GET /metric-series.csv": {"series": "1/validation/loss"},
     "GET /experiments/{experiment_id}/hyperparameters": {"metric": "validation/loss"},
 }
@@ -95,6 +96,7 @@ BODIES: dict[str, Any] = {
         "files": {"manifest": ""},
         "record": RECORD,
     },
+    "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards": {"shards": {}},
     f"PUT {PIECES}": b"x",
     "POST /attempts/{attempt_id}/records": {"batches": []},
     "POST /attempts/{attempt_id}/logs": {"entries": []},
@@ -151,7 +153,9 @@ def master(
     apart.commit("w", {})
     files = {"manifest": (apart.root / "w" / "manifest.json").read_text()}
     offered = served.attempt(1, "checkpoints/w", files=files, record=RECORD | {"uuid": "w"})
-    assert offered.json() == {"is_stored": False, "missing": {"f": 0}}, offered.text
+    assert offered.json() == {"is_stored": False, "missing": {"f": 0}, "is_alone": True}, (
+        offered.text
+    )
     served.attempt(1, "logs", entries=[[0, 0.0, 0, "stdout", None, "line"]])
     served.http.post("/tokens", json={"name": "one"})
     session = served.http.post("/nodes", json=NODE).json()

@@ -114,6 +114,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/attempts/{attempt_id}/checkpoints/{uuid}/shards": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Offer Shards
+         * @description Tell what is missing of the files that ranks of one more node have stored.
+         */
+        post: operations["offer_shards_api_v1_attempts__attempt_id__checkpoints__uuid__shards_post"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/attempts/{attempt_id}/checkpoints/{uuid}/pieces": {
         parameters: {
             query?: never;
@@ -2996,6 +3016,8 @@ export interface operations {
                 member?: number;
                 /** @description A port that is free there. */
                 port?: number;
+                /** @description Its node does not share the checkpoint directory. */
+                sends_checkpoints?: boolean;
             };
             header?: never;
             path: {
@@ -3159,6 +3181,45 @@ export interface operations {
             };
         };
     };
+    offer_shards_api_v1_attempts__attempt_id__checkpoints__uuid__shards_post: {
+        parameters: {
+            query: {
+                /** @description Which of the attempt's nodes, from 0. */
+                member: number;
+            };
+            header?: never;
+            path: {
+                attempt_id: number;
+                uuid: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: {
+            content: {
+                "application/json": Record<string, never>;
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     read_piece_api_v1_attempts__attempt_id__checkpoints__uuid__pieces_get: {
         parameters: {
             query: {
@@ -3201,6 +3262,8 @@ export interface operations {
                 /** @description The file. */
                 name: string;
                 offset: number;
+                /** @description Which of the attempt's nodes, from 0. */
+                member?: number;
             };
             header: {
                 /** @description xxh3_128 */

@@ -109,6 +109,9 @@ async def read_control(
     begins: Annotated[bool, Query(description="The attempt's runner has begun.")] = False,
     member: Member = 0,
     port: Annotated[int, Query(ge=0, le=65535, description="A port that is free there.")] = 0,
+    sends_checkpoints: Annotated[
+        bool, Query(description="Its node does not share the checkpoint directory.")
+    ] = False,
 ) -> Response:
     """Read what is wanted of an attempt; waits up to `timeout_s` for another version.
 
@@ -119,7 +122,14 @@ async def read_control(
     if begins:
 
         def begin(transaction: Transaction) -> None:
-            note_begun(master.changes, transaction, attempt_id, member, port)
+            note_begun(
+                master.changes,
+                transaction,
+                attempt_id,
+                member,
+                port=port,
+                sends_checkpoints=sends_checkpoints,
+            )
             master.ingest.store(transaction, attempt_id, [])
 
         await write(master, begin)

@@ -43,6 +43,7 @@ LARGE_BODIES = {
     ("POST", "/attempts/{attempt_id}/records"): BodyLimit(_MAX_RECORDS_BYTES),
     ("POST", "/attempts/{attempt_id}/logs"): BodyLimit(_MAX_RECORDS_BYTES),
     ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}"): BodyLimit(_MAX_MANIFEST_BYTES),
+    ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}/shards"): BodyLimit(_MAX_MANIFEST_BYTES),
     ("PUT", "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"): BodyLimit(MAX_PIECE_BYTES),
     ("PUT", "/runs/{run_id}"): BodyLimit(_MAX_CONFIG_BYTES),
     ("POST", "/runs/{run_id}/records"): BodyLimit(_MAX_RECORDS_BYTES),

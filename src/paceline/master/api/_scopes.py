@@ -121,6 +121,7 @@ ROUTES: dict[RouteScope, tuple[str, ...]] = {
         "GET /attempts/{attempt_id}/checkpoints/{uuid}/pieces",
         "GET /attempts/{attempt_id}/control",
         "POST /attempts/{attempt_id}/checkpoints/{uuid}",
+        "POST /attempts/{attempt_id}/checkpoints/{uuid}/shards",
         "POST /attempts/{attempt_id}/end",
         "POST /attempts/{attempt_id}/logs",
         "POST /attempts/{attempt_id}/records",

@@ -14,7 +14,7 @@ from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf
 from paceline.master.experiments import RefusedError
-from paceline.messages.attempts import CheckpointOffer, PieceReply
+from paceline.messages.attempts import CheckpointOffer, PieceReply, ShardOffer, runner_id
 from paceline.runner import is_shortage
 from paceline.storage import CheckpointWriteError
 
@@ -25,6 +25,7 @@ router = APIRouter(tags=["attempts"], route_class=ReadingRoute)
 AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 Uuid = Annotated[str, Path(pattern="^[0-9A-Za-z][0-9A-Za-z_-]{0,127}$")]
 Name = Annotated[str, Query(min_length=1, max_length=4096, description="The file.")]
+Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt's nodes, from 0.")]
 Offset = Annotated[int, Query(ge=0, le=2**62)]
 
 # For a place among the pieces that are in memory; then the runner is told to come again.
@@ -40,16 +41,31 @@ async def offer_checkpoint(
     attempt_id: AttemptId, uuid: Uuid, request: Request, master: MasterOf
 ) -> Response:
     """Tell what is missing of a checkpoint; once nothing is, it is stored."""
-    try:
-        offer = msgspec.json.decode(await request.body(), type=CheckpointOffer)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(422, "invalid_request", str(error)) from error
+    offer = await _decode(request, CheckpointOffer)
     needs = await _do(
         master, attempt_id, lambda: master.transfers.offer(attempt_id, uuid, offer), uuid
     )
     if needs.is_stored:
         await asyncio.to_thread(master.transfers.waiting.settle, attempt_id)
     return _json(needs)
+
+
+@router.post("/attempts/{attempt_id}/checkpoints/{uuid}/shards", openapi_extra={"requestBody": {
+    "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def offer_shards(
+    attempt_id: AttemptId, uuid: Uuid, request: Request, master: MasterOf, member: Member
+) -> Response:
+    """Tell what is missing of the files that ranks of one more node have stored."""
+    offer = await _decode(request, ShardOffer)
+    return _json(
+        await _do(
+            master,
+            attempt_id,
+            lambda: master.transfers.offer_shards(attempt_id, member, uuid, offer),
+            uuid,
+            member,
+        )
+    )
 
 
 @router.put("/attempts/{attempt_id}/checkpoints/{uuid}/pieces", openapi_extra={"requestBody": {
@@ -62,6 +78,7 @@ async def store_piece(
     name: Name,
     offset: Offset,
     digest: Annotated[str, Header(alias="x-paceline-digest", description="xxh3_128")],
+    member: Member = 0,
 ) -> Response:
     """Append a piece to a file of a checkpoint that is being sent; tells the file's size then.
 
@@ -77,8 +94,9 @@ async def store_piece(
         num_bytes = await _do(
             master,
             attempt_id,
-            lambda: master.transfers.receive(attempt_id, uuid, name, offset, data),
+            lambda: master.transfers.receive(attempt_id, uuid, name, offset, data, member),
             uuid,
+            member,
         )
     return _json(PieceReply(num_bytes))
 
@@ -128,7 +146,11 @@ class _Place:
 
 
 async def _do(
-    master: Master, attempt_id: int, job: Callable[[], Result], stored: str | None = None
+    master: Master,
+    attempt_id: int,
+    job: Callable[[], Result],
+    stored: str | None = None,
+    member: int = 0,
 ) -> Result:
     """Do what may take long in a thread, with a lease that is kept meanwhile.
 
@@ -136,7 +158,7 @@ async def _do(
     """
     task = asyncio.ensure_future(asyncio.to_thread(job))
     while not task.done():
-        master.leases.renew(attempt_id)
+        master.leases.renew(runner_id(attempt_id, member))
         await asyncio.wait({task}, timeout=_RENEWAL_S)
     try:
         result = task.result()
@@ -158,6 +180,13 @@ async def _do(
         detail = f"The checkpoint cannot be stored: {error.strerror}."
         raise ApiError(503, "storage_unavailable", detail) from error
     return result
+
+
+async def _decode(request: Request, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
 
 
 def _json(message: Any) -> Response:

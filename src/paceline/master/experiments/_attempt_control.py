@@ -5,7 +5,7 @@ from sqlalchemy import Connection
 from paceline.journal import encode_float
 from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
 from paceline.master.experiments._state_changes import StateChanges
-from paceline.master.store import config_of
+from paceline.master.store import config_of, read_members
 from paceline.messages.attempts import AttemptControl
 from paceline.messages.states import TrialState
 
@@ -40,4 +40,5 @@ def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
         operations_closed=trial.operations_closed,
         best_validation=None if best is None else encode_float(best),
         meeting_port=attempt.meeting_port,
+        sends_checkpoints=any(one.sends_checkpoints for one in read_members(attempt)),
     )

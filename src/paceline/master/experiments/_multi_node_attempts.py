@@ -56,9 +56,23 @@ def runners_of(attempt: Row[Any]) -> list[Runner]:
 
 
 def note_begun(
-    changes: StateChanges, transaction: Transaction, attempt_id: int, member: int, port: int
+    changes: StateChanges,
+    transaction: Transaction,
+    attempt_id: int,
+    member: int,
+    *,
+    port: int,
+    sends_checkpoints: bool,
 ) -> None:
     """Note that the runner of a member is there; once all are, tell them where they meet.
+
+    Args:
+        changes: Writes what follows.
+        transaction: The transaction.
+        attempt_id: The attempt.
+        member: Which of its runners.
+        port: A port that is free there.
+        sends_checkpoints: Whether its node does not share the checkpoint directory.
 
     Raises:
         NotFoundError: There is no such attempt or member.
@@ -74,7 +88,9 @@ def note_begun(
     if attempt.meeting_port is not None:
         return
     begun_at = members[member].begun_at or time.time()
-    members[member] = msgspec.structs.replace(members[member], begun_at=begun_at, port=port)
+    members[member] = msgspec.structs.replace(
+        members[member], begun_at=begun_at, port=port, sends_checkpoints=sends_checkpoints
+    )
     values: dict[str, Any] = {"members": stored_members(members)}
     if all(one.begun_at is not None for one in members):
         changes.change_attempt(transaction, attempt_id, meeting_port=members[0].port or 0, **values)
@@ -125,7 +141,7 @@ def end_runner(
         return
     # One that left before it started, as it was preempted, leaves nobody to meet for the others.
     has_left = end.reason is ExitReason.KILLED
-    if (_has_failed(end) or has_left) and not attempt.should_kill:
+    if (end.has_failed or has_left) and not attempt.should_kill:
         changes.note(
             transaction,
             attempt.trial_id,
@@ -160,7 +176,7 @@ def give_back(
 
 def _end_of_all(members: list[Member]) -> AttemptEnd:
     """Return how an attempt ended: as its first member that failed, or as that of rank 0."""
-    failed = [n for n, one in enumerate(members) if one.exit is not None and _has_failed(one.exit)]
+    failed = [n for n, one in enumerate(members) if one.exit is not None and one.exit.has_failed]
     lost = [n for n in failed if members[n].is_lost]
     # What others say then only answers the loss of the node.
     first = min(lost or failed, key=lambda n: members[n].ended_at or 0.0, default=0)
@@ -189,10 +205,6 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
     else:
         text = ": ".join(filter(None, (_name(members, first), end.detail)))
     return msgspec.structs.replace(end, detail=text)
-
-
-def _has_failed(end: AttemptEnd) -> bool:
-    return end.reason is not ExitReason.KILLED and end.code != 0
 
 
 def _name(members: list[Member], number: int) -> str:

@@ -23,12 +23,13 @@ from paceline.master.experiments import (
     store_checkpoint,
 )
 from paceline.master.nodes._waiting_checkpoints import WaitingCheckpoints
-from paceline.master.store import Database, Transaction, config_of, tables
+from paceline.master.store import Database, Transaction, config_of, read_members, tables
 from paceline.messages.attempts import (
     MAX_PIECE_BYTES,
     CheckpointFiles,
     CheckpointNeeds,
     CheckpointOffer,
+    ShardOffer,
 )
 from paceline.messages.states import LIVE_ATTEMPTS, CheckpointState
 from paceline.storage import (
@@ -74,7 +75,8 @@ class Transfers:
         self.places = asyncio.Semaphore(_PIECES_AT_ONCE)
         self.waiting = WaitingCheckpoints(database, changes)
         self._lock = threading.Lock()
-        self._open: dict[tuple[int, str], IncomingCheckpoint] = {}
+        # By attempt, checkpoint and member, in the order in which they were begun.
+        self._open: dict[tuple[int, str, int], IncomingCheckpoint] = {}
 
     def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
         """Return what is missing of a checkpoint, or store it if nothing is.
@@ -92,6 +94,14 @@ class Transfers:
             row = _row_of(connection, uuid)
             if row is not None:
                 _check_own(row, attempt)
+            is_alone = all(member.exit is not None for member in read_members(attempt)[1:])
+        if offer.has_failed and not (is_alone or attempt.should_kill):
+            # A node that is lost is noticed by that, and nobody waits for its files.
+            self._database.write(
+                lambda transaction: self._changes.change_attempt(
+                    transaction, attempt_id, should_kill=True
+                )
+            ).result()
         if row is not None:
             if offer.record is None and row.state != CheckpointState.DELETED.value:
                 self._shrink(row, offer.files)
@@ -103,12 +113,39 @@ class Transfers:
             # A damaged file is missing again.
             missing = incoming.missing() or dict.fromkeys(incoming.seal(), 0)
             if missing:
-                self._begin(attempt_id, uuid, storage, incoming)
-                return CheckpointNeeds(is_stored=False, missing=missing)
+                self._begin((attempt_id, uuid, 0), storage, incoming)
+                return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)
         self._store(attempt_id, storage, incoming, offer.record)
         return CheckpointNeeds(is_stored=True)
 
-    def receive(self, attempt_id: int, uuid: str, name: str, offset: int, data: bytes) -> int:
+    def offer_shards(
+        self, attempt_id: int, member: int, uuid: str, offer: ShardOffer
+    ) -> CheckpointNeeds:
+        """Return what is missing of the files of a node beside rank 0's; raises like `offer`.
+
+        They lie where those of the other nodes do. The offer of rank 0's node stores them all.
+        """
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+            check_not_over(attempt)
+            storage = self._directory_of(connection, attempt)
+            row = _row_of(connection, uuid)
+            if row is not None:
+                _check_own(row, attempt)
+                return CheckpointNeeds(is_stored=True)
+            members = read_members(attempt)
+            if not 0 < member < len(members):
+                raise RefusedError("unknown_member", f"Attempt {attempt_id} has no such node.")
+        shards = {rank: text.encode() for rank, text in offer.shards.items()}
+        incoming = IncomingCheckpoint(storage, self._sender(attempt_id), uuid, None, shards)
+        missing = incoming.missing()
+        self._begin((attempt_id, uuid, member), storage, incoming)
+        is_alone = members[0].exit is not None
+        return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)
+
+    def receive(
+        self, attempt_id: int, uuid: str, name: str, offset: int, data: bytes, member: int = 0
+    ) -> int:
         """Take a piece of a file, and return how many bytes of it are there then.
 
         Raises:
@@ -118,7 +155,7 @@ class Transfers:
             ValueError: The checkpoint has no such file, or not so many bytes of it.
         """
         with self._lock:
-            incoming = self._open.get((attempt_id, uuid))
+            incoming = self._open.get((attempt_id, uuid, member))
         if incoming is None:
             raise RefusedError(
                 "unknown_upload", f"Attempt {attempt_id} must offer checkpoint {uuid} first."
@@ -189,7 +226,10 @@ class Transfers:
         return storage.read_file(uuid, name, offset, MAX_PIECE_BYTES)
 
     def forget(self, attempt_id: int) -> None:
-        """Remove what an attempt that has ended did not send to the end."""
+        """Remove what an attempt did not send to the end, if it has ended on all of its nodes."""
+        with self._database.read() as connection:
+            if read_attempt(connection, attempt_id).state in LIVE_ATTEMPTS:
+                return
         self.waiting.forget(attempt_id)
         with self._lock:
             given_up = [key for key in self._open if key[0] == attempt_id]
@@ -209,9 +249,9 @@ class Transfers:
             return number == sender or (number.isdecimal() and int(number) in live)
 
         with self._lock:
-            for attempt_id, uuid in list(self._open):
-                if attempt_id not in live:
-                    del self._open[attempt_id, uuid]
+            for key in list(self._open):
+                if key[0] not in live:
+                    del self._open[key]
         forget_incoming(root, is_wanted)
 
     # ---- details -------------------------------------------------------------------------
@@ -248,17 +288,18 @@ class Transfers:
         return IncomingCheckpoint(storage, sender, uuid, files.manifest.encode(), shards)
 
     def _begin(
-        self, attempt_id: int, uuid: str, storage: DirectoryStorage, incoming: IncomingCheckpoint
+        self, key: tuple[int, str, int], storage: DirectoryStorage, incoming: IncomingCheckpoint
     ) -> None:
+        attempt_id, _, member = key
         with self._lock:
-            is_new = (attempt_id, uuid) not in self._open
-            num_open = sum(key[0] == attempt_id for key in self._open)
+            is_new = key not in self._open
+            num_open = sum((one[0], one[2]) == (attempt_id, member) for one in self._open)
             if is_new and num_open >= _MAX_OPEN:
                 raise RefusedError(
                     "too_many_uploads",
                     f"Attempt {attempt_id} must send at most {_MAX_OPEN} checkpoints at a time.",
                 )
-            self._open[attempt_id, uuid] = incoming
+            self._open[key] = incoming
         if is_new:
             self.sweep(storage.root)
 
@@ -295,8 +336,21 @@ class Transfers:
             store_checkpoint(self._changes, transaction, attempt, stored)
 
         self._database.write(job).result()
+        self._close(attempt_id, manifest.uuid)
+
+    def _close(self, attempt_id: int, uuid: str) -> None:
+        """Forget the upload of a stored checkpoint, and those that will never be whole.
+
+        Ranks commit checkpoints in their order. One that a node has begun to send before this one,
+        and that is not stored, was given up.
+        """
         with self._lock:
-            self._open.pop((attempt_id, manifest.uuid), None)
+            for member in {key[2] for key in self._open if key[:2] == (attempt_id, uuid)}:
+                keys = [key for key in self._open if (key[0], key[2]) == (attempt_id, member)]
+                for key in keys[: keys.index((attempt_id, uuid, member)) + 1]:
+                    given_up = self._open.pop(key)
+                    if key[1] != uuid:
+                        given_up.forget()
 
     def _shrink(self, row: Row[Any], files: CheckpointFiles) -> None:
         """Delete the files of a checkpoint that a new manifest does not name any more."""

@@ -22,6 +22,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         exit: How it ended.
         ended_at: When the master heard so, in seconds since the epoch.
         is_lost: Nobody can reach its node any more.
+        sends_checkpoints: It does not share the checkpoint directory with the master.
     """
 
     node_id: int
@@ -32,6 +33,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     exit: AttemptEnd | None = None
     ended_at: float | None = None
     is_lost: bool = False
+    sends_checkpoints: bool = False
 
     @property
     def state(self) -> AttemptState:

@@ -188,7 +188,7 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
     if silent is not None and not lost and int(silent[1]) < len(members):
         number = int(silent[1])
         own = members[number].exit
-        if own is None or not _has_failed(own) or _LAUNCHER_LOST.match(own.detail or ""):
+        if own is None or not own.has_failed or _LAUNCHER_LOST.match(own.detail or ""):
             # Nothing has failed but the network between the nodes.
             return msgspec.structs.replace(
                 end,

@@ -1,4 +1,4 @@
-"""The slots of a machine, from what the programs of GPU vendors print; the answers are recorded."""
+"""The slots of a machine, from what programs of GPU vendors print, in its documented form."""
 
 import json
 import os

@@ -167,6 +167,7 @@ def expected() -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lease_s", [10])
 def test_a_trial_goes_on_on_other_nodes_when_its_own_are_gone(cluster: Cluster) -> None:
     cluster.master.start()
@@ -190,9 +191,9 @@ def test_a_trial_goes_on_on_other_nodes_when_its_own_are_gone(cluster: Cluster) 
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("first", "runner.checkpoint.piece_sent:2"),
+        pytest.param("first", "runner.checkpoint.piece_sent:2", marks=pytest.mark.slow),
         ("second", "runner.checkpoint.piece_sent:2"),
-        ("second", "runner.shard.arrived"),
+        pytest.param("second", "runner.shard.arrived", marks=pytest.mark.slow),
     ],
 )
 def test_a_node_that_dies_while_it_sends_leaves_no_half_checkpoint(
@@ -215,7 +216,12 @@ def test_a_node_that_dies_while_it_sends_leaves_no_half_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "fault", ["storage.piece_written:4", "storage.before_moved_in", "master.checkpoint.moved_in"]
+    "fault",
+    [
+        pytest.param("storage.piece_written:4", marks=pytest.mark.slow),
+        "storage.before_moved_in",
+        pytest.param("master.checkpoint.moved_in", marks=pytest.mark.slow),
+    ],
 )
 def test_a_master_that_was_killed_while_parts_arrive_goes_on_with_them(
     fault: str, cluster: Cluster
@@ -240,6 +246,7 @@ def test_another_file_of_the_same_name_on_another_node_is_refused_by_name(cluste
     assert cluster.storage.list() == []
 
 
+@pytest.mark.slow
 def test_nodes_of_which_one_shares_the_directory_send_all_the_same(cluster: Cluster) -> None:
     cluster.master.start()
     cluster.add("first", sees_storage=True)

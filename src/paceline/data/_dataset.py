@@ -8,18 +8,11 @@ from typing import Any, NamedTuple
 from paceline.data._read_plan import Plan, Reader
 from paceline.data._sample_source import Source, is_iterable_only
 from paceline.data._sample_stages import Mapped, MappedBatches, Stage
-from paceline.data._sample_stream import (
-    BatchStep,
-    FilterStep,
-    MappingStep,
-    MixingStep,
-    PartStep,
-    Stream,
-)
 from paceline.data._samples_in_memory import MemorySource
 from paceline.data._selected_samples import FilteredSource
 from paceline.data._split_source import folds_of, part_sizes, parts_of, range_of, worker_part
 from paceline.data._staged_source import StagedSource
+from paceline.data._streams import BatchStep, FilterStep, MappingStep, MixingStep, PartStep, Stream
 from paceline.display import html_table
 
 _READ_AT_ONCE = 1024

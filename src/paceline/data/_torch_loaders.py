@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.data._decoding_loader import DecodingLoader
-from paceline.data._sample_stream import Stream
 from paceline.data._samples_in_memory import MemorySource
 from paceline.data._stream_pieces import StreamPieces
+from paceline.data._streams import Stream
 
 if TYPE_CHECKING:
     from paceline.data._dataset import Dataset

@@ -393,14 +393,14 @@ def test_an_experiment_without_slots_says_who_has_them(mastered: Any, code: Path
 
 
 def test_the_slots_of_an_experiment_are_limited_and_no_longer(mastered: Any, code: Path) -> None:
-    experiment = create(mastered, code)["id"]
+    experiment = create(mastered, code, "--config", "data={steps: 999, pause_s: 0.2}")["id"]
     for given, told in (("1", "1 slot"), ("3", "3 slots"), ("none", "as many slots as there are")):
         changed = mastered("e", "set-max-slots", experiment, given)
         assert changed.stdout == f"Experiment {experiment} may use {told} at a time.\n"
     for wrong in ("0", "many"):
         refused = mastered("e", "set-max-slots", experiment, wrong, code=1)
         assert f"must be a number above 0, or none, but got {wrong!r}" in refused.stderr
-    mastered("e", "wait", experiment)
+    mastered("e", "kill", experiment)
 
 
 def test_an_unknown_group_of_metrics_lists_the_known_ones(mastered: Any, code: Path) -> None:

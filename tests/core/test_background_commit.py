@@ -10,7 +10,7 @@ import pytest
 
 from paceline import core
 from paceline.core import CheckpointParts, _background_commit
-from paceline.journal import RunDirectory
+from paceline.journal import RunDirectory, RunInfo
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 
 UUID = "6558c952-a9a2-5b5b-8bfa-a0a6ecf191c0"
@@ -231,8 +231,9 @@ def test_a_checkpoint_that_another_node_has_recorded_is_not_removed(
     make_parts: MakeParts, tmp_path: Path, rank: int
 ) -> None:
     """The run directory of a node without the chief tells of parts alone."""
-    storage, there = DirectoryStorage(tmp_path / "checkpoints"), RunDirectory(tmp_path / "there")
-    there.path.mkdir()
+    storage = DirectoryStorage(tmp_path / "checkpoints")
+    info = RunInfo(run_id="trial-1", name="x", created=0.0, checkpoint_storage=str(storage.root))
+    there = RunDirectory.create(tmp_path / "there", info)
     for uuid in (UUID, OTHER):
         for each in range(3):
             run = there if each == rank else RunDirectory(tmp_path)

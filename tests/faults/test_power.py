@@ -101,7 +101,7 @@ def test_a_checkpoint_outlives_a_power_loss_with_the_reports_that_led_to_it(
         if record.kind == WRITE and record.data.startswith(b'["stored"')
     ]
     assert len(heard) >= 3
-    for number, (at, trial_id, step, uuid) in enumerate(heard):
+    for number, (at, trial_id, step, uuid, _) in enumerate(heard):
         history = History(root).follow(recording.records, at)
         # The note that it has begun is still there, as if the system had written it by chance.
         kind = ("none", "names only")[number % 2]

@@ -162,6 +162,18 @@ def test_a_launcher_that_failed_by_itself_costs_a_restart(group: Group) -> None:
     assert group.trial["restarts"] == 1
 
 
+def test_a_runner_that_is_killed_costs_no_restart_if_others_tell_of_its_launcher_first(
+    group: Group,
+) -> None:
+    group.begin_all()
+    group.end(0, code=137, detail="The launcher of node 1 was lost: its connection was closed.")
+    group.end(1, reason="runner_lost", code=None, detail="the runner died")
+    [attempt] = group.attempts[:1]
+    assert attempt.exit["reason"] == "runner_lost"
+    assert attempt.exit["detail"] == "Node 1 (second): the runner died"
+    assert (group.trial["state"], group.trial["restarts"]) == ("ACTIVE", 0)
+
+
 def test_all_members_are_preempted_when_the_runner_of_one_leaves(group: Group) -> None:
     group.begin_all()
     group.poll("second", 1, is_leaving=True)

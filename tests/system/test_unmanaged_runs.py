@@ -194,7 +194,9 @@ def test_sync_goes_on_until_the_run_has_ended_and_survives_the_master(
     script, run_dir = desk.train(4)
     desk.go_to(1)
     sync = desk.start_paceline("sync", str(run_dir), "--watch")
-    wait_until(lambda: desk.experiments() and len(desk.rows()) == 1)
+    assert sync.stdout is not None
+    assert sync.stdout.readline().endswith("; the run goes on.\n")
+    wait_until(lambda: len(desk.rows()) == 1)
     master.kill()
     master.wait()
     desk.go_to(4)

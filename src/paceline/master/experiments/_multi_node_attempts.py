@@ -198,6 +198,8 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
                 kind=None,
                 detail=f"{_name(members, number)}: {end.detail}",
             )
+        # The launcher was lost by what happened on its own node.
+        first, end = number, own
     # The launchers agree on what failed first, and say on which node.
     told = _NODE.match(end.detail or "")
     if told is not None and int(told[1]) < len(members):

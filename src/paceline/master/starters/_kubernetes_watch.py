@@ -85,7 +85,9 @@ class WatchedObjects:
                 return self._is_current or self._num_lists > num_lists
 
             def is_refused() -> bool:
-                return self._error is not None and self._error.is_refusal
+                # A list that began before this call may be refused for what was true then.
+                is_refusal = self._error is not None and self._error.is_refusal
+                return is_refusal and not self._is_wanted
 
             self._changed.wait_for(lambda: is_known() or is_refused() or self._is_closing, _WAIT_S)
             if is_known():

@@ -335,6 +335,9 @@ def test_a_drained_node_gets_nothing_and_what_runs_is_asked_to_leave(
     run(master)
     assert len(attempts(master)) == 1
     assert nodes(master)["box"]["state"] == "drained"
+    slots = master.http.get("/slots").json()
+    assert [slot["is_drained"] for slot in slots] == [slot["node"] == "box" for slot in slots]
+    assert any(slot["node"] == "box" for slot in slots)
     assert master.http.post("/nodes/box/resume").status_code == 204
     run(master)
     assert len(attempts(master)) > 1

@@ -69,9 +69,15 @@ def list_slots(master: MasterOf) -> list[resources.Slot]:
             for slot in slots
         }
         drained, pools = drained_slots(connection), read_pools(connection)
-    nodes = [(LOCAL_NODE, LOCAL_NAME, master.devices, pool_of(DEFAULT_POOL, {}, pools))]
+    nodes = [(LOCAL_NODE, LOCAL_NAME, False, master.devices, pool_of(DEFAULT_POOL, {}, pools))]
     nodes += [
-        (node.id, node.name, facts.devices, pool_of(facts.pool, facts.labels, pools))
+        (
+            node.id,
+            node.name,
+            node.is_draining,
+            facts.devices,
+            pool_of(facts.pool, facts.labels, pools),
+        )
         for node in master.nodes.all()
         for facts in (node.facts,)
     ]
@@ -81,12 +87,12 @@ def list_slots(master: MasterOf) -> list[resources.Slot]:
             node=name,
             device=device,
             pool=pool,
-            is_drained=slot in drained.get(node_id, ()),
+            is_drained=is_draining or slot in drained.get(node_id, ()),
             trial_id=user.trial_id if user else None,
             experiment_id=user.experiment_id if user else None,
             attempt_id=user.id if user else None,
         )
-        for node_id, name, devices, pool in nodes
+        for node_id, name, is_draining, devices, pool in nodes
         for slot, device in enumerate(devices)
         if (user := users.get((node_id, slot)))
         or node_id == LOCAL_NODE

@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("campaign.py")
         pytest.param("failure", 7, marks=pytest.mark.slow),
         pytest.param("failure", 11, marks=pytest.mark.slow),
         pytest.param("power", 1, marks=pytest.mark.slow),
-        pytest.param("node", 0, marks=NEEDS_NAMESPACES),
+        pytest.param("node", 0, marks=[NEEDS_NAMESPACES, pytest.mark.slow]),
         pytest.param("node", 3, marks=[NEEDS_NAMESPACES, pytest.mark.slow]),
     ],
 )

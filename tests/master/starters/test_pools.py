@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import paceline
 from paceline.config import ConfigError
 from paceline.master.scheduling import PoolNeed
 from paceline.master.starters import (
@@ -20,6 +21,7 @@ from paceline.master.starters import (
 )
 from paceline.master.starters._pool_runners import missing_runners, runner_groups
 from paceline.messages.attempts import MasterAddress
+from paceline.messages.nodes import PROTOCOL, NodeFacts
 
 FILE = """
 pools:
@@ -261,6 +263,25 @@ def test_a_runner_that_leaves_is_not_taken_for_one_that_starts(
     runners._look_after("p", None)
     # Its job has not ended yet.
     present.clear()
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    assert len(starter.orders) == 2
+
+
+@pytest.mark.parametrize("knows_all", [True, False])
+def test_a_runner_that_has_come_and_left_between_two_looks_is_not_waited_for(
+    runners: PoolRunners, starter: NotedStarter, knows_all: bool
+) -> None:
+    starter.knows_all = knows_all
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    [name] = starter.jobs
+    facts = NodeFacts(
+        name=name, key="k", version=paceline.__version__, protocol=PROTOCOL, python="python3",
+        python_version="3", devices=["cpu", "cpu"], device_kind="cpu", num_cores=2,
+        memory_bytes=1, pool="p",
+    )  # fmt: skip
+    # It takes no attempts before its first poll, as one that leaves takes none.
+    runners._nodes.register(facts, None).result()
+    starter.jobs = {name: True} if knows_all else {}
     runners._look_after("p", PoolNeed(sizes=(2,)))
     assert len(starter.orders) == 2
 

@@ -123,14 +123,15 @@ class PoolRunners:
         present = nodes.keys()
         starting, registered = self._starting[name], self._registered[name]
         now = time.monotonic()
-        for runner in [one for one, until in starting.items() if until < now or one in present]:
+        met = self._met(name, starting) | present
+        for runner in [one for one, until in starting.items() if until < now or one in met]:
             del starting[runner]
         if starter.knows_all:
             self._revoke(name, known.keys() | starting.keys())
             self._note_ended(name, known.keys() | starting.keys())
             # One that waits again after it ran, such as a preempted job, starts anew.
             registered.intersection_update(one for one, is_running in known.items() if is_running)
-            registered.update(present)
+            registered.update(met)
             starting.update(dict.fromkeys(known.keys() - registered, now + _START_S))
         # Nodes that are idle wait for others, to which a trial goes with them.
         num_idle = sum(nodes.values())
@@ -179,6 +180,17 @@ class PoolRunners:
             node.name: not (node.is_draining or self._nodes.reported_alive(node.id))
             for node in self._nodes.all()
             if node.facts.pool == pool and (is_open.get(node.id) or node.is_draining)
+        }
+
+    def _met(self, pool: str, starting: Mapping[str, float]) -> set[str]:
+        """Return those of the starting runners that have registered; they may have left again."""
+        now, since = time.time(), time.monotonic()
+        return {
+            node.name
+            for node in self._nodes.all()
+            if node.facts.pool == pool
+            and (until := starting.get(node.name)) is not None
+            and now - node.registered_at <= since - (until - _START_S)
         }
 
     def _order(self, name: str, pool: PoolDefinition, runner: str) -> RunnerOrder:

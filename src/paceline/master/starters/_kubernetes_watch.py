@@ -134,7 +134,7 @@ class WatchedObjects:
     def _list(self) -> None:
         version, self._version = self._version, ""
         with self._changed:
-            self._is_wanted = False
+            self._is_wanted, self._error = False, None
         found = self._api.read(
             self._interface, self._method, resource_version=version, **self._arguments
         )

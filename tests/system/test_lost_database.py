@@ -1,5 +1,6 @@
 """Homes whose database was deleted, emptied or robbed of its newest part: nothing starts there."""
 
+import json
 import os
 import random
 import shutil
@@ -319,7 +320,14 @@ def test_a_master_whose_database_is_deleted_says_so_and_loses_nothing(
     with pytest.raises(ApiError, match="was deleted or replaced while the master runs"):
         client.create_experiment(CONFIG, write_context(script, "refused"))
     assert not (master.home / "master.sqlite").exists()
+    status = subprocess.run(
+        [sys.executable, "-m", "paceline.cli", "status", "--json"], capture_output=True, text=True,
+        check=True, env=os.environ | {"PACELINE_HOME": str(master.home)},
+    )  # fmt: skip
+    assert any("was deleted or replaced" in one for one in json.loads(status.stdout)["problems"])
     down(master.home)
+    # It was told once, and nothing was tried in vain.
+    assert "Traceback" not in (master.home / "master.log").read_text()
     (found,) = fix(master.home).findings
     assert found.fix is not None
     client = master.start().client()

@@ -184,14 +184,16 @@ class PoolRunners:
 
     def _met(self, pool: str, starting: Mapping[str, float]) -> set[str]:
         """Return those of the starting runners that have registered; they may have left again."""
-        now, since = time.time(), time.monotonic()
-        return {
-            node.name
+        # Nodes register by the time of day, which may be set; how long ago is known by both clocks.
+        now, ticks = time.time(), time.monotonic()
+        registered_ago = {
+            node.name: now - node.registered_at
             for node in self._nodes.all()
             if node.facts.pool == pool
-            and (until := starting.get(node.name)) is not None
-            and now - node.registered_at <= since - (until - _START_S)
         }
+        asked_ago = {runner: ticks - (until - _START_S) for runner, until in starting.items()}
+        both = registered_ago.keys() & asked_ago.keys()
+        return {runner for runner in both if registered_ago[runner] <= asked_ago[runner]}
 
     def _order(self, name: str, pool: PoolDefinition, runner: str) -> RunnerOrder:
         # One that came before on this host is over.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,7 +32,7 @@ class BlockTrial(pytorch.PyTorchTrial):
         self.model = context.wrap_model(_model())
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.optimizer = context.wrap_optimizer(optimizer)
-        self.bare = _bare_blocks(num_steps)
+        self.bare = _bare_blocks(num_steps, context.device)
         self.blocks: list[list[float]] = []
         self.begin = _now()
 
@@ -65,12 +66,12 @@ class BlockTrial(pytorch.PyTorchTrial):
         return _loader(1)
 
 
-def run_blocks(num_blocks: int) -> None:
+def run_blocks(num_blocks: int, device: str) -> None:
     """Train, and have the chief store the times of the slower rank."""
     num_steps = num_blocks * _BLOCK + 1
     num_ranks = int(os.environ["WORLD_SIZE"])
     with pytorch.init(
-        {"global_batch_size": _BATCH * num_ranks}, seed=1, data_parallel="fsdp"
+        {"global_batch_size": _BATCH * num_ranks}, seed=1, data_parallel="fsdp", device=device
     ) as context:
         trial = BlockTrial(context, num_steps)
         pytorch.Trainer(trial, context).fit(
@@ -82,18 +83,20 @@ def run_blocks(num_blocks: int) -> None:
             Path("blocks.json").write_text(json.dumps(slower))
 
 
-def _bare_blocks(num_steps: int) -> Iterator[None]:
-    model = _model()
+def _bare_blocks(num_steps: int, device: torch.device) -> Iterator[None]:
+    model = _model().to(device)
     units: list[Any] = [*model, model]
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     for unit in units:
-        fully_shard(unit)
+        fully_shard(unit, mesh=mesh)
     for unit in units:
         # gloo cannot divide sums.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
-    for number, (x, y) in enumerate(_loader(num_steps)):
+    for number, batch in enumerate(_loader(num_steps)):
+        x, y = (values.to(device) for values in batch)
         loss = mse_loss(model(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -116,6 +119,8 @@ def _loader(num_batches: int) -> Any:
 
 def _now() -> Times:
     """Return microseconds of the clock, and of processor time of all threads."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter() * 1e6, time.process_time() * 1e6
 
 

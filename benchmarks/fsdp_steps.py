@@ -26,12 +26,12 @@ _NUM_RANKS, _NUM_WARM = 2, 3
 Blocks = list[tuple[float, float, float, float]]
 
 
-def measure(num_blocks: int) -> Blocks:
+def measure(num_blocks: int, device: str = "cpu") -> Blocks:
     """Return the times of our blocks, and of the bare blocks after them."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     command = [sys.executable, "-m", "paceline.launch.torch_distributed"]
     command += ["--nproc-per-node", str(_NUM_RANKS), "--", str(_SELF)]
-    command += ["--child", "--blocks", str(num_blocks + _NUM_WARM)]
+    command += ["--child", "--blocks", str(num_blocks + _NUM_WARM), "--device", device]
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=directory, check=False,
@@ -42,9 +42,11 @@ def measure(num_blocks: int) -> Blocks:
     return blocks[_NUM_WARM:]
 
 
-def measure_fsdp_steps(num_blocks: int = 40, num_rounds: int = 3) -> list[Figure]:
+def measure_fsdp_steps(
+    num_blocks: int = 40, num_rounds: int = 3, device: str = "cpu"
+) -> list[Figure]:
     """A step of FSDP2 on two ranks, beside a bare loop's."""
-    blocks = [block for _ in range(num_rounds) for block in measure(num_blocks)]
+    blocks = [block for _ in range(num_rounds) for block in measure(num_blocks, device)]
     what = "a step of FSDP2 on 2 ranks, beyond a bare loop's in the same processes"
     bare_us, bare_cpu_us = (statistics.median(b[index] for b in blocks) for index in (1, 3))
     return [
@@ -60,16 +62,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         from fsdp_rank import run_blocks
 
-        run_blocks(given.blocks)
+        run_blocks(given.blocks, given.device)
         return
     from run import print_table
 
-    print_table(measure_fsdp_steps(given.blocks, given.rounds))
+    print_table(measure_fsdp_steps(given.blocks, given.rounds, given.device))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,11 @@ _WHEELS = _ROOT / "wheels"
 # Whatever the project asks for, the torch that is there is the one to try.
 _KEPT = "torch"
 _WANTED_FOR_TESTS = ("pytest",)
-# One test of its own needs it, which is left out without.
-_TAKEN_IF_THERE = ("nvidia-ml-py",)
+# Tests and rows of their own need them, which are left out without.
+_TAKEN_IF_THERE = (
+    "flask-cors", "moto", "nvidia-ml-py", "obstore", "pytest-timeout", "pytest-xdist",
+    "pytorch-ignite",
+)  # fmt: skip
 _MODULES = {"argon2-cffi": "argon2", "pyyaml": "yaml"}
 
 
@@ -55,12 +58,21 @@ def say(text: str) -> None:
 
 
 def _requirements(project: str) -> Iterator[tuple[str, str]]:
-    """Yield the names of what Paceline requires, with their lowest versions."""
+    """Yield the names of what Paceline requires, with their lowest versions.
+
+    Versions that it cannot use lie above the lowest ones: what is below the next is too old.
+    """
     listed = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
     assert listed is not None
-    for name, lowest in re.findall(r'"([\w.-]+)(?:>=([\w.]+))?"', listed[1]):
+    pattern = r'"([\w.-]+)(?:>=([\w.]+))?(?:,!=([\w.]+)\.\*)?"'
+    for name, lowest, excluded in re.findall(pattern, listed[1]):
         if name != _KEPT:
-            yield name, lowest
+            yield name, _next_version(excluded) if excluded else lowest
+
+
+def _next_version(version: str) -> str:
+    *first, last = version.split(".")
+    return ".".join([*first, str(int(last) + 1)])
 
 
 def _write_metadata(project: str) -> None:

@@ -41,7 +41,7 @@ PARTS = (
         name="facts",
         what="what the machine is, and how fast it copies",
         script=("gpu_facts.py",),
-        limit_s=30,
+        limit_s=20,
         needs=(),
     ),
     Part(
@@ -54,20 +54,20 @@ PARTS = (
         name="tests",
         what="the tests in tests/gpu",
         script=("gpu_tests.py",),
-        limit_s=120,
+        limit_s=100,
         needs=(*_TRAINING, "pytest"),
     ),
     Part(
         name="saves",
         what="checkpoints of 1 and 10 GB",
         script=("gpu_saves.py",),
-        limit_s=90,
+        limit_s=85,
     ),
     Part(
         name="steps",
         what="the cost of a step over a bare loop",
         script=("gpu_steps.py",),
-        limit_s=100,
+        limit_s=85,
     ),
     Part(
         name="recovery",
@@ -79,7 +79,13 @@ PARTS = (
         name="reduction",
         what="gradients of two ranks on one GPU",
         script=("gpu_reduction.py",),
-        limit_s=40,
+        limit_s=35,
+    ),
+    Part(
+        name="fsdp",
+        what="a model that two ranks on one GPU divide",
+        script=("gpu_fsdp.py",),
+        limit_s=60,
     ),
     Part(
         name="large",

@@ -33,7 +33,8 @@ def main() -> None:
         return
     results = {}
     for way in _WAYS:
-        ranks, log = launch(way, given.device, given.seconds)
+        options = ["--child", way, "--device", given.device]
+        ranks, log = launch(__file__, options, given.seconds)
         results[way] = ranks
         are_alike = ranks[0]["weights"] == ranks[1]["weights"]
         told = [line for line in log.splitlines() if "NCCL needs" in line]
@@ -54,13 +55,12 @@ def main() -> None:
     if given.device == "cuda":
         tell("NCCL with two ranks on one GPU", "-", "NCCL refuses ranks that share a GPU")
         leave_out("NCCL with several ranks", "it needs as many GPUs")
-    _tell_of_fsdp()
 
 
-def launch(way: str, device: str, seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """Train on two ranks; return what each has told, and the log."""
+def launch(script: str, options: list[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """Run a script on two ranks; return what each has written to its file, and the log."""
     command = [sys.executable, "-m", "paceline.launch.torch_distributed"]
-    command += [f"--nproc-per-node={_NUM_RANKS}", __file__, "--child", way, "--device", device]
+    command += [f"--nproc-per-node={_NUM_RANKS}", script, *options]
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=directory, timeout=seconds
@@ -68,20 +68,6 @@ def launch(way: str, device: str, seconds: float) -> tuple[list[dict[str, Any]],
         assert not done.returncode, done.stderr
         paths = [Path(directory, f"rank-{rank}.json") for rank in range(_NUM_RANKS)]
         return [json.loads(path.read_text()) for path in paths], done.stdout + done.stderr
-
-
-def _tell_of_fsdp() -> None:
-    from gpu_record import check, leave_out
-    from torch import nn
-
-    from paceline import core, train
-
-    try:
-        train.accelerate(nn.Linear(1, 1), strategy="fsdp")
-    except core.NotOfferedError as error:
-        leave_out("FSDP2 on one rank", str(error))
-    else:
-        check("FSDP2 on one rank", False, why="it is offered, and this part knows nothing of it")
 
 
 def train(way: str, device: str) -> None:

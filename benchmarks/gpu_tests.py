@@ -53,7 +53,8 @@ def main() -> int:
         config.write_text("[pytest]\nmarkers =\n    timeout: ignored\n")
         arguments = ["-q", "-c", str(config), "--rootdir", str(_ROOT)]
         arguments += ["--confcutdir", str(_TESTS / "gpu"), "--import-mode=importlib"]
-        arguments += ["-p", "no:cacheprovider", "--basetemp", str(Path(directory, "tests"))]
+        arguments += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+        arguments += ["--basetemp", str(Path(directory, "tests"))]
         arguments += ["-k", given.chosen] if given.chosen else []
         num_cores = len(os.sched_getaffinity(0))
         if importlib.util.find_spec("xdist") and not given.chosen:

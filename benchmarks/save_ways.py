@@ -131,7 +131,8 @@ class StoringTrial(pytorch.PyTorchTrial):
         if way == "paceline":
             self.ways.note_paceline(self.now() - self.end)
         elif num_batches < self.period or way not in self.plan.once:
-            state = {"model": self.model.state_dict(), "adam": self.optimizer.state_dict()}
+            # The stager of torch 2.11 knows nothing of ordered dictionaries.
+            state = {"model": dict(self.model.state_dict()), "adam": self.optimizer.state_dict()}
             self.ways.save(way, state)
 
     def end_phase(self, num_batches: int) -> None:

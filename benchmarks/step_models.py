@@ -132,9 +132,9 @@ def _texts(length: int, num_words: int) -> Callable[[int], TensorDataset]:
 NULL = Load(make_body=None, make_data=_numbers, batch_size=4, block=100)
 LOADS: dict[str, Load] = {
     "null": NULL,
-    "resnet 25M": Load(make_body=ResNet, make_data=_images(64, 1000), batch_size=32, block=50),
+    "resnet 25M": Load(make_body=ResNet, make_data=_images(64, 1000), batch_size=32, block=20),
     "transformer 100M": Load(
-        make_body=Transformer, make_data=_texts(256, 16384), batch_size=8, block=50
+        make_body=Transformer, make_data=_texts(256, 16384), batch_size=8, block=20
     ),
 }
 # The same in small, for a machine without a GPU.

@@ -60,7 +60,10 @@ REHEARSED = [
     },
     {
         "recovery": ["SIGKILL to the next step"],
-        "reduction": ["two ranks, flat", "two ranks, overlapped", "FSDP2 on one rank"],
+        "reduction": ["two ranks, flat", "two ranks, overlapped"],
+    },
+    {
+        "fsdp": ["bf16, compiled: a resumed training", "fp32: the loss", "a step of FSDP2"],
     },
 ]
 

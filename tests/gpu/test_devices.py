@@ -96,7 +96,8 @@ def run_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         command = [sys.executable, "-m", "paceline.cli", "up", "--port", "0", "--home", str(home)]
         with (tmp_path / "log").open("wb") as log:
             started.append(subprocess.Popen(command, stdout=log, stderr=log, env=kept | variables))
-        wait_until((home / "master.json").exists)
+        wait_until(lambda: (home / "master.json").exists() or started[-1].poll() is not None)
+        assert started[-1].poll() is None, (tmp_path / "log").read_text()
         url = json.loads((home / "master.json").read_text())["url"]
         config = {
             "entrypoint": "python3 train.py",

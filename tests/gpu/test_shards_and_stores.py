@@ -95,7 +95,7 @@ def test_system_metrics_tell_of_the_gpu(trial_class: Any, fit: Callable[..., Any
     class Trial(trial_class):  # type: ignore[misc]
         def __init__(self, context: Any) -> None:
             super().__init__(context)
-            context.core.profiler.on(sampling_interval=0.05, samples_per_report=2)
+            context.core.profiler.on(sampling_interval=0.1, samples_per_report=2)
 
     result = fit(Trial, 200, reporting_period=pytorch.Batch(20))
     rows = list(core.read_metrics(RunDirectory(result.run_dir), "system"))

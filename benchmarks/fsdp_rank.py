@@ -86,7 +86,8 @@ def run_blocks(num_blocks: int, device: str) -> None:
 def _bare_blocks(num_steps: int, device: torch.device) -> Iterator[None]:
     model = _model().to(device)
     units: list[Any] = [*model, model]
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    world: Any = dist.group.WORLD
+    mesh = DeviceMesh.from_group(world, device.type)
     for unit in units:
         fully_shard(unit, mesh=mesh)
     for unit in units:
@@ -119,7 +120,7 @@ def _loader(num_batches: int) -> Any:
 
 def _now() -> Times:
     """Return microseconds of the clock, and of processor time of all threads."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
     return time.perf_counter() * 1e6, time.process_time() * 1e6
 

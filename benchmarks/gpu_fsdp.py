@@ -127,7 +127,7 @@ def _trial_class() -> Callable[..., Any]:
             self.context.step_optimizer(self.optimizer)
             return {"loss": loss}
 
-        def evaluate_batch(self, batch: Any) -> Any:
+        def evaluate_batch(self, batch: Any, batch_idx: int = 0) -> Any:
             return {"loss": nn.functional.cross_entropy(self.model(batch[0]), batch[1])}
 
         def build_training_data_loader(self) -> Any:

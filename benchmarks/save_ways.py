@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -133,7 +134,11 @@ class StoringTrial(pytorch.PyTorchTrial):
         elif num_batches < self.period or way not in self.plan.once:
             # The stager of torch 2.11 knows nothing of ordered dictionaries.
             state = {"model": dict(self.model.state_dict()), "adam": self.optimizer.state_dict()}
-            self.ways.save(way, state)
+            try:
+                self.ways.save(way, state)
+            except Exception as error:
+                # Another library's failure is no reason to measure nothing.
+                self.ways.note_failure(way, error)
 
     def end_phase(self, num_batches: int) -> None:
         """Wait until all is on disk, and tell what is known."""
@@ -244,6 +249,11 @@ class Ways:
             future = dcp.async_save(state, checkpoint_id="state", async_stager=stager, no_dist=True)
             self.add(way, time.perf_counter() - begin)
             self._go_on(way, begin, future.done)
+
+    def note_failure(self, way: str, error: Exception) -> None:
+        """Tell that a way has failed, which has no times then."""
+        print(f"{way} failed: {type(error).__name__}: {error}", file=sys.stderr)
+        self.peak.stop()
 
     def note_batch(self, seconds: float) -> None:
         """Keep a batch's time, apart for those within which something was being stored."""

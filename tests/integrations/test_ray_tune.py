@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from paceline import train
+from paceline.creators import PyTorchTrainer
 
 # Neither workers nor trials can import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -198,3 +200,15 @@ def test_trials_that_the_cluster_can_never_run_are_refused(tune: Any, tmp_path: 
     tuner = tune.Tuner(trainable, run_config=run_config(tune, tmp_path))
     with pytest.raises(Exception, match=r"5 worker\(s\) with 1 CPU each need 5 CPU, but"):
         tuner.fit()
+
+
+def test_functions_without_a_name_name_no_directory_after_signs() -> None:
+    trainer = train.Trainer(num_workers=2)
+    names = [
+        trainer.to_trainable(function).__name__
+        for function in (climb, partial(climb), lambda config: None)
+    ]
+    assert names == ["climb", "climb", "train_func"]
+    creators = {"data_creator": None, "optimizer_creator": None, "loss_creator": None}
+    trainable = PyTorchTrainer.as_trainable(model_creator=lambda config: None, **creators)
+    assert trainable.__name__ == "model_creator"

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -151,16 +152,28 @@ def to_trainable(
     trainer: train.Trainer, function: Callable[..., Any], dataset: Any = None
 ) -> type[TrainTrainable]:
     """Return a train function as a trainable of Ray Tune; see `Trainer.to_trainable`."""
-    name = getattr(function, "__name__", type(function).__name__)
     members = {
         # Tune restarts a trial whose workers were lost, if its `FailureConfig` says so.
         "trainer": trainer.replace(cluster="ray", max_retries=0, run_dir=None),
         "function": staticmethod(function),
     }
-    trainable: Any = type(name, (TrainTrainable,), members)
+    trainable: Any = type(name_of(function, "train_func"), (TrainTrainable,), members)
     if dataset is not None:
         trainable = tune.with_parameters(trainable, dataset=dataset)
     return cast("type[TrainTrainable]", trainable)
+
+
+def name_of(function: Callable[..., Any], default: str) -> str:
+    """Return the name that Tune gives to trials and their directories.
+
+    Args:
+        function: The function; what `functools.partial` wraps has the name.
+        default: The name for a lambda.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if name.isidentifier() else default
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from ray import tune
 
 from paceline.creators import PyTorchTrainer
-from paceline.integrations._ray_tune import resources_of
+from paceline.integrations._ray_tune import name_of, resources_of
 from paceline.workers import WorkerResources, WorkerSettings
 
 _STATE_FILE = "trainer.pt"
@@ -81,6 +81,5 @@ def as_trainable(
                 return super().step()
             return tune_step(self._trainer, {"iteration": self.training_iteration})
 
-    creator = arguments["model_creator"]
-    Trainable.__name__ = getattr(creator, "__name__", Trainable.__name__)
+    Trainable.__name__ = name_of(arguments["model_creator"], "model_creator")
     return Trainable

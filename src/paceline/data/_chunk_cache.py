@@ -41,7 +41,10 @@ class ChunkCache:
         self._num_bytes = self._least_bytes = 0
         self._under_way: dict[int, Future[Any]] = {}
         self._expected: deque[int] = deque()
+        # What the first batch still needs; None until that is known.
+        self._first: set[int] | None = None
         self._threads: set[threading.Thread] = set()
+        self._num_busy = 0
         self._is_closed = False
         _open_caches.add(self)
 
@@ -63,24 +66,42 @@ class ChunkCache:
             return self.get(chunk)
         return self._read(chunk)
 
-    def expect(self, chunks: Iterable[int], *, least_bytes: int = 0) -> None:
+    def expect(
+        self, chunks: Iterable[int], later: Iterable[int] = (), *, least_bytes: int = 0
+    ) -> None:
         """Read pieces ahead, in this order, in place of those that were expected before.
 
         Args:
-            chunks: The pieces.
+            chunks: The pieces that are needed next.
+            later: Those that are needed afterwards. At the start of an epoch, they do not delay
+                the others.
             least_bytes: How much must be kept, even if that is beyond the limit.
         """
+        chunks = list(chunks)
         with self._lock:
             self._least_bytes = least_bytes
             if self._is_closed:
                 return
             self._expected = deque(
-                each for each in chunks if each not in self._kept and each not in self._under_way
+                each
+                for each in [*chunks, *later]
+                if each not in self._kept and each not in self._under_way
             )
-            while len(self._threads) < min(self._num_threads, len(self._expected)):
-                thread = threading.Thread(target=self._run, name="paceline-data", daemon=True)
-                self._threads.add(thread)
-                thread.start()
+            if self._first is None or self._first:
+                self._first = set(chunks) - set(self._kept)
+            self._start_threads()
+
+    def _start_threads(self) -> None:
+        while len(self._threads) < min(self._num_threads, self._num_busy + self._num_due()):
+            thread = threading.Thread(target=self._run, name="paceline-data", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def _num_due(self) -> int:
+        """Return how many of the expected pieces may be read now."""
+        if not self._first:
+            return len(self._expected)
+        return sum(each in self._first for each in self._expected)
 
     def forget(self, chunks: Iterable[int]) -> None:
         """Keep some pieces no longer, as their samples are kept elsewhere."""
@@ -103,15 +124,20 @@ class ChunkCache:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._expected:
+                if not self._num_due():
                     self._threads.discard(threading.current_thread())
                     return
                 chunk = self._expected.popleft()
                 if chunk in self._kept or chunk in self._under_way:
                     continue
                 self._under_way[chunk] = Future()
-            with suppress(Exception):
-                self._read(chunk)
+                self._num_busy += 1
+            try:
+                with suppress(Exception):
+                    self._read(chunk)
+            finally:
+                with self._lock:
+                    self._num_busy -= 1
 
     def _read(self, chunk: int) -> Any:
         future = self._under_way[chunk]
@@ -119,11 +145,11 @@ class ChunkCache:
             payload = self._load(chunk)
         except BaseException as error:
             with self._lock:
-                del self._under_way[chunk]
+                self._finish(chunk)
             future.set_exception(error)
             raise
         with self._lock:
-            del self._under_way[chunk]
+            self._finish(chunk)
             self._kept[chunk] = payload
             self._num_bytes += payload.num_bytes
             limit_bytes = max(self._limit_bytes, self._least_bytes)
@@ -132,6 +158,13 @@ class ChunkCache:
                 self._num_bytes -= dropped.num_bytes
         future.set_result(payload)
         return payload
+
+    def _finish(self, chunk: int) -> None:
+        del self._under_way[chunk]
+        if self._first:
+            self._first.discard(chunk)
+            if not self._first and not self._is_closed:
+                self._start_threads()
 
 
 _open_caches: "weakref.WeakSet[ChunkCache]" = weakref.WeakSet()

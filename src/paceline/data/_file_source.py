@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from paceline._argument_checks import check_count
 from paceline.data._chunk_cache import ChunkCache
 from paceline.data._concatenated_pieces import JoinedPieces
 from paceline.data._disk_cache import DiskCache
@@ -55,7 +56,14 @@ class FileSource(Source):
         return {**vars(self), "_made": None}
 
     def keep(self, memory_bytes: int | None, disk_bytes: int) -> None:
-        """Set how much is kept of what was read, in the memory and on the disk."""
+        """Set how much is kept of what was read, in the memory and on the disk.
+
+        Raises:
+            ValueError: A number of bytes is none.
+        """
+        if memory_bytes is not None:
+            check_count("memory_bytes", memory_bytes, least=0)
+        check_count("disk_bytes", disk_bytes, least=0)
         if memory_bytes is not None:
             self.memory_bytes = memory_bytes
         if disk_bytes and isinstance(self._place, Objects):
@@ -111,7 +119,7 @@ class FileSource(Source):
         least_bytes = int(_MEMORY_FACTOR * sizes[in_use].sum())
         left_bytes = self.memory_bytes - least_bytes
         fits = next_ones[np.cumsum(sizes[next_ones]) <= left_bytes]
-        self._cache.expect([*in_use.tolist(), *fits.tolist()], least_bytes=least_bytes)
+        self._cache.expect(in_use.tolist(), fits.tolist(), least_bytes=least_bytes)
         self._joined.plan(in_use, int(sizes[in_use].sum()))
 
     def _chunks_of(self, numbers: Numbers) -> Any:

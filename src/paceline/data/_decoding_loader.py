@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from paceline.data._encoded_images import decoded, decoded_batch
+from paceline.data._encoded_images import BatchMemory, decoded, decoded_batch
 from paceline.data._sample_source import Source
 
 _MOST_THREADS = 4
@@ -27,7 +27,7 @@ class DecodingLoader(DataLoader[Any]):
     Args:
         dataset: The view of the data set.
         source: Its samples.
-        finish: Makes a batch of decoded samples; None for torch's `default_collate`.
+        finish: Makes a batch of decoded samples; None for `collate_samples`.
         options: Those of a `DataLoader`.
     """
 
@@ -54,23 +54,25 @@ class DecodingLoader(DataLoader[Any]):
         is_pinned = self.pin_memory and torch.cuda.is_available()
         num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="paceline-decode")
+        # Those that are decoded, and two that the loop over the batches has in its hands.
+        memory = BatchMemory(num_threads + 2)
         under_way: deque[Future[Any]] = deque()
         batches = iter(self._index_sampler)
         try:
             for numbers in islice(batches, num_threads):
-                under_way.append(pool.submit(self._decode, numbers))
+                under_way.append(pool.submit(self._decode, numbers, memory))
             while under_way:
                 batch = under_way.popleft().result()
                 for numbers in islice(batches, 1):
-                    under_way.append(pool.submit(self._decode, numbers))
+                    under_way.append(pool.submit(self._decode, numbers, memory))
                 if self._finish is not None:
                     batch = self._finish(batch)
                 yield pin_memory(batch) if is_pinned else batch  # type: ignore[no-untyped-call]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _decode(self, numbers: Sequence[int]) -> Any:
+    def _decode(self, numbers: Sequence[int], memory: BatchMemory) -> Any:
         samples = self._source.fetch_encoded(numbers)
         if self._finish is None:
-            return decoded_batch(samples)
+            return decoded_batch(samples, memory)
         return [decoded(sample) for sample in samples]

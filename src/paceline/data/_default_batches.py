@@ -1,0 +1,72 @@
+"""Batches of samples where the user gives no `collate`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_HINT = (
+    " Hint: `map` makes them alike, such as images of one size, or a number in place of None; or"
+    " `collate` of `to_torch` makes a batch of a list of samples."
+)
+
+
+def collate_samples(samples: Any) -> Any:
+    """Return what torch's `default_collate` makes of samples.
+
+    Args:
+        samples: A list of samples.
+
+    Raises:
+        ValueError: Arrays have different shapes, or dictionaries different keys.
+        TypeError: Values such as None are in no tensor.
+    """
+    from torch.utils.data import default_collate
+
+    try:
+        return default_collate(samples)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = _reason("a sample", list(samples))
+        if reason is None:
+            raise
+        kind = ValueError if isinstance(error, (KeyError, RuntimeError)) else TypeError
+        raise kind(f"The samples of a batch must be alike, but {reason}.{_HINT}") from error
+
+
+def _reason(name: str, values: Sequence[Any]) -> str | None:
+    """Return in what the values of a batch differ; None if they do not, as far as is known."""
+    for kind, reason_of in ((Mapping, _reason_of_keys), ((list, tuple), _reason_of_lengths)):
+        if all(isinstance(value, kind) for value in values):
+            return reason_of(name, values)
+    if all(hasattr(value, "shape") for value in values):
+        shapes = dict.fromkeys(str(list(value.shape)) for value in values)
+        return f"{name} has the shapes {_first_of(shapes)}" if len(shapes) > 1 else None
+    for kinds in ((int, float), (str, bytes)):
+        if all(isinstance(value, kinds) for value in values):
+            return None
+    kinds_had = dict.fromkeys("None" if v is None else type(v).__name__ for v in values)
+    return f"{name} is {' or '.join(kinds_had)}"
+
+
+def _reason_of_keys(name: str, values: Sequence[Mapping[Any, Any]]) -> str | None:
+    first = values[0]
+    keys = dict.fromkeys(str(sorted(map(str, value))) for value in values)
+    if len(keys) > 1:
+        return f"{name} has the keys {_first_of(keys)}"
+    reasons = (_reason(_named(name, key), [value[key] for value in values]) for key in first)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _reason_of_lengths(name: str, values: Sequence[Sequence[Any]]) -> str | None:
+    lengths = dict.fromkeys(str(len(value)) for value in values)
+    if len(lengths) > 1:
+        return f"{name} has the lengths {_first_of(lengths)}"
+    places = enumerate(zip(*values, strict=True))
+    reasons = (_reason(f"{name}[{place}]", each) for place, each in places)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _first_of(texts: Iterable[str]) -> str:
+    return " and ".join(list(texts)[:3])
+
+
+def _named(name: str, key: Any) -> str:
+    return f"`{key}`" if name == "a sample" else f"{name}[{key!r}]"

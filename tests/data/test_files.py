@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 
 from paceline import data
 from paceline.data import _file_index, _text_blocks
+from paceline.data._chunk_cache import ChunkCache
+from paceline.data._file_format import Rows
 
 Table = Callable[[int, int], Any]
 
@@ -253,3 +257,55 @@ def test_wrong_names_and_types_of_files_have_hints(tmp_path: Path) -> None:
         data.read(tmp_path)
     with pytest.raises(TypeError, match=r"but got list\. Hint: a glob"):
         data.read(["a.csv", "b.csv"])  # type: ignore[arg-type]
+
+
+def test_a_start_reads_nothing_ahead_before_what_its_first_batch_needs() -> None:
+    gates = {chunk: threading.Event() for chunk in range(4)}
+    begun: queue.Queue[int] = queue.Queue()
+
+    def load(chunk: int) -> Rows:
+        begun.put(chunk)
+        assert gates[chunk].wait(60)
+        return Rows([chunk], 1)
+
+    cache = ChunkCache(load, limit_bytes=10, num_threads=2)
+    try:
+        cache.expect([3], [0])
+        # Another part of the first batch, before the first one is there.
+        cache.expect([3, 1], [0, 2])
+        assert {begun.get(timeout=60), begun.get(timeout=60)} == {3, 1}
+        gates[3].set()
+        assert cache.get(3).take([0]) == [3]
+        assert begun.empty()
+        gates[1].set()
+        assert {begun.get(timeout=60), begun.get(timeout=60)} == {0, 2}
+    finally:
+        for gate in gates.values():
+            gate.set()
+        cache.close()
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ";"), (".tsv", None), (".txt", "|")])
+def test_csv_files_have_the_delimiter_that_is_given(
+    tmp_path: Path, suffix: str, delimiter: str | None
+) -> None:
+    path, sign = tmp_path / f"a{suffix}", delimiter or "\t"
+    path.write_text(f'x{sign}text\n1{sign}"a{sign},b"\n2{sign}c\n')
+    options: Any = {"delimiter": delimiter, "format": "csv" if suffix == ".txt" else None}
+    samples = [{"x": 1, "text": f"a{sign},b"}, {"x": 2, "text": "c"}]
+    # What was kept of the file under another delimiter is not taken.
+    assert set(data.read(path, format="csv", delimiter="#")[0]) == {f"x{sign}text"}
+    assert list(data.read(path, **options)) == samples
+    assert list(pickle.loads(pickle.dumps(data.read(path, **options)))) == samples
+    data.write_index(path, **options)
+    assert list(data.read(path, **options)) == samples
+
+
+def test_options_that_files_do_not_have_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1\n")
+    with pytest.raises(ValueError, match=r"`delimiter` must be one character.* but got '::'"):
+        data.read(tmp_path / "a.csv", delimiter="::")
+    with pytest.raises(ValueError, match=r"`delimiter` is for CSV files only, but got parquet"):
+        data.read(tmp_path / "*.parquet", delimiter=";")
+    with pytest.raises(ValueError, match=r"must not be compressed .* got 'a.csv.gz'\. Hint: deco"):
+        data.read(tmp_path / "a.csv.gz", format="csv")

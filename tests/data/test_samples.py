@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -186,7 +188,7 @@ def test_decoding_ahead_fails_at_the_batch_of_the_image_and_leaves_no_thread(
     directory = write_images(tmp_path / "images", [(8, 6)] * 20 + [(8, 7)])
     batches = iter(data.read_images(directory).to_torch(7))
     assert [len(next(batches)["label"]), len(next(batches)["label"])] == [7, 7]
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+    with pytest.raises(ValueError, match=r"`image` has the shapes \[8, 6, 3\] and \[8, 7, 3\]\. H"):
         next(batches)
     (directory / "1" / "10.jpg").write_bytes(b"no image")
     batches = iter(data.read_images(directory).to_torch(7, shuffle=False))
@@ -200,3 +202,29 @@ def test_decoding_ahead_fails_at_the_batch_of_the_image_and_leaves_no_thread(
     while any(each.name.startswith("paceline-decode") for each in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+VARIED: dict[str, tuple[Any, str]] = {
+    "shapes": ([{"x": np.zeros(2)}, {"x": np.zeros(3)}], r"`x` has the shapes \[2\] and \[3\]"),
+    "lengths": ([([1, 2], 0), ([1], 0)], r"a sample\[0\] has the lengths 2 and 1"),
+    "none": ([{"n": 1, "x": 1.5}, {"n": 2, "x": None}], "`x` is float or None"),
+    "keys": ([{"x": 1, "y": 2}, {"x": 1}], r"a sample has the keys \['x', 'y'\] and \['x'\]"),
+    "nested": ([{"a": {"x": 1}}, {"a": {"x": "1"}}], r"`a`\['x'\] is int or str"),
+    "objects": ([{"x": object()}, {"x": object()}], "`x` is object"),
+}
+
+
+@pytest.mark.parametrize("case", VARIED)
+def test_samples_that_are_not_alike_are_refused_with_a_hint(case: str) -> None:
+    samples, reason = VARIED[case]
+    message = rf"must be alike, but {reason}\. Hint: `map` makes .* `collate` of `to_torch` makes"
+    mapped = data.Dataset(range(2)).map(samples.__getitem__)
+    for files in (data.Dataset(samples), data.Dataset(iter(samples)), mapped):
+        with pytest.raises((ValueError, TypeError), match=message):
+            next(iter(files.to_torch(2)))
+
+
+def test_columns_whose_vectors_have_several_lengths_are_refused_with_a_hint(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [[1, 2], [3]]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"`x` has the shapes \[2\] and \[1\]\. Hint: "):
+        next(iter(data.read(tmp_path).to_torch(2)))

@@ -40,12 +40,8 @@ class ArrowFormat(FileFormat):
             raise
         except (pa.ArrowException, OSError) as error:
             raise file.damaged(error) from error
-        missing = set(self._columns or ()) - set(schema.names)
-        if missing:
-            raise file.damaged(f"it has no column {sorted(missing)}, only {schema.names}")
-        names = self._columns or schema.names
-        lines = [f"{name}: {schema.field(name).type}" for name in names]
-        return IndexedFile(chunks, hasher.hexdigest(), "\n".join(lines))
+        lines = file.columns_of(schema, self._columns)
+        return IndexedFile(chunks, hasher.hexdigest(), lines)
 
     def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
         """Read a batch."""

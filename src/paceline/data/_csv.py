@@ -13,6 +13,13 @@ from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile
 from paceline.data._sample_columns import columns_of_table
 from paceline.data._text_blocks import blocks_of, line_ends
 
+_FORM_HINT = (
+    "is it cut off, compressed, of another encoding than UTF-8, or with another `delimiter`?"
+)
+_TYPES_HINT = (
+    "the first 4 MiB of a file decide on the types of its columns: write numbers alike, such as 1.0"
+    " where others have 1.5, or convert the file to Parquet."
+)
 # Text takes about as much memory as in the file, numbers less.
 _TYPES = {"int64": pa.int64(), "double": pa.float64(), "string": pa.string(), "bool": pa.bool_()}
 
@@ -22,7 +29,10 @@ class CsvFormat(FileFormat):
 
     Args:
         columns: The columns to read; None for all.
-        delimiter: What stands between the values of a line.
+        delimiter: The character between the values of a line.
+
+    Raises:
+        ValueError: The delimiter is not one character.
     """
 
     kind = "csv"
@@ -30,7 +40,12 @@ class CsvFormat(FileFormat):
 
     def __init__(self, columns: Sequence[str] | None = None, *, delimiter: str = ",") -> None:
         self._columns = None if columns is None else list(columns)
-        self._delimiter = delimiter
+        if len(delimiter) != 1 or delimiter in '"\r\n':
+            raise ValueError(
+                "`delimiter` must be one character, and no quote or end of a line, but got"
+                f" {delimiter!r}."
+            )
+        self.delimiter = delimiter
         self._heads: dict[str, tuple[bytes, dict[str, Any]]] = {}
 
     def index_file(self, file: DataFile) -> IndexedFile:
@@ -42,6 +57,8 @@ class CsvFormat(FileFormat):
             if not header:
                 header, data = _parted(data)
                 start += len(header)
+                if b"\r" in header.rstrip(b"\r\n"):
+                    raise file.damaged("its lines end in \\r alone", "end them by \\n.")
                 schema = self._schema(file, header)
             if data.strip():
                 schema = schema if chunks else self._schema(file, header + data)
@@ -51,21 +68,15 @@ class CsvFormat(FileFormat):
         return IndexedFile(chunks, hasher.hexdigest(), schema)
 
     def _schema(self, file: DataFile, lines_of_file: bytes) -> str:
-        table = self._parse(file, lines_of_file, None)
-        if self._columns is not None:
-            missing = set(self._columns) - set(table.schema.names)
-            if missing:
-                raise file.damaged(f"it has no column {sorted(missing)}")
+        schema = self._parse(file, lines_of_file).schema
         # A column without values in the first lines has no type of its own.
-        kinds = [str(field.type).replace("null", "string") for field in table.schema]
-        lines = [f"{name}: {kind}" for name, kind in zip(table.schema.names, kinds, strict=True)]
-        return "\n".join(lines)
+        return file.columns_of(schema, self._columns).replace(": null", ": string")
 
     def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
         """Parse some lines."""
         header, types = self._head(file)
         data = file.read(chunk.start, chunk.size)
-        table = self._parse(file, header + data, types)
+        table = self._parse(file, header + data, types, self._columns)
         if table.num_rows != chunk.rows:
             raise file.damaged(
                 f"{table.num_rows} lines were read where {chunk.rows} were counted, from byte"
@@ -87,20 +98,28 @@ class CsvFormat(FileFormat):
             self._heads[file.name] = header, {k: v for k, v in types.items() if v is not None}
         return self._heads[file.name]
 
-    def _parse(self, file: DataFile, data: bytes, types: dict[str, Any] | None) -> Any:
+    def _parse(
+        self,
+        file: DataFile,
+        data: bytes,
+        types: dict[str, Any] | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> Any:
         try:
-            return csv.read_csv(
+            table = csv.read_csv(
                 io.BytesIO(data),
                 read_options=csv.ReadOptions(use_threads=False, block_size=len(data) + 1),
-                parse_options=csv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
-                convert_options=csv.ConvertOptions(
-                    column_types=types, include_columns=self._columns
-                ),
+                parse_options=csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True),
+                convert_options=csv.ConvertOptions(column_types=types, include_columns=columns),
             )
+            # Names in another encoding are found when they are asked for.
+            assert table.schema.names is not None
+            return table
         except DataError:
             raise
-        except (pa.ArrowException, OSError) as error:
-            raise file.damaged(error) from error
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            hint = _TYPES_HINT if "conversion error" in str(error) else _FORM_HINT
+            raise file.damaged(error, hint) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_heads": {}}

@@ -89,19 +89,23 @@ class Dataset:
         source, part = self._numbered("has a length"), self._plan.part
         return len(source) if part is None else len(worker_part(source, *part))
 
-    def __getitem__(self, number: int) -> Any:
-        """Return a sample; negative numbers count from the end."""
+    def __getitem__(self, number: Any) -> Any:
+        """Return a sample by its number; negative numbers count from the end."""
+        if not hasattr(number, "__index__"):
+            raise TypeError(
+                f"A sample must be named by an integer, but got {number!r}. Hint: `split` with"
+                " `seed=None` gives samples that follow each other."
+            )
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Return samples by their numbers, as torch's loaders ask for them."""
-        total = len(self)
+        source, total = self._numbered("has samples by number"), len(self)
         for number in numbers:
             if not -total <= number < total:
                 raise IndexError(f"A sample must be from 0 to {total - 1}, but got {number}.")
         places = [number % total for number in numbers]
         if self._plan.part is not None:
-            source = self._numbered("")
             part = worker_part(source, *self._plan.part)
             places = [part[place] for place in places]
         return list(self.fetch(places))
@@ -172,10 +176,13 @@ class Dataset:
         Args:
             window: How many samples of files or of a stream are mixed with each other; samples in
                 memory are mixed all at once.
+
+        Raises:
+            ValueError: It is not at least 1.
         """
+        plan = self._plan.shuffled(window)
         if isinstance(self._source, Stream):
             return self._with(source=self._source.then(MixingStep(window or _STREAM_BUFFER)))
-        plan = replace(self._plan, is_shuffled=True, window=window or self._plan.window)
         return self._with(plan=plan)
 
     def pipeline(
@@ -239,14 +246,7 @@ class Dataset:
         Raises:
             ValueError: There is no such part.
         """
-        reader = self._plan.reader
-        if rank is None:
-            rank = reader.rank if reader else 0
-        if num_shards is None:
-            num_shards = reader.world_size if reader else 1
-        if not 0 <= rank < num_shards:
-            raise ValueError(f"`rank` must be from 0 to {num_shards - 1}, but got {rank!r}.")
-        return self._with(plan=replace(self._plan, part=(rank, num_shards)))
+        return self._with(plan=self._plan.of_worker(rank, num_shards))
 
     def get_split(self) -> "Dataset":
         """Return this worker's part."""
@@ -274,7 +274,7 @@ class Dataset:
         Args:
             batch_size: The samples of one worker's batch.
             shuffle: Whether each epoch has a random order of its own; as `shuffle()` says by
-                default.
+                default. A stream is shuffled by `shuffle()` alone.
             num_workers: The processes that read for this worker; 0 reads in the worker itself.
             collate: Makes a batch of a list of samples; torch's by default.
             move_to_device: Whether, in a run, batches are moved to this worker's device.
@@ -295,7 +295,7 @@ class Dataset:
         dataset = self._with(plan=plan)
         if plan.reader is None:
             dataset = dataset._alone()
-        collate = collate or options.pop("collate_fn", None)
+        collate = options.pop("collate_fn", None) if collate is None else collate
         loader = make_loader(dataset, batch_size, num_workers, collate, options)
         if plan.reader is None:
             return loader

@@ -72,12 +72,34 @@ class DataFile:
             raise self.damaged(f"it ends after {offset + len(data)} bytes")
         return data
 
-    def damaged(self, reason: object) -> DataFormatError:
+    def damaged(
+        self, reason: object, hint: str = "is it cut off, or of another format?"
+    ) -> DataFormatError:
         """Return the error for content that cannot be read."""
         return DataFormatError(
-            f"The file {self.name!r} ({self.size} bytes) cannot be read: {reason}. Hint: is it cut"
-            " off, or of another format?"
+            f"The file {self.name!r} ({self.size} bytes) cannot be read: {reason}. Hint: {hint}"
         )
+
+    def columns_of(self, schema: Any, columns: Sequence[str] | None) -> str:
+        """Return what an index holds of the columns to read: a line for each.
+
+        Args:
+            schema: The schema of the file, of Arrow.
+            columns: The columns to read; None for all.
+
+        Raises:
+            DataFormatError: It lacks one, or two have one name.
+        """
+        names = list(schema.names)
+        if missing := sorted(set(columns or ()) - set(names)):
+            raise self.damaged(
+                f"it has no column {missing}, only {names}", "`columns` names those to read."
+            )
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise self.damaged(
+                f"several columns have the name {twice[0]!r}", "give each a name of its own."
+            )
+        return "\n".join(f"{name}: {schema.field(name).type}" for name in columns or names)
 
 
 class Segments(io.RawIOBase):

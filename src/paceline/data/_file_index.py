@@ -107,11 +107,7 @@ def load_index(place: Place, pattern: str, file_format: FileFormat) -> FileIndex
     beside = _decode(place.read_whole(INDEX_NAME))
     if beside is not None and (beside.kind, beside.pattern) == (file_format.kind, pattern):
         return FileIndex(beside)
-    found = [each for each in place.find(pattern) if not each.name.endswith(INDEX_NAME)]
-    if not found:
-        raise DataNotFoundError(
-            f"There must be files to read, but {place.name_of(pattern)!r} matches none."
-        )
+    found = _find(place, pattern)
     kept = _kept_path(place, pattern, file_format, found)
     known = _decode(kept.read_bytes()) if kept.is_file() else None
     if known is not None:
@@ -126,10 +122,19 @@ def load_index(place: Place, pattern: str, file_format: FileFormat) -> FileIndex
 
 def write_index(place: Place, pattern: str, file_format: FileFormat) -> FileIndex:
     """Write an index beside the files, which is taken from then on without looking at them."""
-    found = [each for each in place.find(pattern) if not each.name.endswith(INDEX_NAME)]
+    found = _find(place, pattern)
     index = make_index(place, pattern, file_format, found)
     place.write(INDEX_NAME, index.encode())
     return index
+
+
+def _find(place: Place, pattern: str) -> list[FoundFile]:
+    found = [each for each in place.find(pattern) if not each.name.endswith(INDEX_NAME)]
+    if not found:
+        raise DataNotFoundError(
+            f"There must be files to read, but {place.name_of(pattern)!r} matches none."
+        )
+    return found
 
 
 def make_index(
@@ -208,7 +213,8 @@ def _kept_path(
 
 
 def _options(file_format: FileFormat) -> list[Any]:
-    return [repr(getattr(file_format, "_columns", None))]
+    delimiter = getattr(file_format, "delimiter", ",")
+    return [repr(getattr(file_format, "_columns", None)), *([delimiter] * (delimiter != ","))]
 
 
 def _decode(data: bytes | None) -> _Stored | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from paceline._waiting import sleep
 from paceline.data._disk_cache import DiskCache
@@ -37,6 +37,7 @@ _NO_CREDENTIALS = (
     " Hint: no credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
     " AWS_SKIP_SIGNATURE=true for a public bucket."
 )
+_QUERY = re.compile(r"\?[\w-]+=")
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -300,12 +301,21 @@ def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
     text = os.fspath(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme in ("", "file"):
-        path = text.removeprefix("file://") if scheme else os.path.abspath(text)
-        base, pattern = _parted(path)
+        path = unquote(text.removeprefix("file://")) if scheme else os.path.expanduser(text)
+        base, pattern = _parted(os.path.abspath(path))
         return Directory(Path(base or "/")), pattern
+    if _QUERY.search(text):
+        raise ValueError(
+            f"A URL of data must have no query, but got {text!r}. Hint: credentials and options"
+            " come from the environment."
+        )
     base, pattern = _parted(text)
     if base.endswith(":/") or "://" not in base:
         base, pattern = text, ""
+    if not urlsplit(base).netloc:
+        raise ValueError(
+            f"A URL of data must be like {scheme}://bucket/data/*.parquet, but got {text!r}."
+        )
     try:
         storage = storage_from(base)
     except StorageNotInstalledError as error:
@@ -313,7 +323,7 @@ def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
             raise
         raise DataError(
             f"Data can be read from paths and from URLs that begin with s3:// or az://, but got"
-            f" {text!r}. Hint: mount the store as a directory."
+            f" {text!r}. Hint: download the files, or mount the store as a directory."
         ) from error
     if not isinstance(storage, ObjectStorage):
         raise DataError(f"Data can be read from stores of objects, but {text!r} is none.")
@@ -323,13 +333,26 @@ def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
 def _parted(path: str) -> tuple[str, str]:
     """Return the directory and the pattern below it; a path that ends in no file has none."""
     at = _first_wild(path)
+    # The names of directories and files may have what else is wild.
+    while at < len(path) and os.path.lexists(_through(path, at)):
+        known = len(_through(path, at))
+        at = known + _first_wild(path[known:])
     if at < len(path):
         base = path[:at].rpartition("/")[0]
         return base, path[len(base) :].lstrip("/")
+    if os.path.isfile(path):
+        base, _, last = path.rpartition("/")
+        return base, glob.escape(last)
     base, _, last = path.rstrip("/").rpartition("/")
-    if os.path.isfile(path) or (PurePosixPath(last).suffix and not os.path.isdir(path)):
+    if PurePosixPath(last).suffix and not os.path.isdir(path):
         return base, last
     return path.rstrip("/"), ""
+
+
+def _through(path: str, at: int) -> str:
+    """Return a path to the end of the name in which a place lies."""
+    end = path.find("/", at)
+    return path if end < 0 else path[:end]
 
 
 def _first_wild(pattern: str) -> int:

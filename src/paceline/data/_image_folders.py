@@ -42,7 +42,7 @@ class ImageSource(Source):
         if not self._files:
             raise DataNotFoundError(
                 f"There must be images in folders of {place.url!r}, such as cats/1.jpg, but there"
-                " are none."
+                f" are none that end in {list(IMAGES)}."
             )
         self.classes = sorted({each.name.partition("/")[0] for each in self._files})
         self._numbers = {name: number for number, name in enumerate(self.classes)}

@@ -1,5 +1,7 @@
 """Files of JSON lines: some lines are a piece."""
 
+import json
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -53,4 +55,10 @@ class JsonLinesFormat(FileFormat):
         try:
             return self._decode(line)
         except msgspec.DecodeError as error:
-            raise file.damaged(f"{error}, in the line {line[:80]!r}") from error
+            # Python writes NaN and infinite numbers, which other libraries refuse.
+            with suppress(ValueError):
+                return json.loads(line)
+            raise file.damaged(
+                f"{error}, in the line {line[:80]!r}",
+                "each line must be a JSON value by itself; is the file cut off?",
+            ) from error

@@ -18,6 +18,7 @@ _KINDS = {
     "json-lines": "_json_lines:JsonLinesFormat",
     "webdataset": "_webdataset:WebDatasetFormat",
 }
+_COMPRESSED = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _SUFFIXES = {
     ".parquet": "parquet",
     ".pq": "parquet",
@@ -26,6 +27,7 @@ _SUFFIXES = {
     ".feather": "arrow",
     ".ipc": "arrow",
     ".csv": "csv",
+    ".tsv": "csv",
     ".jsonl": "json-lines",
     ".ndjson": "json-lines",
     ".json": "json-lines",
@@ -38,6 +40,7 @@ def read(
     *,
     format: str | None = None,  # as such functions call it
     columns: Sequence[str] | None = None,
+    delimiter: str | None = None,
     memory_bytes: int | None = None,
     disk_bytes: int = 0,
 ) -> Dataset:
@@ -53,6 +56,8 @@ def read(
         format: "parquet", "arrow", "csv", "json-lines" or "webdataset"; by the suffix of the files
             by default.
         columns: The columns to read, where files have some; None for all.
+        delimiter: The character between the values of a CSV file: a tab for ".tsv", and a comma
+            for others, by default.
         memory_bytes: About how many bytes of decoded samples each process keeps; 48 MiB by
             default.
         disk_bytes: How many bytes of remote files all processes of a machine keep on its disk, in
@@ -62,11 +67,11 @@ def read(
         DataNotFoundError: There are no such files.
         DataFormatError: A file is damaged, or has other columns than the first.
         DataError: The files cannot be reached.
-        ValueError: The format is not known.
+        ValueError: The format is not known, or has no such option.
     """
     from paceline.data._file_index import load_index
 
-    source = _source(url, format, columns, load_index)
+    source = _source(url, format, columns, delimiter, load_index)
     source.keep(memory_bytes, disk_bytes)
     return Dataset(source)
 
@@ -99,6 +104,7 @@ def write_index(
     *,
     format: str | None = None,  # as in `read`
     columns: Sequence[str] | None = None,
+    delimiter: str | None = None,
 ) -> Dataset:
     """Look into files, write the index beside them, and return their data set.
 
@@ -109,19 +115,21 @@ def write_index(
         url: See `read`.
         format: See `read`.
         columns: See `read`.
+        delimiter: See `read`.
 
     Raises:
         DataError: See `read`.
     """
     from paceline.data._file_index import write_index
 
-    return Dataset(_source(url, format, columns, write_index))
+    return Dataset(_source(url, format, columns, delimiter, write_index))
 
 
 def _source(
     url: str | os.PathLike[str],
     kind: str | None,
     columns: Sequence[str] | None,
+    delimiter: str | None,
     index_of: Callable[[Any, str, Any], Any],
 ) -> Any:
     _check_installed("pyarrow", "pyarrow")
@@ -131,35 +139,59 @@ def _source(
     place, pattern = place_of(url)
     if not pattern:
         suffix = _suffix_in(place)
-        kind, pattern = kind or _SUFFIXES[suffix], f"**/*{suffix}"
-    if kind is None:
-        suffix = PurePosixPath(pattern).suffix
-        if suffix not in _SUFFIXES:
-            raise ValueError(
-                f"`format` must be given for {pattern!r}, as files are known by the suffixes"
-                f" {sorted(_SUFFIXES)}."
-            )
-        kind = _SUFFIXES[suffix]
-    file_format = _format(kind, columns)
+        kind, pattern = kind or _SUFFIXES[suffix.lower()], f"**/*{suffix}"
+    suffix = PurePosixPath(pattern).suffix.lower()
+    if suffix in _COMPRESSED:
+        raise _compressed(pattern)
+    kind = kind or _kind_of(pattern, suffix)
+    if suffix == ".tsv" and kind == "csv" and delimiter is None:
+        delimiter = "\t"
+    file_format = _format(kind, columns, delimiter)
     return FileSource(place, pattern, file_format, index_of(place, pattern, file_format))
 
 
-def _format(kind: str, columns: Sequence[str] | None) -> Any:
+def _compressed(name: str) -> ValueError:
+    return ValueError(
+        "Files must not be compressed as a whole, as no part of them could be read alone, but got"
+        f" {name!r}. Hint: decompress them, or write them as Parquet, which compresses its row"
+        " groups."
+    )
+
+
+def _kind_of(pattern: str, suffix: str) -> str:
+    if suffix not in _SUFFIXES:
+        raise ValueError(
+            f"`format` must be given for {pattern!r}, as files are known by the suffixes"
+            f" {sorted(_SUFFIXES)}."
+        )
+    return _SUFFIXES[suffix]
+
+
+def _format(kind: str, columns: Sequence[str] | None, delimiter: str | None) -> Any:
     if kind not in _KINDS:
         raise ValueError(f"`format` must be one of {sorted(_KINDS)}, but got {kind!r}.")
     module, _, name = _KINDS[kind].partition(":")
     made = getattr(importlib.import_module(f"paceline.data.{module}"), name)
-    if columns is None:
-        return made()
-    if kind in ("json-lines", "webdataset"):
-        raise ValueError(f"`columns` has no meaning for {kind} files. Hint: `map`.")
-    return made(columns)
+    options: dict[str, Any] = {}
+    if columns is not None:
+        if isinstance(columns, str) or not columns:
+            raise ValueError(f"`columns` must be a list of names, but got {columns!r}.")
+        if kind in ("json-lines", "webdataset"):
+            raise ValueError(f"`columns` has no meaning for {kind} files. Hint: `map`.")
+        options["columns"] = columns
+    if delimiter is not None:
+        if kind != "csv":
+            raise ValueError(f"`delimiter` is for CSV files only, but got {kind} files.")
+        options["delimiter"] = delimiter
+    return made(**options)
 
 
 def _suffix_in(place: Any) -> str:
     """Return the suffix of the files of a directory."""
     suffixes = sorted({PurePosixPath(each.name).suffix for each in place.find("**/*")})
-    known = [suffix for suffix in suffixes if suffix in _SUFFIXES]
+    known = [suffix for suffix in suffixes if suffix.lower() in _SUFFIXES]
+    if not known and (compressed := [each for each in suffixes if each.lower() in _COMPRESSED]):
+        raise _compressed(f"{place.url.rstrip('/')}/**/*{compressed[0]}")
     if not known:
         raise DataNotFoundError(
             f"There must be files to read in {place.url!r}, but it has none that end in"

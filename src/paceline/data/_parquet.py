@@ -37,15 +37,11 @@ class ParquetFormat(FileFormat):
         start, footer = _footer_of(file)
         metadata = self._metadata(file, {start: footer})
         schema = metadata.schema.to_arrow_schema()
-        missing = set(self._columns or ()) - set(schema.names)
-        if missing:
-            raise file.damaged(f"it has no column {sorted(missing)}, only {schema.names}")
-        names = self._columns or schema.names
-        lines = [f"{name}: {schema.field(name).type}" for name in names]
+        lines = file.columns_of(schema, self._columns)
         chunks = [_chunk(metadata.row_group(number)) for number in range(metadata.num_row_groups)]
         if len(chunks) == 1 and file.size <= _WHOLE_BYTES:
             chunks = [chunks[0]._replace(start=0, size=file.size)]
-        return IndexedFile(chunks, xxhash.xxh3_64_hexdigest(footer), "\n".join(lines))
+        return IndexedFile(chunks, xxhash.xxh3_64_hexdigest(footer), lines)
 
     def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
         """Decode a row group."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from paceline._argument_checks import check_count
 from paceline.data._partitioned_order import PartitionedOrder, PartitionShards
 from paceline.data._sample_source import Source
 
@@ -59,6 +60,37 @@ class Plan:
         return replace(
             self, ahead=self.ahead if ahead is None else ahead, window=window or self.window
         )
+
+    def shuffled(self, window: int | None) -> "Plan":
+        """Return the plan of random orders.
+
+        Raises:
+            ValueError: The window is not at least 1.
+        """
+        if window is not None:
+            check_count("window", window)
+        return replace(self, is_shuffled=True, window=window or self.window)
+
+    def of_worker(self, rank: int | None, num_parts: int | None) -> "Plan":
+        """Return the plan of a worker's part.
+
+        Args:
+            rank: The worker; None for the one that reads.
+            num_parts: The number of workers; None for that of the run.
+
+        Raises:
+            ValueError: There is no such part.
+        """
+        reader = self.reader
+        if rank is None:
+            rank = reader.rank if reader else 0
+        if num_parts is None:
+            num_parts = reader.world_size if reader else 1
+        check_count("num_shards", num_parts)
+        if not hasattr(rank, "__index__") or not 0 <= rank < num_parts:
+            hint = " Hint: `num_shards` is the number of parts." if num_parts == 1 else ""
+            raise ValueError(f"`rank` must be from 0 to {num_parts - 1}, but got {rank!r}.{hint}")
+        return replace(self, part=(int(rank), num_parts))
 
     def check_own_part(self) -> None:
         """Check that a worker of a run reads its own part.

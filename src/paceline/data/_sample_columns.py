@@ -1,10 +1,13 @@
 """Samples as columns, as files of tables hold them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
+from paceline.data._default_batches import collate_samples
 
 _DTYPES = {
     getattr(pa, name)(): np.dtype(name)
@@ -54,9 +57,40 @@ class Columns:
         """Return the columns as NumPy arrays, those of text and the like as arrays of objects."""
         return {name: _as_numpy(array) for name, array in self.arrays.items()}
 
+    def changed_to(self, arrays: Any) -> "Columns":
+        """Return the samples that a user's function has made of these.
+
+        Args:
+            arrays: What it returned: a dictionary of arrays, tensors or lists.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: A column has another number of values than there are samples.
+        """
+        if not isinstance(arrays, Mapping):
+            raise TypeError(
+                "The function of `map_batches` must return a dictionary of arrays, as it gets one,"
+                f" but returned {type(arrays).__name__}."
+            )
+        changed = {}
+        for name, values in arrays.items():
+            if not hasattr(values, "__len__") or isinstance(values, (str, bytes, Mapping)):
+                raise TypeError(
+                    "The function of `map_batches` must return an array for each column, but"
+                    f" {name!r} is {values!r}."
+                )
+            if len(values) != len(self):
+                raise ValueError(
+                    "The function of `map_batches` must return as many samples as it gets, but got"
+                    f" {len(self)} and returned {len(values)} in {name!r}. Hint: `filter` leaves"
+                    " samples out."
+                )
+            changed[name] = _as_array(values)
+        return Columns(changed)
+
     def to_torch(self) -> dict[str, Any]:
         """Return a batch: a tensor for each column of numbers, a list for each other one."""
-        return {name: _batch_of(array) for name, array in self.arrays.items()}
+        return {name: _batch_of(name, array) for name, array in self.arrays.items()}
 
 
 def join_columns(parts: Sequence[Columns], unused: Columns | None = None) -> Columns:
@@ -158,7 +192,8 @@ def _is_number(kind: Any) -> bool:
 
 
 def _is_vector(kind: Any) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    types = pa.types
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return bool(is_list and _is_number(kind.value_type))
 
 
@@ -187,7 +222,28 @@ def _join(arrays: Sequence[Any], memory: Any = None) -> Any:
 
 
 def _as_arrow(array: Any) -> Any:
-    return pa.array(array) if isinstance(array, np.ndarray) else array
+    if not isinstance(array, np.ndarray):
+        return array
+    if array.ndim == 1:
+        return pa.array(array)
+    # The vectors of another piece have gaps.
+    return pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
+
+
+def _as_array(values: Any) -> Any:
+    """Return values as an array: numbers and vectors of one length as such, others as objects."""
+    numpy = getattr(values, "numpy", None)
+    if callable(numpy):
+        return numpy()
+    if not isinstance(values, (list, tuple)):
+        return values
+    with suppress(ValueError):
+        array = np.array(values)
+        if array.dtype.kind in "biuf":
+            return array
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
 
 
 def _row_values(array: Any) -> Any:
@@ -211,13 +267,14 @@ def _as_numpy(array: Any) -> Any:
     return values
 
 
-def _batch_of(array: Any) -> Any:
+def _batch_of(name: str, array: Any) -> Any:
     import torch
-    from torch.utils.data import default_collate
 
     if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":
         # What was taken from a piece is nobody else's; a whole piece may be read only.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     values = _row_values(array)
     is_vectors = len(values) > 0 and isinstance(values[0], np.ndarray)
-    return default_collate(list(values)) if is_vectors else list(values)
+    if not is_vectors:
+        return list(values)
+    return collate_samples([{name: value} for value in values])[name]

@@ -54,6 +54,14 @@ class Source(ABC):
         return None
 
 
+_TABLES = {
+    "pyarrow.lib.Table": "`table.to_pylist()`",
+    "pandas.DataFrame": "`frame.to_dict('records')`",
+    "pandas.core.frame.DataFrame": "`frame.to_dict('records')`",
+    "polars.dataframe.frame.DataFrame": "`frame.to_dicts()`",
+}
+
+
 def is_iterable_only(data: Any) -> bool:
     """Tell whether data can only be iterated over.
 
@@ -69,7 +77,20 @@ def is_iterable_only(data: Any) -> bool:
             f" {type(data).__name__} with the keys {sorted(map(str, data))[:8]}. Hint: for columns,"
             " a list of dictionaries, or torch.utils.data.TensorDataset."
         )
+    if table := kinds & _TABLES.keys():
+        raise TypeError(
+            "A data set must be made of samples with numbers, but got a table,"
+            f" {type(data).__name__}. Hint: {_TABLES[table.pop()]} makes a list of samples; a"
+            " large one is better written to a Parquet file, for `data.read`."
+        )
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        try:
+            len(data)
+        except TypeError as error:
+            raise TypeError(
+                "A data set must be made of data with a length, but got"
+                f" {type(data).__name__}: {error}."
+            ) from error
         return False
     if not hasattr(data, "__iter__"):
         raise TypeError(

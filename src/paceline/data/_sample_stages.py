@@ -34,13 +34,19 @@ class MappedBatches(Stage):
         """Return what the function makes of them.
 
         Raises:
+            TypeError: It returns something else.
             ValueError: It returns another number of samples.
         """
         plain = getattr(samples, "plain", None)
         if plain is None:
             changed = self._function(samples)
+            if not hasattr(changed, "__len__"):
+                raise TypeError(
+                    "The function of `map_batches` must return a list of samples, but returned"
+                    f" {type(changed).__name__}."
+                )
         else:
-            changed = type(samples)(self._function(plain()))
+            changed = samples.changed_to(self._function(plain()))
         if len(changed) != len(samples):
             raise ValueError(
                 "The function of `map_batches` must return as many samples as it gets, but got"

@@ -1,7 +1,8 @@
 """Disjoint parts of a source."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from typing import Any, SupportsIndex
 
 from paceline.data._sample_source import Numbers, Source
 from paceline.data._selected_samples import PickedSource, RangesSource
@@ -16,9 +17,12 @@ def part_sizes(total: int, sizes: int | Sequence[float]) -> list[int]:
             their shares, which sum to at most 1.
 
     Raises:
+        TypeError: It is none of these.
         ValueError: They cannot be had.
     """
-    if isinstance(sizes, int):
+    # Arrays of one number have an index as well.
+    if isinstance(sizes, SupportsIndex) and not hasattr(sizes, "__len__"):
+        sizes = sizes.__index__()
         if not 1 <= sizes <= total:
             raise ValueError(
                 f"The number of parts must be from 1 to the number of samples, which is {total},"
@@ -26,7 +30,12 @@ def part_sizes(total: int, sizes: int | Sequence[float]) -> list[int]:
             )
         whole, rest = divmod(total, sizes)
         return [whole + (index < rest) for index in range(sizes)]
-    if all(isinstance(size, int) for size in sizes):
+    if not isinstance(sizes, Iterable) or not all(isinstance(size, Real) for size in sizes):
+        raise TypeError(
+            "Parts must be given by their number, such as 3, or by a list of their sizes or shares,"
+            f" such as (0.8, 0.2), but got {sizes!r}."
+        )
+    if all(isinstance(size, Integral) for size in sizes):
         counts = [int(size) for size in sizes]
     elif sum(sizes) > 1 + 1e-9:
         raise ValueError(f"Shares must sum to at most 1, but got {list(sizes)}.")

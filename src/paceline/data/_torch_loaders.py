@@ -5,9 +5,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
+from paceline._argument_checks import check_count
 from paceline.data._decoding_loader import DecodingLoader
+from paceline.data._default_batches import collate_samples
+from paceline.data._sample_source import Source
 from paceline.data._samples_in_memory import MemorySource
 from paceline.data._stream_pieces import StreamPieces
 from paceline.data._streams import Stream
@@ -98,7 +101,7 @@ class _Collate:
         if self._collate is not None:
             return self._collate(list(samples))
         to_torch = getattr(samples, "to_torch", None)
-        return default_collate(samples) if to_torch is None else to_torch()
+        return collate_samples(samples) if to_torch is None else to_torch()
 
 
 class StreamView(IterableDataset[Any]):
@@ -148,7 +151,10 @@ def make_loader(
     options: dict[str, Any],
 ) -> "DataLoader[Any]":
     """Return a torch loader of a data set; see `Dataset.to_torch`."""
-    options = {**options, "num_workers": num_workers, "collate_fn": collate}
+    _check_options(dataset.source, batch_size, options)
+    if collate is None and batch_size is not None:
+        options["collate_fn"] = collate_samples
+    options = {"collate_fn": collate, **options, "num_workers": num_workers}
     source = dataset.source
     if isinstance(source, Stream):
         return DataLoader(_stream_view(source), batch_size, **options)
@@ -157,16 +163,34 @@ def make_loader(
     if source.is_encoded:
         finish: Callable[[Any], Any] | None = None
         if collate is not None or dataset.has_stages:
-            finish = partial(_finished, dataset, collate or default_collate)
+            finish = partial(_finished, dataset, collate or collate_samples)
         kind = partial(DecodingLoader, source=source, finish=finish)
     if source.chunk_sizes() is not None:
         options.update(collate_fn=_Collate(collate), sampler=OrderSampler(dataset))
     else:
-        options["shuffle"] = dataset.plan.is_shuffled
+        # Torch refuses to shuffle nothing.
+        options["shuffle"] = dataset.plan.is_shuffled and len(source) > 0
         if isinstance(source, MemorySource) and not dataset.has_stages:
             data = source.data
     loader: DataLoader[Any] = kind(data, batch_size=batch_size, **options)
     return loader
+
+
+def _check_options(source: Source | Stream, batch_size: object, options: dict[str, Any]) -> None:
+    """Check options that torch would not, or that would have no effect.
+
+    Raises:
+        ValueError: One has no effect.
+    """
+    if isinstance(source, Stream) or source.chunk_sizes() is None:
+        return
+    check_count("batch_size", batch_size)
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"`{name}` must not be given for samples of files, whose order makes workers read"
+                " few of them. Hint: `shuffle`, `filter` and `split` choose samples."
+            )
 
 
 def _finished(dataset: "Dataset", collate: Callable[[Any], Any], samples: Any) -> Any:

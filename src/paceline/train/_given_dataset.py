@@ -55,7 +55,7 @@ def given_dataset(data: Any, name: str = "dataset") -> Any:
 
     Raises:
         TypeError: One is bytes.
-        ValueError: One of several has no samples.
+        ValueError: A dictionary is empty, or one of several has no samples.
         DataError: See `paceline.data.read`.
     """
     if isinstance(data, bytes):
@@ -63,6 +63,8 @@ def given_dataset(data: Any, name: str = "dataset") -> Any:
     if isinstance(data, (str, PathLike)):
         return read(data)
     if isinstance(data, Mapping):
+        if not data:
+            raise ValueError(f"`{name}` must have a data set for each name, but got {data!r}.")
         return {key: given_dataset(each, f"{name}[{key!r}]") for key, each in data.items()}
     for path, each in _parts(data, name) if is_several(data) else ():
         if _is_empty(each):

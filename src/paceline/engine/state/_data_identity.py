@@ -31,8 +31,8 @@ def check_identity(
     if is_within_epoch:
         raise CheckpointMismatchError(
             "The data must be those that the checkpoint was saved with, as it lies within an epoch,"
-            f" but {difference}. Hint: put the files back as they were, or go on with a checkpoint"
-            " of the end of an epoch."
+            f" but {difference}. Hint: give the data as they were, or go on with a checkpoint of"
+            " the end of an epoch."
         )
     logger.warning(
         "The next epoch has other data than those before the checkpoint: %s.", difference
@@ -47,9 +47,12 @@ def _difference(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     before, now = stored["prints"], present["prints"]
     name = present["name"]
     if stored["digest"] == present["digest"]:
+        windows = stored.get("window"), present.get("window")
+        if windows[0] == windows[1]:
+            return f"`filter`, `split` or `to_cv` has selected other samples of {name!r}"
         return (
-            f"of {name!r} other samples are selected, or others are mixed with each other (a window"
-            f" of {stored.get('window')} then, of {present.get('window')} now)"
+            f"of {name!r} other samples are mixed with each other (a window of {windows[0]} then,"
+            f" of {windows[1]} now)"
         )
     parts = [
         f"{what} {_shown(names)}"

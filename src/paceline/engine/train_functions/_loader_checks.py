@@ -49,7 +49,10 @@ def check_enough_samples(loader: Any, num_workers: int) -> None:
         return
     num_samples = len(loader.dataset)
     if num_samples < num_workers:
+        hint = "use fewer workers."
+        if not num_samples:
+            hint = "are the files empty, or did a filter keep none?"
         raise ValueError(
             f"The data set must have at least one sample for each of the {num_workers} workers,"
-            f" but has {num_samples}. Hint: use fewer workers."
+            f" but has {num_samples}. Hint: {hint}"
         )

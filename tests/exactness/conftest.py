@@ -2,11 +2,13 @@
 
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forked_processes import RankServer, RankService
 
 from paceline.testing import Fault, FaultOutcome, verify_resume
 
@@ -22,13 +24,24 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "straight_runs"
 
 
+@pytest.fixture(scope="session")
+def fork_command(torch_ranks: RankServer) -> Iterator[list[str]]:
+    """Return a command that runs a script as forked ranks; their number and the script follow."""
+    # Paths of sockets are short.
+    with tempfile.TemporaryDirectory() as directory:
+        address = Path(directory) / "ranks"
+        service = RankService(torch_ranks, address)
+        yield [str(service.program), str(address)]
+        service.close()
+
+
 def is_of_all_ranks(fault: Fault) -> bool:
     """Tell whether each rank comes to where the fault hits; then a kill is the last one's."""
     return fault.point is None or fault.point.startswith("engine.")
 
 
 @pytest.fixture
-def verify(shared_directory: Path, tmp_path: Path) -> Verify:
+def verify(shared_directory: Path, tmp_path: Path, fork_command: list[str]) -> Verify:
     """Return a function that checks `train.py` with one fault.
 
     What decides the bits of a straight run (`num_workers` and the variables in `options`) names
@@ -47,7 +60,7 @@ def verify(shared_directory: Path, tmp_path: Path) -> Verify:
         command = [sys.executable, str(HERE / "train.py")]
         if not has_launcher and num_workers > 1:
             name += "-forked"
-            command[1:1] = [str(HERE / "fork_ranks.py"), str(num_workers)]
+            command[1:1] = [*fork_command, str(num_workers)]
             if fault.kind == "kill" and fault.rank is None and is_of_all_ranks(fault):
                 fault = replace(fault, rank=num_workers - 1)
         verdict = verify_resume(

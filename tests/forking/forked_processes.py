@@ -94,9 +94,14 @@ class ForkedDaemon(_Forked):
 
 
 class ForkServer:
-    """A process that forks others, so that each has modules loaded from its beginning."""
+    """A process that forks others, so that each has modules loaded from its beginning.
+
+    Attributes:
+        environment: That of the server itself, in which it has found the modules.
+    """
 
     def __init__(self, *modules: str) -> None:
+        self.environment = dict(os.environ)
         self._channel, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._codes: dict[int, int] = {}
         program = Path(__file__).with_name("fork_server.py")
@@ -219,41 +224,96 @@ class RankServer(ForkServer):
         Returns:
             The code of the first rank to fail, and what all ranks have written.
         """
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
-        place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
         command = [str(script), *arguments]
-        request = {"command": command, "directory": str(directory)}
-        deadline = time.monotonic() + timeout_s
         with tempfile.TemporaryFile("w+") as output:
-            files = 2 * [output.fileno()]
-            running = {
-                self.ask(
-                    {
-                        **request,
-                        "environment": {
-                            **environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)
-                        },
-                    },
-                    files,
-                )
-                for rank in range(num_ranks)
-            }  # fmt: skip
-            code = 0
-            try:
-                while running:
-                    pid, ended = self.wait_for_any(running, deadline - time.monotonic())
-                    running.remove(pid)
-                    if ended and not code:
-                        code = ended
-                        # A rank may have to say yet that another one has failed.
-                        deadline = time.monotonic() + 30
-            except TimeoutError:
-                if not code:
-                    raise
-            finally:
-                _kill(running)
+            code = self.run_into(
+                2 * [output.fileno()], num_ranks, command, str(directory), environment, timeout_s
+            )
             output.seek(0)
             return subprocess.CompletedProcess(command, code, output.read(), "")
+
+    def run_into(
+        self,
+        files: list[int],
+        num_ranks: int,
+        command: list[str],
+        directory: str,
+        environment: dict[str, str],
+        timeout_s: float = 180,
+    ) -> int:
+        """Do the same with standard output and error of one's own; return the code."""
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1))}
+        place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+        request = {"command": command, "directory": directory}
+        deadline = time.monotonic() + timeout_s
+        running = {
+            self.ask(
+                {
+                    **request,
+                    "environment": {
+                        **environment, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)
+                    },
+                },
+                files,
+            )
+            for rank in range(num_ranks)
+        }  # fmt: skip
+        code = 0
+        try:
+            while running:
+                pid, ended = self.wait_for_any(running, deadline - time.monotonic())
+                running.remove(pid)
+                if ended and not code:
+                    code = ended
+                    # A rank may have to say yet that another one has failed.
+                    deadline = time.monotonic() + 30
+        except TimeoutError:
+            if not code:
+                raise
+        finally:
+            _kill(running)
+        return code
+
+
+class RankService:
+    """Forks ranks for programs that ask for them, one after the other.
+
+    A program is `fork_ranks.py` with the address of the socket, the number, a script and its
+    arguments; it ends as the ranks do. Meanwhile nobody else may use the server.
+    """
+
+    program = Path(__file__).with_name("fork_ranks.py")
+
+    def __init__(self, server: RankServer, address: Path) -> None:
+        self._server = server
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(str(address))
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._serve, name="rank-service")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the service."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                channel, _ = self._socket.accept()
+            except OSError:
+                return
+            with channel:
+                message, files, _, _ = socket.recv_fds(channel, 1 << 20, 2)
+                try:
+                    code = self._server.run_into(files, **json.loads(message))
+                except TimeoutError:
+                    code = 124
+                for file in files:
+                    os.close(file)
+                with suppress(OSError):
+                    channel.send(str(code if code >= 0 else 128 - code).encode())
 
 
 def _kill(processes: set[int]) -> None:

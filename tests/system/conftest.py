@@ -27,8 +27,8 @@ def make_master(tmp_path: Path, master_class: Any) -> Iterator[Callable[..., Mas
     """Return a function that makes a master; all are stopped at the end."""
     made: list[MasterProcess] = []
 
-    def make(num_slots: int = 1, name: str = "home", *options: str) -> MasterProcess:
-        made.append(master_class(tmp_path / name, num_slots, *options))
+    def make(num_slots: int = 1, name: str = "home", *options: str, **given: Any) -> MasterProcess:
+        made.append(master_class(tmp_path / name, num_slots, *options, **given))
         return made[-1]
 
     yield make
@@ -47,10 +47,12 @@ def wait_until() -> Callable[..., None]:
     """Return a function that waits for a condition."""
 
     def wait(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline, pause_s = time.monotonic() + timeout_s, 0.02
         while not condition():
             assert time.monotonic() < deadline, f"{condition} did not hold within {timeout_s} s"
-            time.sleep(0.05)
+            time.sleep(pause_s)
+            # Each look asks a master, which takes milliseconds.
+            pause_s = min(1.5 * pause_s, 0.3)
 
     return wait
 

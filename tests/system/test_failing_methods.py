@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,27 +137,33 @@ def config_of(fault: str, go_on: Path, name: str = "faulty") -> dict[str, Any]:
 
 @pytest.fixture
 def paceline(
-    site: Path, tmp_path: Path, write_context: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    site: Path,
+    tmp_path: Path,
+    command_server: Any,
+    fork_server_class: Any,
+    write_context: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., Any]]:
     """Return a function that runs a command about a config, where the methods are installed."""
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     code = write_context(SCRIPT)
+    equipped = fork_server_class("paceline.cli._app", "paceline.client", "paceline.config")
 
-    def run(
-        *command: str, config: dict[str, Any] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*command: str, config: dict[str, Any] | None = None) -> Any:
         arguments = list(command)
         if config is not None:
             (tmp_path / "config.json").write_text(json.dumps(config))
             arguments.append(str(tmp_path / "config.json"))
             if "create" in command:
                 arguments.append(str(code))
-        return subprocess.run(
-            [sys.executable, "-m", "paceline.cli", *arguments],
-            capture_output=True, text=True, check=False,
+        server = equipped if str(site) in os.environ.get("PYTHONPATH", "") else command_server
+        return server.run_to_end(
+            "-m", "paceline.cli", *arguments,
+            directory=Path.cwd(), environment=dict(os.environ),
         )  # fmt: skip
 
-    return run
+    yield run
+    equipped.close()
 
 
 AT_CREATION = {

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +49,45 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "site"
 
 
+@pytest.fixture(scope="module")
+def plugin_server(installed: Path, fork_server_class: Any) -> Iterator[Any]:
+    """Return a server of masters and commands that know of the packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
+        server = fork_server_class("paceline.cli._app", "paceline.client", "paceline.master")
+    yield server
+    server.close()
+
+
+def run_in(server: Any, home: Path, directory: Path, *arguments: object) -> Any:
+    """Run a command to its end, forked from a server."""
+    return server.run_to_end(
+        "-m", "paceline.cli", *map(str, arguments),
+        directory=directory, environment=os.environ | {"PACELINE_HOME": str(home)},
+    )  # fmt: skip
+
+
 def test_a_search_method_is_added_by_installing_a_package(
     installed: Path,
+    plugin_server: Any,
+    command_server: Any,
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code = write_context(SCRIPT)
-    master = make_master(2)
+    master, equipped = make_master(2), make_master(2, server=plugin_server)
 
-    def create(searcher: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    def create(searcher: dict[str, Any]) -> Any:
         """Create an experiment by the command line, whose process knows of the package too."""
         (code / "config.json").write_text(json.dumps(CONFIG | {"searcher": searcher}))
-        command = [sys.executable, "-m", "paceline.cli", "experiment", "create", "-f"]
-        command += [str(code / "config.json"), str(code)]
-        environment = os.environ | {"PACELINE_HOME": str(master.home)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
+        is_installed = str(installed) in os.environ.get("PYTHONPATH", "")
+        server = plugin_server if is_installed else command_server
+        return run_in(server, master.home, code, "e", "create", "-f", code / "config.json", code)
 
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
-        client = master.start().client()
+        client = equipped.start().client()
         done = create(SEARCHER)
         assert done.returncode == 0, done.stderr
         experiment = client.get_experiment(1)
@@ -86,7 +105,7 @@ def test_a_search_method_is_added_by_installing_a_package(
         assert done.returncode != 0
         assert "`searcher.max_trails` is not a known field" in done.stderr
         assert "did you mean `max_trials`?" in done.stderr
-        master.kill()
+        equipped.kill()
     # Without the package, what it has done stays visible.
     experiment = master.start().client().get_experiment(1)
     assert "search method" not in (master.home / "master.log").read_text()
@@ -98,6 +117,8 @@ def test_a_search_method_is_added_by_installing_a_package(
     assert "`adaptive_asha`" in done.stderr
 
 
+# A quick one of a package that is there for a while alone is in test_failing_methods.py.
+@pytest.mark.slow
 def test_a_search_waits_for_its_package(
     installed: Path,
     make_master: Callable[..., Any],
@@ -152,6 +173,8 @@ with det.core.init() as context:
 
 def test_a_storage_is_added_by_installing_a_package(
     installed: Path,
+    plugin_server: Any,
+    command_server: Any,
     make_master: Callable[..., Any],
     write_context: Callable[..., Path],
     wait_until: Callable[..., None],
@@ -165,14 +188,12 @@ def test_a_storage_is_added_by_installing_a_package(
         "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 6}},
     }  # fmt: skip
     (code / "config.json").write_text(json.dumps(config))
-    master = make_master(1)
+    master, equipped = make_master(1), make_master(1, server=plugin_server)
 
-    def paceline(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "paceline.cli", *map(str, arguments)]
-        environment = os.environ | {"PACELINE_HOME": str(master.home)}
-        return subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+    def paceline(*arguments: object) -> Any:
+        is_installed = str(installed) in os.environ.get("PYTHONPATH", "")
+        server = plugin_server if is_installed else command_server
+        return run_in(server, master.home, tmp_path, *arguments)
 
     # Without the package its URL is refused before anything runs.
     client = master.start().client()
@@ -181,7 +202,7 @@ def test_a_storage_is_added_by_installing_a_package(
     assert "checkpoint_storage" in refused.stderr
     master.kill()
     monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
-    client = master.start().client()
+    client = equipped.start().client()
     done = paceline("e", "create", "-f", code / "config.json", code)
     assert done.returncode == 0, done.stdout + done.stderr
     [trial] = client.get_experiment(1).trials()
@@ -210,7 +231,7 @@ def test_a_storage_is_added_by_installing_a_package(
     )
     subprocess.run([sys.executable, "train.py"], cwd=tmp_path / "local", check=True)
     assert len(storage.list()) == 2
-    master.kill()
+    equipped.kill()
 
     # Without the package, all but the files is there, and what needs them names what is missing.
     path = os.environ["PYTHONPATH"].removeprefix(str(installed)).removeprefix(os.pathsep)
@@ -249,59 +270,26 @@ def storage_in(installed: Path, url: str) -> Any:
     return module.SqliteStorage.from_url(url)
 
 
-NOTING = """
-from pathlib import Path
-from paceline.master.executors import LocalExecutor
-
-class NotingExecutor(LocalExecutor):
-    @classmethod
-    def make(cls, place):
-        executor = cls(place.attempts, place.home)
-        executor.notes = place.home / "notes"
-        return executor
-
-    def start(self, launch):
-        with self.notes.open("a") as file:
-            file.write(f"attempt {launch.spec.attempt_id}\\n")
-        super().start(launch)
-"""
-
-
-def test_an_executor_is_taken_by_its_name(
-    tmp_path: Path, write_context: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+def test_an_executor_that_is_not_known_or_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last test takes one by its name."""
     site = tmp_path / "site"
     facts = site / "noting-1.0.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: noting\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text(
-        "[paceline.executors]\nnoting = noting:NotingExecutor\nwrong = noting:Path\n"
-    )
-    (site / "noting.py").write_text(NOTING)
-    code = write_context(COUNTING)
+    (facts / "entry_points.txt").write_text("[paceline.executors]\nwrong = pathlib:Path\n")
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
-
-    def paceline(*arguments: object, code: int = 0) -> str:
-        command = [sys.executable, "-m", "paceline.cli", *map(str, arguments)]
+    for executor, told in (
+        ("other", "`executor` must be local, wrong, but got 'other'"),
+        ("wrong", "must be a class of `Executor`"),
+    ):
+        command = [sys.executable, "-m", "paceline.cli", "up", "--port", "0"]
+        command += ["--slots", "1", "--executor", executor]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    options = ("--port", 0, "--slots", 1, "--executor")
-    told = paceline("up", *options, "other", code=1)
-    assert "`executor` must be local, noting, wrong, but got 'other'" in told
-    assert "must be a class of `Executor`" in paceline("up", *options, "wrong", code=1)
-    paceline("up", "--detach", *options, "noting")
-    try:
-        (code / "config.yaml").write_text(
-            "entrypoint: python3 train.py\nmax_restarts: 1\n"
-            "searcher: {name: single, metric: loss, max_length: {batches: 6}}\n"
-        )
-        paceline("e", "create", "-f", code / "config.yaml", code)
-    finally:
-        paceline("down", "--timeout", 1)
-    assert (tmp_path / "home" / "notes").read_text() == "attempt 1\nattempt 2\n"
+        assert done.returncode == 1, done.stdout
+        assert told in done.stdout + done.stderr
 
 
 ELSEWHERE = """

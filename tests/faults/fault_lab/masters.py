@@ -17,7 +17,6 @@ _START_S = 120.0
 # What an interpreter reads when it starts, and what others read from `/proc` to find it: that shows
 # the environment that a process was started with, which is the server's for a forked one.
 _OF_INTERPRETERS = ("PYTHONPATH", "LD_PRELOAD", "FAULT_LAB")
-_OWN = {name: os.environ.get(name) for name in _OF_INTERPRETERS}
 
 
 class MasterProcess:
@@ -50,8 +49,10 @@ class MasterProcess:
         command = ["-m", "paceline.cli", "up", "--port", "0"]
         command += ["--slots", str(self.num_slots), "--home", str(self.home), *self.options]
         with (self.home / "master.log").open("ab") as log:
-            is_as_here = all(environment.get(name) == _OWN[name] for name in _OF_INTERPRETERS)
-            if self._server is not None and is_as_here:
+            if self._server is not None and all(
+                environment.get(name) == self._server.environment.get(name)
+                for name in _OF_INTERPRETERS
+            ):
                 self._process = self._server.start_daemon(
                     *command, output=log, environment=environment
                 )

@@ -61,9 +61,9 @@ _FAULTS = {
 }
 _IN_EVERY_RUN = [
     ("raise", 0, "creators"), ("InvalidHP", 2, "trial"), ("sys.exit(3)", 2, "launcher"),
-    ("SIGKILL", 2, "pytorch.launch"), ("SIGSTOP", 2, "launcher"), ("SIGTERM", 2, "trial"),
+    ("SIGKILL", 2, "pytorch.launch"), ("SIGSTOP", 2, "launcher"), ("SIGTERM", 2, "launcher"),
     ("segfault", 2, "creators"), ("other collective", 2, "pytorch.launch"),
-    ("held GIL", 0, "train"), ("sleep", 2, "trial"),
+    ("held GIL", 0, "train"), ("sleep", 2, "launcher"),
 ]  # fmt: skip
 _CELLS = [
     pytest.param(
@@ -195,7 +195,7 @@ def _run_trial(client: Any, directory: Path, variables: dict[str, str]) -> Seen:
             # It was preempted, and goes on.
             experiment.kill()
         assert time.monotonic() < deadline, [line.text for line in experiment.iter_logs()]
-        time.sleep(0.05)
+        time.sleep(0.2)
     output = "\n".join(line.text for line in experiment.iter_logs())
     return Seen(output=output, code=int(experiment.state.value == "ERROR"), run=None)
 

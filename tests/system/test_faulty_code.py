@@ -45,7 +45,7 @@ def ended(experiment: Experiment) -> Any:
     deadline = time.monotonic() + 300
     while not experiment.reload().state.is_terminal:
         assert time.monotonic() < deadline, experiment.data
-        time.sleep(0.05)
+        time.sleep(0.2)
     return experiment.data
 
 

@@ -142,10 +142,11 @@ class Machines:
 def wait_until(
     condition: Callable[[], object], told: Callable[[], str], timeout_s: float = 90
 ) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, 0.02
     while not condition():
         assert time.monotonic() < deadline, told()
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.3)
 
 
 @pytest.fixture
@@ -222,8 +223,12 @@ def test_a_trial_goes_on_without_the_machine_that_is_cut_off_which_reports_nothi
     machines.check(experiment)
     assert [line.text for line in trial.iter_logs()] == said
     # And it gets work again.
-    again = machines.submit(num_slots=4)
-    machines.check(again, num_ranks=4)
+    for other in machines.nodes.keys() - {name}:
+        machines.client.drain_node(other)
+    again = machines.submit(num_slots=1)
+    machines.check(again, num_ranks=1)
+    [attempt] = machines.attempts(again)
+    assert [one.name for one in attempt.nodes] == [name]
 
 
 @pytest.mark.slow
@@ -266,13 +271,20 @@ def test_a_cut_between_the_machines_alone_ends_the_attempt_and_the_trial_goes_on
     machines.check(experiment)
 
 
+@pytest.mark.parametrize(
+    "victims",
+    [
+        [("training", 0), ("runner", 2)],
+        pytest.param([("training", 2), ("runner", 0)], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_trial_goes_on_after_kill_9_of_any_process_of_any_of_its_machines(
-    machines: Machines,
+    victims: list[tuple[str, int]], machines: Machines
 ) -> None:
     machines.add("a", "b", "c")
-    victims = [("training", 2), ("training", 0), ("runner", 2), ("runner", 0)]
     length = 2 * len(victims) + 3
-    experiment = machines.submit(waits="training", length=length, max_restarts=2)
+    experiment = machines.submit(waits="training", length=length, max_restarts=1)
     helpers: list[psutil.Process] = []
     for attempt, (what, rank) in enumerate(victims, 1):
         places = machines.await_hold(attempt)
@@ -293,12 +305,11 @@ def test_a_trial_goes_on_after_kill_9_of_any_process_of_any_of_its_machines(
     wait_until(lambda: not any(n.training() for n in machines.nodes.values()), machines.told)
     assert not [one for one in helpers if one.is_running()]
     ends = [one.exit.reason.value for one in machines.attempts(experiment)]
-    assert ends == [*["exited"] * 2, *["runner_lost"] * 2, "exited"], machines.told()
+    assert ends == ["exited", "runner_lost", "exited"], machines.told()
     [trial] = experiment.trials()
-    assert trial.data.restarts == 2
-    texts = [one.exit.error for one in machines.attempts(experiment)[:2]]
-    for text, rank in zip(texts, (2, 0), strict=True):
-        assert f"Rank {rank} was ended by SIGKILL" in text, texts
+    assert trial.data.restarts == 1
+    text = machines.attempts(experiment)[0].exit.error
+    assert f"Rank {victims[0][1]} was ended by SIGKILL" in text, text
 
 
 def is_helper(process: psutil.Process) -> bool:
@@ -308,7 +319,9 @@ def is_helper(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("offset_s", [pytest.param("3600", marks=pytest.mark.slow), "-3600"])
+# Only `make test-all` sees what a wrong clock does.
+@pytest.mark.slow
+@pytest.mark.parametrize("offset_s", ["3600", "-3600"])
 def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(
     offset_s: str, machines: Machines, tmp_path: Path
 ) -> None:

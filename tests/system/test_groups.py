@@ -138,14 +138,14 @@ def cluster(
 def test_a_trial_on_two_nodes_that_lost_one_goes_on_elsewhere_and_ends_in_the_same_bits(
     cluster: Cluster,
 ) -> None:
-    cluster.add("first", 2)
-    second = cluster.add("second", 2)
-    straight = cluster.submit(4, out="straight")
+    cluster.add("first", 1)
+    second = cluster.add("second", 1)
+    straight = cluster.submit(2, out="straight")
     cluster.complete(straight)
-    assert cluster.places(straight) == [{"first": 2, "second": 2}]
+    assert cluster.places(straight) == [{"first": 1, "second": 1}]
     assert len(cluster.losses(straight)) == 12
-    third = cluster.add("third", 2)
-    killed = cluster.submit(4, out="killed", HOLD_AT=6)
+    third = cluster.add("third", 1)
+    killed = cluster.submit(2, out="killed", HOLD_AT=6)
     cluster.await_batch(6, "killed")
     cluster.wait_until(cluster.trial(killed).checkpoints)
     used = cluster.places(killed)[0]
@@ -165,27 +165,22 @@ def test_a_trial_on_two_nodes_that_lost_one_goes_on_elsewhere_and_ends_in_the_sa
     assert cluster.losses(killed) == cluster.losses(straight)
 
 
-def test_uneven_nodes_are_used_only_if_the_config_allows_it(cluster: Cluster) -> None:
+def test_uneven_nodes_need_the_config_and_the_first_cause_is_named_by_node_and_rank(
+    cluster: Cluster,
+) -> None:
     cluster.add("large", 2)
     cluster.add("small", 1)
     with pytest.raises(ApiError, match=r"allow different numbers by .*allow_uneven: true"):
         cluster.submit(3)
     with pytest.raises(ApiError, match="must be at most 3, the slots of the nodes of its pool"):
         cluster.submit(4)
-    experiment = cluster.submit(3, resources={"allow_uneven": True})
-    cluster.complete(experiment)
-    assert cluster.places(experiment) == [{"large": 2, "small": 1}]
-    assert (cluster.out / "batch-2").read_text().startswith("3 ")
-
-
-def test_the_first_cause_is_named_by_node_and_rank(cluster: Cluster) -> None:
-    cluster.add("first", 2)
-    cluster.add("second", 1)
     experiment = cluster.submit(3, FAIL_AT=3, resources={"allow_uneven": True})
     assert experiment.wait().value == "ERROR"
-    cause = "Node 1 (second): Rank 2 exited with code 1 (ValueError: this rank fails)"
+    cause = "Node 1 (small): Rank 2 exited with code 1 (ValueError: this rank fails)"
     assert cause in cluster.trial(experiment).data.error, cluster.told(experiment)
     assert cause in cluster.log(experiment)
+    assert cluster.places(experiment) == [{"large": 2, "small": 1}]
+    assert (cluster.out / "batch-2").read_text().startswith("3 ")
     [attempt] = cluster.attempts(experiment)
     assert (attempt.exit.reason.value, attempt.exit.kind.value) == ("exited", "user")
     assert all(not node.training() for node in cluster.nodes.values())
@@ -241,6 +236,8 @@ def test_a_kill_reaches_all_nodes(cluster: Cluster) -> None:
     assert attempt.exit.reason.value == "killed"
 
 
+# tests/master/scheduling has quick ones of how many slots it takes.
+@pytest.mark.slow
 def test_an_elastic_trial_takes_what_is_free_at_each_start(cluster: Cluster) -> None:
     cluster.add("first", 1)
     experiment = cluster.submit({"min": 1, "max": 2}, HOLD_AT=4, CREEPS=1, LENGTH=40)

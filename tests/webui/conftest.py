@@ -44,7 +44,8 @@ with paceline.core.init() as context:
                 (path / "state.txt").write_text(f"{batch}")
         if is_over:
             break
-        time.sleep(0.05)
+        # Browsers draw each report.
+        time.sleep(0.4)
 """
 
 
@@ -178,6 +179,21 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert errors == []
+
+
+@pytest.fixture
+def go_on() -> Callable[[Any, str], None]:
+    """Return a function that goes on to another address within the app.
+
+    That is what people do, and quicker than loading the app anew. What was shown may still be
+    there.
+    """
+    script = "path => { history.pushState(null, '', path); dispatchEvent(new Event('popstate')); }"
+
+    def go(page: Any, path: str) -> None:
+        page.evaluate(script, path)
+
+    return go
 
 
 @pytest.fixture

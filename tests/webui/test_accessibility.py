@@ -88,7 +88,13 @@ def find_problems() -> Callable[..., list[str]]:
     ids=["light-desktop", "dark-phone", "dark-desktop", "light-phone"],
 )
 def test_axe_finds_nothing_on_any_page(
-    master: Any, searched: Any, open_page: Any, find_problems: Any, theme: str, size: dict[str, int]
+    master: Any,
+    searched: Any,
+    open_page: Any,
+    go_on: Any,
+    find_problems: Any,
+    theme: str,
+    size: dict[str, int],
 ) -> None:
     trial = searched.trials()[0].id
     page = open_page(master, color_scheme=theme, viewport=size)
@@ -100,11 +106,7 @@ def test_axe_finds_nothing_on_any_page(
     }
     problems = {}
     for path, title in pages.items():
-        # Going on within the app is what people do, and quicker than loading it anew.
-        page.evaluate(
-            "path => { history.pushState(null, '', path); dispatchEvent(new Event('popstate')); }",
-            path,
-        )
+        go_on(page, path)
         expect(page).to_have_title(f"{title} · Paceline")
         if found := find_problems(page, "best-practice"):
             problems[path] = found

@@ -52,7 +52,7 @@ environment: {{working_dir: {code}}}
     # So do the lines of the log.
     page.get_by_role("link", name="Logs").click()
     lines = page.get_by_role("log")
-    batch = trial_of(master, experiment).data.steps_completed + 10
+    batch = trial_of(master, experiment).data.steps_completed + 4
     expect(lines.get_by_text(f"batch {batch} is done", exact=True)).to_be_visible()
 
     # The cluster page tells who has the slot.

@@ -126,14 +126,13 @@ def last_weights(run: RunDirectory) -> dict[str, Any]:
     return load_file(run.checkpoints_path / uuid / "model_0.safetensors")
 
 
+# tests/pytorch and tests/launch have quick trainings of several processes.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
         ["paceline.launch.torch_distributed", "--nproc-per-node", "2"],
-        pytest.param(
-            ["torch.distributed.run", "--standalone", "--nproc_per_node=2"],
-            marks=pytest.mark.slow,
-        ),
+        ["torch.distributed.run", "--standalone", "--nproc_per_node=2"],
     ],
 )
 def test_two_processes_train_together(run: Run, example: Path, launcher: list[str]) -> None:

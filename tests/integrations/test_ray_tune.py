@@ -195,6 +195,8 @@ def test_population_based_training_copies_checkpoints(tune: Any, tmp_path: Path)
     check_nothing_is_left(tmp_path / "notes")
 
 
+# tests/train/test_ray.py has a quick trainer that is refused.
+@pytest.mark.slow
 def test_trials_that_the_cluster_can_never_run_are_refused(tune: Any, tmp_path: Path) -> None:
     trainable = train.Trainer(num_workers=5, cpus_per_worker=1, cluster="ray").to_trainable(climb)
     tuner = tune.Tuner(trainable, run_config=run_config(tune, tmp_path))

@@ -50,13 +50,15 @@ _IGNORED_THREADS = (
     "Otel",
 )
 _JOB_VARIABLES = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC")
-# Files that take longest, then directories of long files. They come first: at the end, all cores
-# shall have something to do.
+# Files and directories that take longest, then directories of long files. They come first: at the
+# end, all cores shall have something to do.
 _LONGEST = (
-    *("cli/test_master_commands.py", "system/test_groups.py", "system/test_plugins.py"),
-    *("pytorch/test_launch.py", "exactness/test_matrix.py", "train/test_ray.py"),
-    *("webui/test_tabs.py", "workers/test_pool_contract.py", "launch/test_nodes.py"),
-    *("benchmarks/test_gpu.py", "client/test_client.py", "master/starters/test_started.py"),
+    *("cli/test_master_commands.py", "system/test_groups.py", "system/test_group_faults.py"),
+    *("pytorch/test_launch.py", "system/test_fault_matrix.py", "webui/test_faults.py"),
+    *("train/test_ray.py", "workers/test_ray.py", "launch/test_nodes.py", "webui/test_tabs.py"),
+    *("webui/test_live.py", "webui/test_actions.py", "system/test_group_checkpoints.py"),
+    *("exactness/test_matrix.py", "system/test_plugins.py", "benchmarks/test_gpu.py"),
+    *("client/test_client.py", "master/starters"),
     *("train", "webui", "workers", "exactness", "creators", "system", "pytorch", "core", "cli"),
     *("launch", "runner", "examples", "benchmarks"),
 )
@@ -71,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not item.path.is_relative_to(tests):
             return len(place)
         path = item.path.relative_to(tests)
-        return min(place.get(name, len(place)) for name in (path.as_posix(), path.parts[0]))
+        names = path.as_posix(), path.parent.as_posix(), path.parts[0]
+        return min(place.get(name, len(place)) for name in names)
 
     items.sort(key=key)
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,16 @@ FOR_OTHERS = {"dev", "examples"}
 # Functions that are given the name of a module.
 FINDERS = {"find_spec", "import_module", "required"}
 # Packages whose module has another name.
-MODULES = {"mlflow_skinny": "mlflow", "nvidia_ml_py": "pynvml", "pillow": "PIL"}
+MODULES = {
+    "argon2_cffi": "argon2",
+    "mlflow_skinny": "mlflow",
+    "nvidia_ml_py": "pynvml",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+}
+# What somebody brings who uses it; pydantic pins its own core.
+BROUGHT = {"accelerate", "boto3", "deepspeed", "horovod", "lightning", "transformers"}
+BROUGHT |= {"pydantic_core"}
 
 
 def project() -> dict[str, Any]:
@@ -29,6 +39,12 @@ def project() -> dict[str, Any]:
 
 
 EXTRAS: dict[str, list[str]] = project()["optional-dependencies"]
+
+
+def modules_of(requirements: list[str]) -> list[str]:
+    """Return the modules that requirements install."""
+    names = [re.split(r"[\[<>=!~; ]", line)[0].replace("-", "_") for line in requirements]
+    return [MODULES.get(name, name) for name in names]
 
 
 def names_in(path: Path) -> Iterator[str]:
@@ -52,9 +68,25 @@ def used() -> set[str]:
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - FOR_OTHERS))
 def test_every_package_of_an_extra_is_used(extra: str, used: set[str]) -> None:
-    modules = [re.split(r"[\[<>=!~; ]", line)[0].replace("-", "_") for line in EXTRAS[extra]]
+    modules = modules_of(EXTRAS[extra])
     assert modules
-    assert [name for name in modules if MODULES.get(name, name) not in used] == []
+    assert [name for name in modules if name not in used] == []
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """What comes with another package may stay away in its next release."""
+    imported = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imported.add(str(node.module).partition(".")[0])
+            elif isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+    declared = modules_of(project()["dependencies"])
+    for extra in EXTRAS.keys() - FOR_OTHERS:
+        declared += modules_of(EXTRAS[extra])
+    known = {"paceline", *sys.stdlib_module_names, *BROUGHT, *declared}
+    assert sorted(imported - known) == []
 
 
 def texts() -> Iterator[Path]:

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any, get_type_hints
 
 import pytest
 from typer.main import get_command
+from typer.models import OptionInfo
 
 from paceline.cli import app
 
@@ -80,6 +83,35 @@ def test_every_command_and_option_has_a_help_text() -> None:
             assert command.help, (name, command.name)
             for parameter in command.params:
                 assert getattr(parameter, "help", None), (name, command.name, parameter.name)
+
+
+def commands_below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for word, below in getattr(command, "commands", {}).items():
+        yield from commands_below(f"{name} {word}", below)
+
+
+def declared_options(function: Any) -> Iterator[str]:
+    """Yield the options that the annotations of a command's function declare."""
+    for argument, hint in get_type_hints(function, include_extras=True).items():
+        for info in getattr(hint, "__metadata__", ()):
+            if isinstance(info, OptionInfo):
+                # Typer takes the first name for a default value until it builds the command.
+                names = [info.default, *(info.param_decls or ())]
+                named = [name for name in names if str(name).startswith("-")]
+                yield from named or [f"--{argument.replace('_', '-')}"]
+
+
+def test_every_declared_option_is_accepted() -> None:
+    """Some releases of Typer lose options, as 0.27 does `--port PORT`."""
+    lost, seen = [], 0
+    for name, command in commands_below("paceline", get_command(app)):
+        accepted = [o for p in command.params for o in (*p.opts, *p.secondary_opts)]
+        for declared in declared_options(command.callback) if command.callback else ():
+            seen += 1
+            lost += [f"{name} {o}" for o in declared.split("/") if o not in accepted]
+    assert seen > 200
+    assert lost == []
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from sqlalchemy import func, insert, select
 
@@ -271,8 +272,11 @@ def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("create table notes (text)")
     connection.close()
-    with pytest.raises(DatabaseVersionError, match="must be a Paceline database"):
+    with pytest.raises(DatabaseVersionError, match="must be a Paceline database") as refusal:
         Database(path)
+    # What refused it is still known by the error's traceback, so that nothing else closes it.
+    assert refusal.tb
+    assert str(path) not in [file.path for file in psutil.Process().open_files()]
 
 
 @pytest.mark.parametrize("statement", [None, "PRAGMA journal_mode=WAL"])

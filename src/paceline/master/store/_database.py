@@ -120,8 +120,12 @@ class Database:
         self._broken: DatabaseUnavailableError | None = None
         self._writer_engine = _make_engine(self._files, writes=True)
         self._reader_engine = _make_engine(self._files, writes=False)
-        self._prepare_schema()
-        self._files.note_logs()
+        try:
+            self._prepare_schema()
+            self._files.note_logs()
+        except BaseException:
+            self._writer_engine.dispose()
+            raise
         self._order = itertools.count()
         self._queue: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._on_commit: list[Callable[[bool], None]] = []

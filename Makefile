@@ -10,7 +10,7 @@ NPM := sh webui/scripts/npm.sh $(abspath $(BIN)/python)
 BUILD_UI := $(BIN)/python webui/scripts/build.py
 FAST_TESTS := $(wildcard $(addprefix tests/,journal messages storage config search))
 
-.PHONY: help demo ui test-ui browser test test-fast test-all test-stores exactness fault-matrix test-backends check bench bench-peers bench-data \
+.PHONY: help demo ui test-ui browser test test-fast test-all test-stores test-versions exactness fault-matrix test-backends check bench bench-peers bench-data \
   proof soak faults gpu gpu-wheels lock clean
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test-fast  the tests that start no processes"
 	@echo "make test-all   all tests, campaigns in full counts"
 	@echo "make test-stores  all tests of storages, with an Azurite for az://"
+	@echo "make test-versions  the lowest and the newest dependencies, on each Python found here"
 	@echo "make exactness  every cell of the matrix of interrupted trainings, about 10 minutes"
 	@echo "make fault-matrix  what is seen of each fault of a worker, as a table, about 10 minutes"
 	@echo "make test-backends  DeepSpeed and Horovod, built in environments of their own"
@@ -95,6 +96,10 @@ build/azurite/.installed: | $(BIN)/python
 	$(NPM) install --prefix $(abspath build/azurite) --no-audit --no-fund --loglevel=error \
 	  azurite@3.37.0
 	@touch $@
+
+# VERSIONS="--only lowest --python /usr/bin/python3" tries less.
+test-versions: $(VENV)/.installed-dev
+	$(BIN)/python tests/versions/try_versions.py $(VERSIONS)
 
 exactness: $(VENV)/.installed-dev
 	PYTHONPATH=$(abspath tests/quick_start) \

@@ -96,9 +96,19 @@ TRAINING = """
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 import torch
 from torch import nn
-from paceline import pytorch
+from paceline import core, pytorch
+
+
+def wait_for_checkpoint():
+    # It is stored in the background; without it the next attempt begins anew.
+    end = time.monotonic() + 120
+    while core.list_runs(Path("paceline_runs"))[0].latest_checkpoint is None:
+        assert time.monotonic() < end, "no checkpoint was stored"
+        time.sleep(0.05)
 
 
 class Trial(pytorch.PyTorchTrial):
@@ -110,6 +120,7 @@ class Trial(pytorch.PyTorchTrial):
 
     def train_batch(self, batch, epoch_idx, batch_idx):
         if batch_idx == 7 and sys.argv[2] == "killed" and not os.path.exists("killed"):
+            wait_for_checkpoint()
             open("killed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         loss = self.model(batch).square().mean()
@@ -169,4 +180,6 @@ def test_a_run_goes_on_from_a_bucket_in_the_same_bits(
         return facts
 
     straight, killed = train("straight", 0), train("killed", 137, 0)
+    # Had it begun anew, it would end in the same bits whatever its checkpoint lacks.
+    assert [attempt.start_step for attempt in killed.attempts] == [0, 5]
     assert compare_runs(straight, killed) == []

@@ -56,13 +56,15 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def heard_alone(signal: TravellingSignal, told: list[float]) -> list[float]:
+def heard_alone(
+    signal: TravellingSignal, told: list[float], *, is_awaited: bool = False
+) -> list[float]:
     """Return what is heard at each step if so much is told before it."""
     heard = []
     for value in told:
         if value:
             signal.tell(value)
-        signal.travel_alone(CPU)
+        signal.travel_alone(CPU, is_awaited=is_awaited)
         heard.append(signal.hear())
     return heard
 
@@ -70,6 +72,12 @@ def heard_alone(signal: TravellingSignal, told: list[float]) -> list[float]:
 def test_a_sum_that_travels_alone_is_heard_a_step_later(group: None) -> None:
     heard = heard_alone(TravellingSignal(CPU), [1.0, 0.0, 2.0, 0.0, 0.0])
     assert heard == [0.0, 1.0, 0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_sum_that_is_awaited_is_heard_at_the_same_step(group: None, lag: int) -> None:
+    heard = heard_alone(TravellingSignal(CPU, lag), [1.0, 0.0, 2.0, 0.0], is_awaited=True)
+    assert heard == [1.0, 0.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("lag", [0, 3])

@@ -76,19 +76,38 @@ with core.init(distributed=distributed) as context:
         tell_pid(distributed.rank)
 """
 
+FUNCTION = """
+from paceline import train
+
+def fit():
+    for step in range(100000):
+        time.sleep(0.02)
+        if train.should_preempt():
+            train.save_checkpoint(step=step)
+            print(f"preempted {train.world_rank()}", flush=True)
+            return
+        tell_pid(train.world_rank())
+
+trainer = train.Trainer(3)
+trainer.start()
+trainer.run(fit)
+"""
+
 
 @pytest.mark.parametrize(
     ("script_text", "signum", "rank"),
     [
         pytest.param(TRAINER, signal.SIGTERM, 2, id="trainer-SIGTERM-2"),
         pytest.param(CORE, signal.SIGUSR1, 0, id="core-SIGUSR1-0"),
-        # One mechanism serves both; the others are each of these values with another.
+        pytest.param(FUNCTION, signal.SIGUSR1, 2, id="function-SIGUSR1-2"),
+        # One mechanism serves both signals; the others are each of these values with another.
         pytest.param(TRAINER, signal.SIGUSR1, 0, id="trainer-SIGUSR1-0", marks=pytest.mark.slow),
         pytest.param(CORE, signal.SIGTERM, 0, id="core-SIGTERM-0", marks=pytest.mark.slow),
         pytest.param(CORE, signal.SIGUSR1, 2, id="core-SIGUSR1-2", marks=pytest.mark.slow),
         pytest.param(TRAINER, signal.SIGTERM, 0, id="trainer-SIGTERM-0", marks=pytest.mark.slow),
         pytest.param(TRAINER, signal.SIGUSR1, 2, id="trainer-SIGUSR1-2", marks=pytest.mark.slow),
         pytest.param(CORE, signal.SIGTERM, 2, id="core-SIGTERM-2", marks=pytest.mark.slow),
+        pytest.param(FUNCTION, signal.SIGTERM, 0, id="function-SIGTERM-0", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_any_rank_preempts_all(

@@ -57,7 +57,7 @@ from paceline.core._open_run import (
     open_run,
     resuming_by,
 )
-from paceline.core._preempt import PreemptContext
+from paceline.core._preempt import PreemptContext, SignalWatch
 from paceline.core._profiler import ProfilerContext
 from paceline.core._report_checks import RESERVED_GROUPS, group_of_rank
 from paceline.core._run_directories import local_directory, run_name
@@ -128,6 +128,7 @@ __all__ = [
     "RunSummary",
     "SearcherContext",
     "SearcherOperation",
+    "SignalWatch",
     "StoreFailures",
     "TensorboardMode",
     "TimeAccount",

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -183,15 +184,19 @@ class SignalWatch:
         self._previous: dict[int, Any] = {}
         self._ours: dict[int, Any] = {}
 
-    def install(self) -> None:
-        """Take over both signals; only the main thread can, elsewhere it does nothing."""
+    def install(self, numbers: Iterable[int] = _SIGNALS) -> None:
+        """Take over signals; only the main thread can, elsewhere it does nothing.
+
+        Args:
+            numbers: SIGTERM, SIGUSR1 or both.
+        """
         if not _is_main_thread():
             logger.warning(
                 "`should_preempt()` was first called outside the main thread, so SIGTERM and"
                 " SIGUSR1 keep their action and do not preempt."
             )
             return
-        for number in _SIGNALS:
+        for number in numbers:
             self._take_over(number)
 
     def install_interrupt(self) -> None:

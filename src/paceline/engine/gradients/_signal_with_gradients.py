@@ -61,11 +61,15 @@ class TravellingSignal:
         told, self._told = self._told, 0.0
         return told
 
-    def travel_alone(self, device: torch.device) -> None:
-        """Sum what all ranks say, if it is time, without gradients and without waiting.
+    def travel_alone(self, device: torch.device, *, is_awaited: bool = False) -> None:
+        """Sum what all ranks say, if it is time, without gradients.
 
         All ranks call it at the same steps. With each sum the chief tells after how many steps the
         next one begins, so that all begin it at the same one.
+
+        Args:
+            device: Where the process group communicates.
+            is_awaited: Whether the sum is heard after this call, however far away the next one is.
         """
         if self._being_summed is not None:
             total, work = self._being_summed
@@ -81,7 +85,11 @@ class TravellingSignal:
                 words[1] = self._clock.period(self._num_steps)
             work = dist.all_reduce(words, async_op=True)
             assert work is not None
-            self._being_summed = words, work
+            if is_awaited:
+                work.wait()
+                self._take_in(words, self._num_steps)
+            else:
+                self._being_summed = words, work
 
     def receive(self, total: torch.Tensor) -> None:
         """Take in the sum of a reduction, a 0-d tensor."""
@@ -116,9 +124,13 @@ class TravellingSignal:
                 if self._lag:
                     self._spare.append(total)
             else:
-                told, period = total.tolist()
-                self._heard += told
-                self._next_alone = begun_at + int(period)
+                self._take_in(total, begun_at)
+
+    def _take_in(self, words: torch.Tensor, begun_at: int) -> None:
+        """Hear a sum that travelled alone, and until when the next one waits."""
+        told, period = words.tolist()
+        self._heard += told
+        self._next_alone = begun_at + int(period)
 
     def _copy_for(self, total: torch.Tensor) -> torch.Tensor:
         return torch.zeros(total.shape, pin_memory=self._is_cuda)

@@ -1,65 +1,78 @@
 """Whether a run is to make room, asked in its train function, with one answer for all ranks."""
 
+import signal
+import threading
 import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from paceline import core
+from paceline.engine.gradients._signal_with_gradients import TravellingSignal
 from paceline.journal import RunDirectory
 from paceline.workers import RankInfo
 from paceline.workers.runs import RunSpec, note_listener
 
-# How often the chief looks, and tells the others, in seconds.
-_INTERVAL_S = 0.5
-_MOST_CALLS = 10_000
+# How often the chief looks for a word of the driver or the master, in seconds.
+_LOOK_INTERVAL_S = 0.5
 
 
 class PreemptionCheck:
     """Tell all ranks at the same call that the run is to make room.
 
-    The chief looks every half second. At a call that was agreed on before, it tells the others
-    what it has seen and how many calls later it tells them again; all other calls cost nothing.
+    A signal to any rank counts, and the chief looks every half second for what the driver or the
+    master says. The ranks tell each other at calls that they have agreed on before; all other
+    calls cost nothing.
 
     Args:
         spec: The run.
         rank_info: The rank.
         device: Where the process group communicates.
+        is_script: Whether this process is the user's script. SIGTERM to another worker is how its
+            driver ends it, as after the error of a rank.
     """
 
-    def __init__(self, spec: RunSpec, rank_info: RankInfo, device: torch.device) -> None:
+    def __init__(
+        self, spec: RunSpec, rank_info: RankInfo, device: torch.device, *, is_script: bool
+    ) -> None:
         run = RunDirectory(Path(spec.run_dir))
         self._rank_info = rank_info
         self._device = device
         self._control = core.ControlFile(run)
-        self._num_left = 1
-        self._num_between = 1
-        self._asked_at = time.monotonic()
+        self._next_look_s = 0.0
+        self._is_wanted = False
+        self._travelling = TravellingSignal(device)
+        self._signals = core.SignalWatch()
         self.is_preempted = False
+        # Elsewhere no signal can be noted, as for a driver in such a thread.
+        if threading.current_thread() is threading.main_thread():
+            signals = (signal.SIGTERM, signal.SIGUSR1) if is_script else (signal.SIGUSR1,)
+            self._signals.install(signals)
         if rank_info.rank == 0:
             note_listener(run)
 
     def is_due(self) -> bool:
         """Return the answer; every rank must call equally often."""
-        self._num_left -= 1
-        if self.is_preempted or self._num_left:
+        if self.is_preempted:
+            return True
+        self._look()
+        if self._rank_info.world_size == 1:
+            self.is_preempted = self._is_wanted
             return self.is_preempted
-        told = [0, 0]
-        if self._rank_info.rank == 0:
-            told = [self._control.read().should_preempt, self._calls_until_next()]
-        if self._rank_info.world_size > 1:
-            message = torch.tensor(told, dtype=torch.int64, device=self._device)
-            dist.broadcast(message, src=0)
-            told = message.tolist()
-        self.is_preempted, self._num_left = bool(told[0]), told[1]
+        if self._is_wanted:
+            self._travelling.tell(1.0)
+        # The next call may be an epoch away.
+        self._travelling.travel_alone(self._device, is_awaited=True)
+        self.is_preempted = self._travelling.hear() > 0
         return self.is_preempted
 
-    def _calls_until_next(self) -> int:
-        """Return how many calls are made in half a second, as far as the last ones tell."""
+    def close(self) -> None:
+        """Give the signals back."""
+        self._signals.restore()
+
+    def _look(self) -> None:
+        self._is_wanted = self._is_wanted or self._signals.has_come
         now = time.monotonic()
-        seconds, self._asked_at = max(now - self._asked_at, 1e-6), now
-        wanted = int(self._num_between * _INTERVAL_S / seconds)
-        # A first call after a long pause must not decide for long.
-        self._num_between = max(1, min(wanted, 10 * self._num_between, _MOST_CALLS))
-        return self._num_between
+        if self._rank_info.rank == 0 and now >= self._next_look_s:
+            self._next_look_s = now + _LOOK_INTERVAL_S
+            self._is_wanted = self._is_wanted or self._control.read().should_preempt

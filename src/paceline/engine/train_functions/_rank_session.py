@@ -123,6 +123,7 @@ class RankSession(LooseSession):
         self._has_warned = False
         self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
         self._preemption: PreemptionCheck | None = None
+        self._is_script = on_report is not None
         seed_everything(spec.seed, rank_info.rank)
 
     # ---- reports and checkpoints ---------------------------------------------------------
@@ -182,6 +183,8 @@ class RankSession(LooseSession):
         Raises:
             CheckpointWriteError: A checkpoint could not be written.
         """
+        if self._preemption is not None:
+            self._preemption.close()
         try:
             self._checkpoints.finish(error)
         except BaseException as second:
@@ -212,7 +215,9 @@ class RankSession(LooseSession):
     def should_preempt(self) -> bool:
         """Tell whether the run is to make room; see `train.should_preempt`."""
         if self._preemption is None:
-            self._preemption = PreemptionCheck(self._spec, self.rank_info, self.device)
+            self._preemption = PreemptionCheck(
+                self._spec, self.rank_info, self.device, is_script=self._is_script
+            )
         return self._preemption.is_due()
 
     @property

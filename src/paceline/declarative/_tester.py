@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from paceline.declarative._config_classes import InferenceConfig
 from paceline.declarative._run_files import load_weights
-from paceline.engine import Collate, form_of, to_device
+from paceline.engine import collate_of, form_of, to_device
 
 
 class Tester:
@@ -46,7 +46,7 @@ class Tester:
         configs = self.configs
         is_cuda = torch.cuda.is_available() and not configs.cpu_only
         self.device = torch.device("cuda" if is_cuda else "cpu")
-        collate = Collate(
+        collate = collate_of(
             form_of(
                 configs.dataset,
                 "dataset",

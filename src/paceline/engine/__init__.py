@@ -51,7 +51,7 @@ from paceline.engine.gradients._gradient_sync import GradientSync
 from paceline.engine.gradients._loss_weights import Accumulation
 from paceline.engine.loaders._epoch_order import EpochOrder, shards_of_worker, shuffled_indices
 from paceline.engine.loaders._node_data_lock import node_data_lock
-from paceline.engine.loaders._sample_collation import Collate, form_of, loader_of, split
+from paceline.engine.loaders._sample_collation import collate_of, form_of, loader_of, split
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
 from paceline.engine.loop._loop_hooks import TrainsShard
@@ -165,7 +165,6 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointSaver",
     "ClipGrads",
-    "Collate",
     "ContinuousPeriod",
     "ContinuousSaves",
     "DataParallel",
@@ -251,6 +250,7 @@ __all__ = [
     "checked_unit",
     "clip_grad_norm_",
     "clipping",
+    "collate_of",
     "data_length",
     "default_data_parallel",
     "enable_reproducibility",

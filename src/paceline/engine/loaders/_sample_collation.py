@@ -2,14 +2,16 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate
 
 logger = logging.getLogger(__name__)
+
+Collate: TypeAlias = Callable[[Any], list[Any]]
 
 
 def split(dataset: Any, validation_ratio: float, seed: int) -> tuple[Any, Any]:
@@ -92,25 +94,33 @@ def _looks_leading(inputs: Sequence[Any], items: Sequence[Any]) -> bool:
     return has_more and all(shape[:1] == (1,) for shape in shapes)
 
 
-class Collate:
-    """Make a batch, a list of items, of samples.
+def collate_of(form: SampleForm) -> Collate:
+    """Return what makes a batch, a list of items with an axis for the samples, of samples.
 
-    Args:
-        form: How the data set gives them.
+    It is called with every step, so the form is asked for once.
     """
+    return _COLLATES[form]
 
-    def __init__(self, form: SampleForm) -> None:
-        self._form = form
 
-    def __call__(self, samples: Any) -> list[Any]:
-        """Return the items of a batch, each with an axis for the samples in front."""
-        if self._form is SampleForm.BATCHES:
-            return [torch.as_tensor(item) for item in _as_items(samples)]
-        if self._form is SampleForm.LEADING_AXIS:
-            rows = [_as_items(sample) for sample in samples]
-            return [torch.cat(list(map(torch.as_tensor, item))) for item in zip(*rows, strict=True)]
-        batch = default_collate(samples)
-        return batch if isinstance(batch, list) else [batch]
+def _join_plain(samples: Any) -> list[Any]:
+    batch = default_collate(samples)
+    return batch if isinstance(batch, list) else [batch]
+
+
+def _join_leading(samples: Any) -> list[Any]:
+    rows = [_as_items(sample) for sample in samples]
+    return [torch.cat(list(map(torch.as_tensor, item))) for item in zip(*rows, strict=True)]
+
+
+def _take_batch(samples: Any) -> list[Any]:
+    return [torch.as_tensor(item) for item in _as_items(samples)]
+
+
+_COLLATES: dict[SampleForm, Collate] = {
+    SampleForm.PLAIN: _join_plain,
+    SampleForm.LEADING_AXIS: _join_leading,
+    SampleForm.BATCHES: _take_batch,
+}
 
 
 def _as_items(sample: Any) -> Sequence[Any]:
@@ -142,5 +152,5 @@ def loader_of(
         shuffle=is_shuffled,
         num_workers=num_workers,
         pin_memory=pins,
-        collate_fn=Collate(form),
+        collate_fn=collate_of(form),
     )

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import deepspeed
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline import pytorch
+from paceline.engine.loop._rank_agreement import RankAgreement
 from paceline.pytorch import deepspeed as pds
 
 STAGE = int(os.environ.get("STAGE", 2))
@@ -60,6 +62,8 @@ class Trial(pds.DeepSpeedTrial):
         if RANK == FAULT_RANK and batch_idx == FAULT_BATCH and not MARK.exists():
             MARK.touch()
             os.kill(os.getpid(), getattr(signal, os.environ.get("FAULT", "SIGKILL")))
+            # A rank that lives on looks for signals after this batch.
+            time.sleep(4 * RankAgreement.look_interval_s)
         (numbers,) = self.context.to_device(next(dataloader_iter))
         loss = self.engine(numbers.to(DTYPE)).float().pow(2).mean()
         self.engine.backward(loss)

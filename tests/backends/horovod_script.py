@@ -3,12 +3,14 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from paceline import pytorch
+from paceline.engine.loop._rank_agreement import RankAgreement
 
 RANK = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", 0)))
 FAULT_RANK = int(os.environ.get("FAULT_RANK", -1))
@@ -28,6 +30,8 @@ class Trial(pytorch.PyTorchTrial):
         if RANK == FAULT_RANK and batch_idx == 4 and not MARK.exists():
             MARK.touch()
             os.kill(os.getpid(), getattr(signal, os.environ.get("FAULT", "SIGKILL")))
+            # A rank that lives on looks for signals after this batch.
+            time.sleep(4 * RankAgreement.look_interval_s)
         loss = self.model(batch[0]).pow(2).mean()
         if "PLAIN" in os.environ:
             loss.backward()

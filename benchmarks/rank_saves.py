@@ -8,8 +8,10 @@ waits for on the slowest rank. It is compared with copies of the bytes that a ra
 again and again ("copies"), and all tensors where a save would copy them, by all ranks at once
 ("bare copies"), which is what the machine can do. The total time is compared with a plain write of
 these bytes by all ranks at once. All happens in the same processes. With `--s3`, Paceline stores to
-a local S3 server, beside plain uploads by obstore. Of 1,000 MB, all cases need 18 GB of memory,
-10 GB of disk and half an hour.
+a local S3 server, beside plain uploads by obstore. Of 1,000 MB, all cases need 18 GB of memory and
+10 GB of disk.
+A case makes two rounds, and begins no further one after 2.5 minutes of saves or 1.5 minutes of
+loads. `python benchmarks/run.py rank-saves rank-saves-1gb rank-saves-s3` measures all cases.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import product
@@ -32,6 +35,8 @@ _SELF = Path(__file__)
 WAYS = ("paceline", "dcp.save", "dcp.async_save", "torch.save")
 S3_WAYS = ("paceline", "obstore")
 KINDS = ("flat", "fsdp")
+# After so many seconds, no further round begins.
+LIMITS_S = {"save": 150.0, "load": 90.0}
 
 Times = dict[str, list[float]]
 
@@ -50,7 +55,7 @@ def measure(
         num_megabytes: The size of the whole state.
         num_ranks: How many ranks train.
         kind: "flat" or "fsdp".
-        num_rounds: How often each way stores.
+        num_rounds: How often each way stores, if there is the time.
         is_s3: Store at the S3 server of the environment, not on the local disk.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
@@ -116,10 +121,16 @@ def measure_all(
         if num_ranks == 1 and kind == "fsdp":
             # One process divides nothing.
             continue
+        began = time.monotonic()
         with s3_server() if is_s3 else nullcontext():
             times = measure(num_megabytes, num_ranks, kind, num_rounds, is_s3=is_s3)
         figures += figures_of(num_megabytes, num_ranks, kind, times, is_s3=is_s3)
-        print(f"{num_megabytes} MB, {num_ranks} ranks, {kind}: done", file=sys.stderr, flush=True)
+        minutes = (time.monotonic() - began) / 60
+        print(
+            f"{num_megabytes} MB, {num_ranks} ranks, {kind}: {minutes:.1f} minutes",
+            file=sys.stderr,
+            flush=True,
+        )
     return figures
 
 
@@ -161,7 +172,14 @@ def _be_rank(given: argparse.Namespace) -> None:
 
     act: Callable[..., Times] = save_by_all_ways if given.child == "save" else load_by_all_ways
     ways = S3_WAYS if given.s3 else WAYS
-    times = act(given.megabytes[0] * 1_000_000, given.rounds, given.kind, ways, is_s3=given.s3)
+    times = act(
+        given.megabytes[0] * 1_000_000,
+        given.rounds,
+        given.kind,
+        ways,
+        is_s3=given.s3,
+        limit_s=LIMITS_S[given.child],
+    )
     if int(os.environ["RANK"]) == 0:
         Path(f"{given.child}.json").write_text(json.dumps(times))
     if given.child == "load":

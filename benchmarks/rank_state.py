@@ -1,6 +1,7 @@
 """The part of `rank_saves.py` that one rank runs."""
 
 import ctypes
+import math
 import os
 import shutil
 import time
@@ -24,6 +25,8 @@ Times = dict[str, list[float]]
 # Batches between the begin of one way and that of the next, and how long each works.
 _PHASE, _WORK_S = 20, 0.005
 _NUM_COPIES = 10
+# The first round has to get its memory first.
+_MIN_ROUNDS = 2
 _BUCKET = "s3://checkpoints/bench"
 
 
@@ -64,8 +67,10 @@ class SavingTrial(pytorch.PyTorchTrial):
         num_bytes: int,
         num_rounds: int,
         ways: Sequence[str],
+        limit_s: float = math.inf,
     ) -> None:
         self.context = context
+        self.is_over = time_limit(limit_s)
         self.ways = (*ways, "copy") if "obstore" in ways else (*ways, "write", "copy")
         self.period = _PHASE * len(self.ways)
         self.num_batches = self.period * num_rounds + _PHASE
@@ -112,7 +117,10 @@ class SavingTrial(pytorch.PyTorchTrial):
         loss = self.model(batch[0]).mean()
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
-        if batch_idx + 1 == self.num_batches:
+        num_rounds, num_left = divmod(batch_idx + 1, self.period)
+        if num_left == _PHASE and (
+            batch_idx + 1 == self.num_batches or (num_rounds >= _MIN_ROUNDS and self.is_over())
+        ):
             raise _Done
         if (batch_idx + 1) % _PHASE == 0 or self.bare_moves is not None:
             dist_barrier()
@@ -210,6 +218,19 @@ class SavingTrial(pytorch.PyTorchTrial):
         return DataLoader(TensorDataset(torch.randn(self.context.distributed.size, 4)))
 
 
+def time_limit(limit_s: float) -> Callable[[], bool]:
+    """Return what tells whether so much time has passed on rank 0, on all ranks at once."""
+    end = time.monotonic() + limit_s
+
+    def is_over() -> bool:
+        told = torch.tensor(time.monotonic() >= end, dtype=torch.int64)
+        if dist.is_initialized():
+            dist.broadcast(told, src=0)
+        return bool(told)
+
+    return is_over
+
+
 def dist_barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized():
@@ -217,11 +238,17 @@ def dist_barrier() -> None:
 
 
 def save_by_all_ways(
-    num_bytes: int, num_rounds: int, kind: str, ways: Sequence[str], *, is_s3: bool
+    num_bytes: int,
+    num_rounds: int,
+    kind: str,
+    ways: Sequence[str],
+    *,
+    is_s3: bool,
+    limit_s: float = math.inf,
 ) -> Times:
     """Store the state by each way in turn; return what the slowest rank needed."""
     with suppress(_Done), _context(kind, is_s3) as context:
-        trial = SavingTrial(context, num_bytes, num_rounds, ways)
+        trial = SavingTrial(context, num_bytes, num_rounds, ways, limit_s)
         pytorch.Trainer(trial, context).fit(
             max_length=pytorch.Batch(trial.num_batches),
             checkpoint_period=pytorch.Batch(trial.period),
@@ -232,13 +259,22 @@ def save_by_all_ways(
 
 
 def load_by_all_ways(
-    num_bytes: int, num_rounds: int, kind: str, ways: Sequence[str], *, is_s3: bool
+    num_bytes: int,
+    num_rounds: int,
+    kind: str,
+    ways: Sequence[str],
+    *,
+    is_s3: bool,
+    limit_s: float = math.inf,
 ) -> Times:
     """Load what was stored; return what the slowest rank needed."""
     uuid, url = Path("stored").read_text().split()
     times: Times = {}
-    for _ in range(num_rounds):
+    is_over = time_limit(limit_s)
+    for number in range(num_rounds):
         with _context(kind, is_s3) as context:
+            if number and is_over():
+                break
             trial = SavingTrial(context, num_bytes, num_rounds, ways)
             trainer = pytorch.Trainer(trial, context)
             dist_barrier()

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
+from paceline.core import read_metrics
 from paceline.core._live_reports import master_to_report_to
 from paceline.journal import RunDirectory
-from paceline.master.store import read_rows
+from paceline.master.store import read_rows, tables
 
 # Reports step by step as the file `go` says, and ends after the last step.
 SCRIPT = """
@@ -35,6 +37,30 @@ with paceline.core.init({arguments}) as context:
         raise ValueError("odd data")
 """
 
+# Three ranks report step by step, until one ends in a way of its own.
+SCRIPT_OF_RANKS = """
+import os, pathlib, signal, sys, time
+from paceline import core
+
+struck, way = int(sys.argv[1]), sys.argv[2]
+with core.init(name="far", master={url!r}) as context:
+    rank = context.distributed.rank
+    for step in range(1, 4):
+        while step > int(pathlib.Path("go").read_text() or 0):
+            time.sleep(0.01)
+        context.train.report_training_metrics(step, {{"loss": float(rank)}})
+        context.distributed.allgather(None)
+    if rank == struck:
+        if way == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("odd data") if way == "error" else core.InvalidHP("too wide")
+    if way == "kill":
+        while not pathlib.Path("late").exists():
+            time.sleep(0.01)
+    context.train.report_training_metrics(4, {{"loss": float(rank)}})
+    context.distributed.allgather(None)
+"""
+
 
 class Scripts:
     """Starts scripts in one directory that report to a master."""
@@ -44,7 +70,7 @@ class Scripts:
         self.variables = {"PACELINE_HOME": str(path / "none"), "PACELINE_REPORT_PATIENCE_S": "60"}
         self.url = url
         self.variables["PACELINE_TOKEN"] = token
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Any] = []
         self.go_to(0)
 
     def go_to(self, step: int) -> None:
@@ -68,6 +94,25 @@ class Scripts:
         self._processes.append(process)
         return process
 
+    def start_ranks(self, server: Any, port: int, *arguments: str) -> list[Any]:
+        """Start three ranks, forked from a process that has torch loaded."""
+        (self.path / "ranks.py").write_text(SCRIPT_OF_RANKS.format(url=self.url))
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        sizes = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        environment = kept | self.variables | place | sizes
+        started = [
+            server.start(
+                "ranks.py",
+                *arguments,
+                directory=self.path,
+                environment=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(3)
+        ]
+        self._processes += started
+        return started
+
     @property
     def run(self) -> RunDirectory:
         """The only run."""
@@ -77,7 +122,9 @@ class Scripts:
     def close(self) -> None:
         for process in self._processes:
             process.kill()
-            process.communicate()
+            # A pipe that was read to its end is closed.
+            with suppress(ValueError):
+                process.communicate(timeout=60)
 
 
 class Gate:
@@ -254,6 +301,81 @@ def test_a_script_without_the_right_token_runs_and_says_so(
     assert process.returncode == 0
     assert re.search(told, text), text
     assert experiments(master) == []
+
+
+def stored(master: Any) -> dict[int, int]:
+    """Return the number of the last record of each rank that the master has."""
+    marks = tables.journal_marks
+    with master.core.database.read() as connection:
+        rows = connection.execute(select(marks.c.rank, marks.c.sequence))
+        return {row.rank: row.sequence for row in rows}
+
+
+def written(run: RunDirectory) -> dict[int, int]:
+    """Return the number of the last record of each rank in its journal."""
+    return {key.rank: [*run.reader(key)][-1].sequence for key in run.journal_keys()}
+
+
+def check_end_of_ranks(master: Any, run: RunDirectory, struck: int, way: str) -> None:
+    """See how a run of three ranks is shown, of which one has ended in a way of its own."""
+    error = {
+        ("kill", 0): "The process ended without a word",
+        ("kill", 2): "the process of rank 2 has ended without a word",
+        ("error", 0): "ValueError: odd data",
+        ("error", 2): "rank 2 failed: ValueError: odd data",
+        ("invalid", 0): "refused its hyperparameters: InvalidHP: too wide",
+        ("invalid", 2): "refused its hyperparameters: InvalidHP: too wide",
+    }[way, struck]
+    await_value(lambda: states(master), ["ERROR"])
+    assert error in experiments(master)[0]["error"]
+    for rank in range(3):
+        group = "training" if rank == 0 else f"training_rank_{rank}"
+        with master.core.database.read() as connection:
+            found = [row.step for row in read_rows(connection, 1, group)]
+        assert found == [row.steps_completed for row in read_metrics(run, group, rank=rank)]
+        assert found[:3] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("struck", [0, 2])
+@pytest.mark.parametrize("way", ["kill", "error", "invalid"])
+def test_the_end_of_a_rank_arrives_from_all_ranks_after_the_master_was_away(
+    make_master: Any, tmp_path: Path, struck: int, way: str, free_port: int, torch_ranks: Any
+) -> None:
+    master = make_master()
+    token = master.http.post("/tokens", json={"name": "far", "scope": "report"}).json()["secret"]
+    path = tmp_path / "scripts"
+    path.mkdir()
+    gate = Gate(master.port, free_port)
+    scripts = Scripts(path, f"http://127.0.0.1:{gate.port}", token)
+    try:
+        ranks = scripts.start_ranks(torch_ranks, free_port + 1, str(struck), way)
+        scripts.go_to(1)
+        await_value(lambda: {rank for rank, number in stored(master).items() if number}, {0, 1, 2})
+        gate.close()
+        (path / "late").touch()
+        scripts.go_to(3)
+        for rank in ranks:
+            rank.communicate(timeout=120)
+        gate.open()
+        await_value(lambda: stored(master), written(scripts.run))
+        check_end_of_ranks(master, scripts.run, struck, way)
+    finally:
+        scripts.close()
+        gate.close()
+
+
+def test_what_other_ranks_report_after_the_first_was_killed_arrives(
+    master: Any, scripts: Scripts, free_port: int, torch_ranks: Any
+) -> None:
+    ranks = scripts.start_ranks(torch_ranks, free_port, "0", "kill")
+    scripts.go_to(3)
+    ranks[0].communicate(timeout=120)
+    await_value(lambda: stored(master).get(0), written(scripts.run)[0])
+    (scripts.path / "late").touch()
+    for rank in ranks[1:]:
+        rank.communicate(timeout=120)
+    await_value(lambda: stored(master), written(scripts.run))
+    check_end_of_ranks(master, scripts.run, 0, "kill")
 
 
 @pytest.mark.parametrize("url", ["", "ftp://head", "http://head/x y", "head:8080/path"])

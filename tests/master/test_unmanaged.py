@@ -417,6 +417,21 @@ def test_what_another_rank_writes_late_does_not_undo_the_end(
     assert (attempt["state"], attempt["exit"]["outcome"]) == ("ENDED", "completed")
 
 
+def test_an_end_is_told_once_though_another_rank_writes_late(
+    master: Any, run: HandRun, send: Callable[..., Any]
+) -> None:
+    run.begin()
+    run.begin_rank(1)
+    run.finish("error", "ValueError: odd data")
+    send(run)
+    run.write(AttemptFinished(time=110.0, outcome="error", error="peer"), rank=1)
+    send(run)
+    assert shown(master) == ("ERROR", "ERROR")
+    assert [event[4] for event in dump(master)["events"]].count("attempt_ended") == 1
+    [attempt] = master.http.get("/trials/1").json()["attempts"]
+    assert (attempt["state"], attempt["exit"]["error"]) == ("ENDED", "ValueError: odd data")
+
+
 def test_a_late_row_of_a_superseded_step_is_not_the_best(
     master: Any, run: HandRun, send: Callable[..., Any]
 ) -> None:

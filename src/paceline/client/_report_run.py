@@ -2,7 +2,8 @@
 
 `core.init(master=...)` starts it as ``python -m paceline.client._report_run RUN_DIR URL``. Its
 standard input ends with the script. It then sends the rest, and closes its output. If that does not
-succeed at once, it goes on without the script until all is sent, for ten minutes by default.
+succeed at once, or other ranks are still at work, it goes on without the script until all is sent.
+It gives up when no master has answered for ten minutes by default.
 """
 
 import os
@@ -80,6 +81,8 @@ class _Reporter:
             self._has_arrived = True
             page = f"{self._client.url}/experiments/{result.experiment_id}"
             self._say(f"The run {self._sync.name} is shown at {page}")
+        if not self._has_script:
+            self._deadline = time.monotonic() + _patience_s()
         return None if result.is_alive else 0
 
     def _missing_token(self) -> str | None:

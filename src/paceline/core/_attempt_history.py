@@ -26,6 +26,7 @@ _METRICS_START = encode_record(MetricsReported(time=0, group="", steps_completed
 ]
 _ALERT = b'"type":"alert"'
 _NUM_ALERTS = 20
+_INVALID_HP = "invalid_hp"
 
 
 class MetricsRow(NamedTuple):
@@ -86,8 +87,13 @@ def read_history(run: RunDirectory) -> History:
             elif isinstance(record, AttemptFinished):
                 history.finished = record
     history.checkpoints = list(stored.values())
-    if history.num_attempts and (history.finished is None or history.finished.outcome == "error"):
-        history.finished = _refusal(run, history.num_attempts - 1) or history.finished
+    finished = history.finished
+    if history.num_attempts and (
+        finished is None
+        or finished.outcome == "error"
+        or (finished.outcome == _INVALID_HP and finished.error is None)
+    ):
+        history.finished = _refusal(run, history.num_attempts - 1) or finished
     return history
 
 
@@ -163,13 +169,15 @@ def _standing(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKey, float]
 
 def _refusal(run: RunDirectory, attempt: int) -> AttemptFinished | None:
     """Return the end of a rank that found the hyperparameters of an attempt invalid."""
+    found: AttemptFinished | None = None
     for key in run.journal_keys():
         if key.attempt == attempt and key.rank != 0:
             for entry in run.reader(key):
                 record = entry.decode()
-                if isinstance(record, AttemptFinished) and record.outcome == "invalid_hp":
-                    return record
-    return None
+                if isinstance(record, AttemptFinished) and record.outcome == _INVALID_HP:
+                    # Those that only heard of it do not know why.
+                    found = record if found is None or found.error is None else found
+    return found
 
 
 def _first_step(run: RunDirectory, key: JournalKey) -> float:

@@ -133,6 +133,9 @@ def end_journal(
     if outcome is Outcome.PREEMPTED and isinstance(error, PreemptedError):
         journal.append(PreemptionAcknowledged(time=time.time()))
     is_told = error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP)
+    if outcome is Outcome.INVALID_HP and isinstance(error, DistributedPeerError):
+        # The rank that refused says why.
+        is_told = False
     text = describe_error(error) if isinstance(error, BaseException) else error
     journal.append(
         AttemptFinished(time=time.time(), outcome=outcome.value, error=text if is_told else None)

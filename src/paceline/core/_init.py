@@ -151,6 +151,8 @@ def _open(
     begin_signs_of_life()
     run = _local_run(opened)
     rank = distributed.rank
+    if rank != 0:
+        lock.enter_context(run.hold_rank_lock())
     if storage is None and opened.info.storage_per_node and distributed.size > 1:
         storage = NodeStorage(run.checkpoints_path, distributed)
     storage = storage or storage_of_run(run, opened.info)

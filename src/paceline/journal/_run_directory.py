@@ -76,6 +76,7 @@ class RunDirectory:
             raise FileExistsError(f"{str(path)!r} is a run directory already.")
         # Made here, so that no process has to make it on a disk that is full by then.
         run._lock_path.touch(mode=0o600)
+        run._ranks_lock_path.touch(mode=0o600)
         run.write_info(info)
         return run
 
@@ -128,6 +129,10 @@ class RunDirectory:
     @property
     def _lock_path(self) -> Path:
         return self.path / "attempt.lock"
+
+    @property
+    def _ranks_lock_path(self) -> Path:
+        return self.path / "ranks.lock"
 
     @property
     def control_path(self) -> Path:
@@ -245,6 +250,28 @@ class RunDirectory:
             finally:
                 _held.discard(file)
 
+    @contextmanager
+    def hold_rank_lock(self) -> Iterator[None]:
+        """Hold, together with other ranks, a lock that marks the run as alive without its chief.
+
+        Without it, what ranks report after their chief was killed would look like that of a run
+        that has ended.
+        """
+        try:
+            file = self._ranks_lock_path.open("w")
+        except OSError:
+            # A full disk: what is reported counts for more.
+            yield
+            return
+        with file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH)
+            _held.add(file)
+            try:
+                yield
+            finally:
+                _held.discard(file)
+
     def beat(self) -> None:
         """Give a sign of life of the process that holds the attempt lock.
 
@@ -290,17 +317,14 @@ class RunDirectory:
     def is_alive(self) -> bool:
         """Tell whether a process is at work on the run.
 
-        On this machine, it holds the attempt lock. A lock that another machine holds may not be
-        seen, or may outlive that machine: there, signs of life count.
+        On this machine, the chief holds the attempt lock, and other ranks hold a lock of theirs. A
+        lock that another machine holds may not be seen, or may outlive that machine: there, signs
+        of life count.
         """
         is_beating = self.is_beating_elsewhere()
         if is_beating is not None:
             return is_beating
-        try:
-            with self._lock_path.open("r") as file:
-                return not _try_lock(file)
-        except FileNotFoundError:
-            return False
+        return _is_locked(self._lock_path) or _is_locked(self._ranks_lock_path)
 
 
 # A forked child, such as a data loader's worker, would hold the lock beyond its parent's death.
@@ -314,6 +338,14 @@ def _drop_held() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_held)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("r") as file:
+            return not _try_lock(file)
+    except FileNotFoundError:
+        return False
 
 
 def _try_lock(file: IO[str]) -> bool:

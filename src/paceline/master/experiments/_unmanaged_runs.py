@@ -231,9 +231,15 @@ class Unmanaged:
         elif not _has_news(connection, attempt.id, batches):
             return
         elif attempt.state == AttemptState.ENDED.value:
-            # It looked dead: its lock cannot be seen from another machine, for example.
+            # It looked dead: its lock cannot be seen from another machine, for example. Or its
+            # chief has ended, and other ranks have more to say: its end stays told then.
+            reopened: dict[str, Any] = {} if attempt.outcome is not None else {"exit": None}
             update_attempt(
-                connection, attempt.id, state=AttemptState.RUNNING.value, ended_at=None, exit=None
+                connection,
+                attempt.id,
+                state=AttemptState.RUNNING.value,
+                ended_at=None,
+                **reopened,
             )
         self._ingest.store(
             transaction,
@@ -300,6 +306,9 @@ class Unmanaged:
             ended_at=ended_at,
             exit=stored,
         )
+        told = attempt.exit or {}
+        if told and (told["outcome"], told["error"]) == (attempt.outcome, error):
+            return
         transaction.emit(
             "attempt_ended", attempt.experiment_id, attempt.trial_id,
             number=attempt.number, exit=stored,

@@ -16,7 +16,7 @@ _Pool = Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool.")]
 
 @app.command("list")
 def list_pools(json: Json = False) -> None:
-    """List the pools that have nodes or settings."""
+    """List the pools that have nodes or settings, or whose runners the master starts."""
     from paceline.cli._connection import connect
     from paceline.cli._output import print_json, print_table
 
@@ -41,6 +41,9 @@ def list_pools(json: Json = False) -> None:
         right=["Nodes", "Slots", "Limit"],
         empty="The master has no pools.",
     )
+    for pool in pools:
+        if pool.failure is not None:
+            typer.echo(f"No runner could be started for {pool.name}: {pool.failure}", err=True)
 
 
 @app.command("set")

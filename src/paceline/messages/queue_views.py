@@ -14,7 +14,8 @@ Label = Annotated[str, Field(max_length=200)]
 class Pool(Message):
     """A set of nodes that share a queue; `max_slots` is how many slots may be in use at once.
 
-    Nodes that have all of `labels`, and name no pool themselves, belong to it.
+    Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` is why the
+    master could not start a runner for it; it goes once one has registered.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Pool(Message):
     num_nodes: int
     num_slots: int
     num_slots_used: int
+    failure: str | None = None
 
 
 class SetPool(Request):

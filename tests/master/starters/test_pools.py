@@ -158,18 +158,33 @@ def starter() -> NotedStarter:
 
 
 @pytest.fixture
-def runners(make_master: Any, starter: NotedStarter) -> PoolRunners:
+def served(make_master: Any) -> Any:
+    return make_master(num_slots=0)
+
+
+@pytest.fixture
+def runners(served: Any, starter: NotedStarter) -> PoolRunners:
     """Return the runners of a pool of two slots a runner, three runners at most."""
-    master = make_master(num_slots=0).core
+    master = served.core
     definition = PoolDefinition(starter="noted", slots=2, max_runners=3)
-    return PoolRunners(
+    master.pool_runners = PoolRunners(
         {"p": (definition, starter)}, master.nodes, master.tokens, dict,
         MasterAddress(url="https://head:1", certificate="PEM"),
     )  # fmt: skip
+    return master.pool_runners
 
 
 def usable(runners: PoolRunners) -> list[str]:
     return [token.name for token in runners._tokens.list() if not token.is_revoked]
+
+
+def register(runners: PoolRunners, name: str) -> None:
+    facts = NodeFacts(
+        name=name, key="k", version=paceline.__version__, protocol=PROTOCOL, python="python3",
+        python_version="3", devices=["cpu", "cpu"], device_kind="cpu", num_cores=2,
+        memory_bytes=1, pool="p",
+    )  # fmt: skip
+    runners._nodes.register(facts, None).result()
 
 
 def test_a_need_starts_runners_once_and_up_to_the_limit(
@@ -274,13 +289,8 @@ def test_a_runner_that_has_come_and_left_between_two_looks_is_not_waited_for(
     starter.knows_all = knows_all
     runners._look_after("p", PoolNeed(sizes=(2,)))
     [name] = starter.jobs
-    facts = NodeFacts(
-        name=name, key="k", version=paceline.__version__, protocol=PROTOCOL, python="python3",
-        python_version="3", devices=["cpu", "cpu"], device_kind="cpu", num_cores=2,
-        memory_bytes=1, pool="p",
-    )  # fmt: skip
     # It takes no attempts before its first poll, as one that leaves takes none.
-    runners._nodes.register(facts, None).result()
+    register(runners, name)
     starter.jobs = {name: True} if knows_all else {}
     runners._look_after("p", PoolNeed(sizes=(2,)))
     assert len(starter.orders) == 2
@@ -293,3 +303,40 @@ def test_a_starter_that_fails_is_told_and_rests(
     for _ in range(3):
         runners._look_after("p", PoolNeed(sizes=(2,)))
     assert [record.getMessage() for record in caplog.records] == ["Pool p: no room"]
+
+
+def reasons(served: Any) -> list[str]:
+    return [entry["detail"] for entry in served.http.get("/queue").json()]
+
+
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "never-registers"])
+def test_a_waiting_trial_says_why_its_pool_has_no_runner_until_there_is_one(
+    served: Any, runners: PoolRunners, starter: NotedStarter, is_refused: bool
+) -> None:
+    starter.knows_all = False
+    starter.fails = is_refused
+    served.create(resources={"pool": "p"})
+    served.schedule()
+    need = PoolNeed(sizes=(1,))
+    runners._look_after("p", need)
+    if is_refused:
+        why = "no room"
+    else:
+        [(name, _)] = starter.jobs.items()
+        starter.jobs.clear()
+        assert "No runner" not in reasons(served)[0]
+        runners._starting["p"][name] = time.monotonic() - 1
+        runners._look_after("p", None)
+        why = f"{name} did not register within 60 s"
+    assert f"No runner could be started for it: {why}" in reasons(served)[0]
+    [pool] = [one for one in served.http.get("/pools").json() if one["name"] == "p"]
+    assert pool["failure"].startswith(why)
+
+    starter.fails = False
+    runners._rest_until["p"] = 0.0
+    runners._look_after("p", need)
+    # It may fail as well.
+    assert why in reasons(served)[0]
+    register(runners, next(iter(starter.jobs)))
+    runners._look_after("p", need)
+    assert "No runner" not in reasons(served)[0]

@@ -24,10 +24,11 @@ SlotNumber = Annotated[int, Path(ge=0, le=2**31 - 1)]
 
 @router.get("/pools")
 def list_pools(master: MasterOf) -> list[queue_views.Pool]:
-    """List the pools that have nodes or settings."""
+    """List the pools that have nodes or settings, or whose runners the master starts."""
     with master.database.read() as connection:
         cluster = read_cluster(connection, master.reconciler.slots(), time.time())
-    names = {node.pool for node in cluster.nodes} | set(cluster.pools)
+    started = master.pool_runners
+    names = {node.pool for node in cluster.nodes} | set(cluster.pools) | set(started.names())
     pools = []
     for name in sorted(names):
         nodes = [node for node in cluster.nodes if node.pool == name]
@@ -47,6 +48,7 @@ def list_pools(master: MasterOf) -> list[queue_views.Pool]:
                     for node_id, slots in one.parts
                     if node_id in ids
                 ),
+                failure=started.failure(name),
             )
         )
     return pools

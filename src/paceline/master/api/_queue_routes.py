@@ -18,6 +18,7 @@ from paceline.master.scheduling import (
     Reason,
     SchedulingResult,
     decide,
+    needs_node,
 )
 from paceline.master.store import Transaction, tables
 from paceline.messages import queue_views, views
@@ -43,7 +44,11 @@ def list_queue(
         )
         shown = list(islice(found, limit))
         facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
-    return [_queue_entry(facts[one.waiting.trial_id], cluster, one, now) for one in shown]
+    failures = {name: master.pool_runners.failure(name) for name in master.pool_runners.names()}
+    return [
+        _queue_entry(facts[one.waiting.trial_id], cluster, one, now, failures.get(one.waiting.pool))
+        for one in shown
+    ]
 
 
 @router.post("/queue/move", status_code=204)
@@ -98,11 +103,19 @@ def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
 
 
 def _queue_entry(
-    facts: Any, cluster: Cluster, result: SchedulingResult, now: float
+    facts: Any,
+    cluster: Cluster,
+    result: SchedulingResult,
+    now: float,
+    failure: str | None,
 ) -> views.QueueEntry:
+    """Return a waiting trial; `failure` is why its pool could not start runners."""
     waiting, reason, behind = result.waiting, result.reason, result.behind
     _, name, created_at, ended_at = facts
     settings = cluster.pools.get(waiting.pool, PoolSettings())
+    detail = _detail(cluster, settings, result, now)
+    if failure is not None and needs_node(result):
+        detail = f"{detail} No runner could be started for it: {failure}"
     return views.QueueEntry(
         trial_id=waiting.trial_id,
         experiment_id=waiting.experiment_id,
@@ -110,7 +123,7 @@ def _queue_entry(
         num_slots=waiting.num_slots,
         waiting_since=max(created_at, ended_at or 0.0),
         reason="starting" if reason is None else reason.value,
-        detail=_detail(cluster, settings, result, now),
+        detail=detail,
         pool=waiting.pool,
         num_ahead=result.place,
         behind_trial_id=behind.trial_id if behind else None,

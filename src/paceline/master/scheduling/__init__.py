@@ -1,7 +1,7 @@
 """Which waiting trial gets which slots: pure functions over plain data."""
 
 from paceline.master.scheduling._placement import fits_nodes
-from paceline.master.scheduling._pool_needs import PoolNeed, needs_of
+from paceline.master.scheduling._pool_needs import PoolNeed, needs_node, needs_of
 from paceline.master.scheduling._pool_of_node import in_pools, pool_of
 from paceline.master.scheduling._queue_order import moved
 from paceline.master.scheduling._schedule import Schedule, decide, schedule
@@ -35,6 +35,7 @@ __all__ = [
     "fits_nodes",
     "in_pools",
     "moved",
+    "needs_node",
     "needs_of",
     "pool_of",
     "schedule",

@@ -25,6 +25,11 @@ class PoolNeed:
         return sum(self.sizes)
 
 
+def needs_node(result: SchedulingResult) -> bool:
+    """Tell whether a trial waits for what another node would give."""
+    return result.reason is not None and result.reason not in _NO_NODE_HELPS
+
+
 def needs_of(
     results: Iterable[SchedulingResult], holding: Iterable[Holding]
 ) -> dict[str, PoolNeed]:

@@ -63,6 +63,7 @@ class PoolRunners:
         # master has asked for, nobody knows: they count as one group.
         self._group_of: dict[str, dict[str, str]] = {name: {} for name in pools}
         self._rest_until = dict.fromkeys(pools, 0.0)
+        self._failures: dict[str, str] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool-runners", daemon=True)
 
@@ -78,6 +79,14 @@ class PoolRunners:
             starter.close()
         if self._thread.is_alive():
             self._thread.join()
+
+    def names(self) -> list[str]:
+        """Return the names of the pools."""
+        return list(self._pools)
+
+    def failure(self, pool: str) -> str | None:
+        """Return why runners of a pool could not be started; None once one has registered."""
+        return self._failures.get(pool)
 
     def possible_slots(self) -> list[NodeSlots]:
         """Return the slots that the pools could have, whether anything runs there or not."""
@@ -111,9 +120,11 @@ class PoolRunners:
             if self._closing.is_set():
                 return
             self._rest_until[name] = time.monotonic() + _REST_S
+            self._failures[name] = str(error)
             logger.warning("Pool %s: %s", name, error)
-        except Exception:
+        except Exception as error:
             self._rest_until[name] = time.monotonic() + _REST_S
+            self._failures[name] = f"{type(error).__name__}: {error}"
             logger.exception("Pool %s: its runners cannot be looked after.", name)
 
     def _make_pass(self, name: str, need: PoolNeed | None) -> None:
@@ -123,9 +134,12 @@ class PoolRunners:
         present = nodes.keys()
         starting, registered = self._starting[name], self._registered[name]
         now = time.monotonic()
-        met = self._met(name, starting) | present
-        for runner in [one for one, until in starting.items() if until < now or one in met]:
+        came = self._met(name, starting)
+        met = came | present
+        late = [one for one, until in starting.items() if until < now and one not in met]
+        for runner in [*late, *(one for one in met if one in starting)]:
             del starting[runner]
+        self._note_failure(name, came, [one for one in late if one not in known])
         if starter.knows_all:
             self._revoke(name, known.keys() | starting.keys())
             self._note_ended(name, known.keys() | starting.keys())
@@ -165,6 +179,17 @@ class PoolRunners:
             all_ = all_ | set(names)
         if not groups:
             self._cancel(name, spare)
+
+    def _note_failure(self, pool: str, came: set[str], late: Sequence[str]) -> None:
+        if came:
+            self._failures.pop(pool, None)
+        if late:
+            why = (
+                f"{', '.join(sorted(late))} did not register within {_START_S:g} s of the start."
+                " Hint: see the output of the runner."
+            )
+            self._failures[pool] = why
+            logger.warning("Pool %s: %s", pool, why)
 
     def _cancel(self, pool: str, runners: Sequence[str]) -> None:
         _, starter = self._pools[pool]

@@ -7,6 +7,7 @@ import ssl
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 CA_FILE_VARIABLE = "PACELINE_CA_FILE"
 
@@ -85,6 +86,17 @@ def check_server_files(certificate: Path, key: Path) -> str:
     return found[0]
 
 
+def server_names(certificate: Path, key: Path) -> list[str]:
+    """Return the names, and then the addresses, that a checked certificate of a server is for."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, key)
+    found = _CERTIFICATE.search(certificate.read_text(encoding="utf-8"))
+    assert found is not None
+    shown = _shake_hands(server, _trusting(found[0])) or {}
+    given: list[tuple[str, str]] = list(shown.get("subjectAltName", ()))
+    return [text for kind in ("DNS", "IP Address") for known, text in given if known == kind]
+
+
 def tls_error_of(error: BaseException | None) -> ssl.SSLError | None:
     """Return the error of TLS among an error and its causes."""
     seen: set[int] = set()
@@ -146,8 +158,8 @@ def _trusting(certificate: str) -> ssl.SSLContext:
     return context
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """Connect a client to a server in memory."""
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any] | None:
+    """Connect a client to a server in memory, and return what the certificate of it says."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server),
@@ -157,6 +169,7 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
         for end in ends:
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
+    return ends[0].getpeercert()
 
 
 def _reason(error: Exception) -> str:

@@ -6,6 +6,8 @@ import sys
 
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15
+# Addresses of documents: nothing is sent there, but the system says by which way it would go.
+_FAR_AWAY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
 def interface_of(address: str) -> str | None:
@@ -27,6 +29,17 @@ def interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in entries):
             return name
     return None
+
+
+def address_for_others(*, is_ipv6: bool = False) -> str:
+    """Return the address by which other machines reach this one, or its name if it has no route."""
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_FAR_AWAY[family], 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
 
 
 def _interface_of_ipv4(wanted: bytes) -> str | None:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -21,6 +22,7 @@ from paceline.master import (
     serve,
 )
 from paceline.master._home_directory import Home
+from paceline.master.api._web_ui_files import has_web_ui
 from paceline.runner.node._devices import find_devices
 
 SERVE = """
@@ -85,6 +87,35 @@ def test_a_host_that_is_not_loopback_is_refused(home: Path, host: str) -> None:
     with pytest.raises(ValueError, match=r"`host` must be a loopback address .* but got"):
         serve(home, host=host, port=0)
     assert not home.exists()
+
+
+def test_a_master_for_all_interfaces_tells_an_address_that_others_reach(
+    home: Path, master_server: Any
+) -> None:
+    master = master_server.start_master(
+        home, "--port", 0, "--slots", 1, "--host", "0.0.0.0", "--unencrypted"
+    )
+    try:
+        told = address(home)
+        port = told["port"]
+        assert told["url"] == f"http://127.0.0.1:{port}"
+        public = told["public_url"]
+        assert public.startswith("http://")
+        assert not re.search(r"0\.0\.0\.0|127\.|localhost", public)
+        token = (home / "token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}"}
+        assert httpx.get(
+            f"{public}/api/v1/master", headers=headers, timeout=60, trust_env=False
+        ).is_success
+        deadline = time.monotonic() + 60
+        # A browser is answered beyond loopback by TLS only.
+        link = f"Sign in: http://127.0.0.1:{port}/" if has_web_ui() else "There is no web UI"
+        while link not in (text := (home / "master.log").read_text()):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.05)
+        assert f"The master runs at {public} " in text
+    finally:
+        master.kill()
 
 
 def test_a_second_master_on_a_home_is_refused_and_harms_the_first_nothing(

@@ -21,9 +21,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from paceline._certificates import check_server_files
+from paceline._certificates import check_server_files, server_names
 from paceline.client import Client, MasterUnreachableError
 from paceline.master import serve
+from paceline.master._server import _host_for_others, _Tls
 from paceline.messages.attempts import MasterAddress
 from paceline.runner._master_link import MasterLink, UnreachableError, UntrustedMasterError
 
@@ -150,7 +151,7 @@ def test_a_client_that_knows_the_authority_is_answered(
 def test_programs_on_its_machine_know_it_from_the_home(
     master: TlsMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its address is 0.0.0.0, and the certificate is for another name."""
+    """It listens on all addresses, and the certificate is for another name than theirs."""
     monkeypatch.setenv("PACELINE_HOME", str(master.home))
     with Client() as client:
         assert client.master().num_slots == 1
@@ -346,3 +347,15 @@ def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(
     )
     with pytest.raises(ValueError, match="without a passphrase"):
         check_server_files(files["tls_cert"], files["tls_key"])
+
+
+@pytest.mark.parametrize(
+    ("names", "public"),
+    [(("localhost", "head", "192.168.0.5"), "head"), (("*.lab", "192.168.0.5"), "192.168.0.5")],
+)
+def test_others_are_told_a_name_that_the_certificate_is_for(
+    authority: Authority, names: tuple[str, ...], public: str
+) -> None:
+    files = authority.issue(*names)
+    assert server_names(files["tls_cert"], files["tls_key"]) == [*names]
+    assert _host_for_others("0.0.0.0", _Tls.of(files["tls_cert"], files["tls_key"])) == public

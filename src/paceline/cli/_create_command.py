@@ -153,7 +153,7 @@ def _master(start: bool) -> Iterator[None]:
     is_free = is_port_free(_DEFAULT_PORT)
     file = start_detached(home, [] if is_free else ["--port", "0"])
     why = "" if is_free else f" (port {_DEFAULT_PORT} is taken)"
-    typer.echo(f"Started the master at {file.url}{why}; `paceline down` stops it.", err=True)
+    typer.echo(f"Started the master at {file.shown_url}{why}; `paceline down` stops it.", err=True)
     try:
         yield
     except BaseException:

@@ -16,6 +16,7 @@ from paceline.cli._errors import CommandError
 from paceline.cli._options import Home, Json, home_of
 
 if TYPE_CHECKING:
+    from paceline.client import MasterFile
     from paceline.messages.status import MasterStatus
 
 _FILE_POLL_S = 0.05
@@ -169,19 +170,19 @@ def _up_in_background(
         if port and port != file.port:
             raise CommandError(
                 f"The home {str(home)!r} must have no master to start one on port {port}, but one"
-                f" runs at {file.url}. Hint: stop it with `paceline down`, or choose another"
+                f" runs at {file.shown_url}. Hint: stop it with `paceline down`, or choose another"
                 " `--home`."
             )
-        typer.echo(f"A master runs already at {file.url} (process {file.pid}).")
-        _tell_sign_in_link(home, file.url)
+        typer.echo(f"A master runs already at {file.shown_url} (process {file.pid}).")
+        _tell_sign_in_link(home, file)
         return
     arguments = ["--host", host]
     for name, value in options.items():
         arguments += [] if value is None else [f"--{name}", str(value)]
     arguments += [f"--{name}" for name, is_set in flags.items() if is_set]
     file = start_detached(home, arguments)
-    typer.echo(f"The master runs at {file.url} (process {file.pid}, home {home}).")
-    _tell_sign_in_link(home, file.url)
+    typer.echo(f"The master runs at {file.shown_url} (process {file.pid}, home {home}).")
+    _tell_sign_in_link(home, file)
     typer.echo("Stop it with `paceline down`.")
 
 
@@ -192,20 +193,20 @@ def _announce(home: Path, stop: threading.Event) -> None:
     while not stop.wait(_FILE_POLL_S):
         file = read_master_file(home)
         if file is not None and file.pid == os.getpid():
-            typer.echo(f"The master runs at {file.url} (home {home}). Ctrl-C stops it.")
-            _tell_sign_in_link(home, file.url)
+            typer.echo(f"The master runs at {file.shown_url} (home {home}). Ctrl-C stops it.")
+            _tell_sign_in_link(home, file)
             return
 
 
-def _tell_sign_in_link(home: Path, url: str) -> None:
+def _tell_sign_in_link(home: Path, file: "MasterFile") -> None:
     """Print a link that signs a browser in, once, or that there is no web UI."""
-    from paceline.cli._master_process import NO_WEB_UI
+    from paceline.cli._master_process import NO_WEB_UI, sign_in_link
     from paceline.client import Client, ClientError, read_token
 
     try:
-        with Client(url, read_token(home)) as client:
+        with Client(file.url, read_token(home)) as client:
             has_web_ui = client.master().has_web_ui
-            typer.echo(f"Sign in: {client.sign_in_link()}" if has_web_ui else NO_WEB_UI)
+            typer.echo(f"Sign in: {sign_in_link(client, file)}" if has_web_ui else NO_WEB_UI)
     except ClientError as error:
         typer.echo(f"No sign-in link could be made: {error}", err=True)
 
@@ -276,7 +277,7 @@ def down(
             " checkpoints and will go on at the next `paceline up`."
         )
     shut_down(file, directory, keep_trials=keep_trials, timeout_s=timeout)
-    typer.echo(f"Stopped the master at {file.url}.")
+    typer.echo(f"Stopped the master at {file.shown_url}.")
     _tell_left_running(directory)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import typer
 
@@ -18,9 +19,12 @@ from paceline.client import HOME_VARIABLE, MASTER_VARIABLE, MasterFile, read_mas
 if TYPE_CHECKING:
     import psutil
 
+    from paceline.client import Client
+
 _POLL_S = 0.05
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 NO_WEB_UI = (
     "There is no web UI: it was not built when Paceline was installed. The command line works"
     " without it. Hint: run `make ui` in the source directory, then `pip install"
@@ -99,6 +103,27 @@ def answers(file: MasterFile) -> bool:
     except httpx.TransportError:
         return False
     return response.is_success
+
+
+def sign_in_link(client: "Client", file: MasterFile | None) -> str:
+    """Return a link for the web UI, or why no browser could open it.
+
+    Args:
+        client: Knows the master.
+        file: What the master in the home says of itself.
+    """
+    link = client.sign_in_link()
+    if file is None or client.url != file.url:
+        return link
+    if file.certificate is not None:
+        return file.shown_url + link.removeprefix(file.url)
+    if urlsplit(link).hostname in _LOOPBACK_NAMES:
+        return link
+    return (
+        f"no browser can do so at {file.url}, as the master answers browsers beyond loopback by TLS"
+        " only. Hint: use `--tls-cert`, or `--host 0.0.0.0` to sign in on this machine or through"
+        " an SSH tunnel."
+    )
 
 
 def is_port_free(port: int) -> bool:

@@ -10,12 +10,13 @@ app = typer.Typer(help="Manage users of the web UI.", no_args_is_help=True)
 def login() -> None:
     """Print a sign-in link for the web UI. It works once."""
     from paceline.cli._connection import connect
-    from paceline.cli._master_process import NO_WEB_UI
+    from paceline.cli._master_process import NO_WEB_UI, sign_in_link
+    from paceline.client import home_directory, read_master_file
 
     with connect() as client:
         if not client.master().has_web_ui:
             typer.echo(NO_WEB_UI, err=True)
-        typer.echo(client.sign_in_link())
+        typer.echo(sign_in_link(client, read_master_file(home_directory())))
 
 
 @app.command("set-password")

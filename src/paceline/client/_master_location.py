@@ -29,7 +29,8 @@ START_COMMAND = "paceline up --detach"
 class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `master.json`, which a running master keeps in its home.
 
-    `certificate` is its own (PEM), if it has one.
+    `url` is for programs on its machine, `public_url` for those on others. `certificate` is its own
+    (PEM), if it has one.
     """
 
     url: str
@@ -37,6 +38,12 @@ class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     version: str
     certificate: str | None = None
+    public_url: str = ""
+
+    @property
+    def shown_url(self) -> str:
+        """The URL to show to people."""
+        return self.public_url or self.url
 
 
 class MasterAccess(msgspec.Struct, frozen=True):

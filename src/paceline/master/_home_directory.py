@@ -110,11 +110,25 @@ class Home:
         write_atomically(self._id_path, cluster_id.encode() + b"\n")
 
     def write_address(
-        self, url: str, port: int, version: str, certificate: str | None = None
+        self,
+        url: str,
+        port: int,
+        version: str,
+        certificate: str | None = None,
+        public_url: str = "",
     ) -> None:
-        """Say where the master listens, and by which certificate it is known."""
+        """Say where the master listens, and by which certificate it is known.
+
+        Args:
+            url: Where programs on this machine reach it.
+            port: Its port.
+            version: The version of Paceline.
+            certificate: Its certificate (PEM) if it is asked by TLS.
+            public_url: Where other machines reach it, if that is another URL.
+        """
         address: dict[str, Any] = {
-            "url": url, "pid": os.getpid(), "port": port, "version": version
+            "url": url, "public_url": public_url, "pid": os.getpid(), "port": port,
+            "version": version,
         }  # fmt: skip
         if certificate is not None:
             address["certificate"] = certificate

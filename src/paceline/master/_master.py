@@ -48,7 +48,7 @@ class Master:
         devices: One entry per slot: "cpu" or a GPU's id.
         runs: A directory of runs made without a master, to be shown live.
         executor: The class of what starts the attempts.
-        url: Where the master answers.
+        url: Where the master answers other machines.
         leases: How long runners may give no sign of life; the default leases if None.
         measurements: Where requests are counted; a new one if None.
         is_open: Whether it listens beyond loopback: requests with a token may name any host.

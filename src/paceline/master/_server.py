@@ -14,7 +14,8 @@ from types import FrameType
 import uvicorn
 
 import paceline
-from paceline._certificates import check_server_files
+from paceline._certificates import check_server_files, server_names
+from paceline._network_interfaces import address_for_others
 from paceline.master._connection_limits import (
     QUEUE_LENGTH,
     ConnectionConfig,
@@ -37,6 +38,8 @@ from paceline.runner.node import find_devices
 logger = logging.getLogger(__name__)
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+# Where this machine reaches a master that listens on all of its addresses.
+_ALL_ADDRESSES = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - no binding
 _CLOSE_CONNECTIONS_S = 2
 _SWITCH_INTERVAL_S = 0.001
 
@@ -123,24 +126,28 @@ def serve(
     with listener, place.hold(), logging_to(place.master_log_path):
         place.prepare(set_aside=set_aside)
         port = listener.getsockname()[1]
-        scheme = "http" if tls is None else "https"
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        url = _url(_ALL_ADDRESSES.get(host, host), port, tls)
+        public_host = _host_for_others(host, tls) if host in _ALL_ADDRESSES else host
         pool_file = pool_file or place.path / POOL_FILE
         pools = read_pool_file(pool_file, place.cluster_id) if pool_file.exists() else {}
         measurements = Measurements(slow_request_s)
         master = Master(
-            place, devices, runs and runs.absolute(), kind, url, leases, measurements,
-            is_open=host not in LOOPBACK_HOSTS, pools=pools,
+            place, devices, runs and runs.absolute(), kind, _url(public_host, port, tls),
+            leases, measurements, is_open=host not in LOOPBACK_HOSTS, pools=pools,
             certificate=tls.certificate if tls else None,
         )  # fmt: skip
-        _serve(master, listener, port, tls)
+        _serve(master, listener, port, url, tls)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tls:
-    """The certificate of a server (PEM, without its chain), and the files that it is read from."""
+    """The certificate of a server (PEM, without its chain), and the files that it is read from.
+
+    `names` are the names and addresses that it is for.
+    """
 
     certificate: str
+    names: list[str]
     certificate_path: Path
     key_path: Path
 
@@ -150,13 +157,26 @@ class _Tls:
             return None
         if certificate is None or key is None:
             raise ValueError("`--tls-cert` and `--tls-key` must be given together.")
-        return cls(check_server_files(certificate, key), certificate, key)
+        text = check_server_files(certificate, key)
+        return cls(text, server_names(certificate, key), certificate, key)
 
 
-def _serve(master: Master, listener: socket.socket, port: int, tls: _Tls | None) -> None:
+def _url(host: str, port: int, tls: _Tls | None) -> str:
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _host_for_others(host: str, tls: _Tls | None) -> str:
+    """Return a name that the certificate is for, or else the address of this machine."""
+    names = [] if tls is None else tls.names
+    far = (name for name in names if name not in LOOPBACK_HOSTS and not name.startswith("*"))
+    return next(far, None) or address_for_others(is_ipv6=":" in host)
+
+
+def _serve(master: Master, listener: socket.socket, port: int, url: str, tls: _Tls | None) -> None:
     def announce() -> None:
         certificate = tls.certificate if tls else None
-        master.home.write_address(master.url, port, paceline.__version__, certificate)
+        master.home.write_address(url, port, paceline.__version__, certificate, master.url)
 
     server = _Server(master, announce, tls=tls)
     try:

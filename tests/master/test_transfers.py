@@ -1,5 +1,6 @@
 """Checkpoints that travel between a node and its master: pieces, resumption, and who may do so."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -390,6 +391,43 @@ def test_only_a_few_checkpoints_are_sent_at_a_time(node: Node) -> None:
     replies = [node.offer(f"c{number}") for number in range(5)]
     assert [reply.status_code for reply in replies] == [200] * 4 + [409]
     assert code(replies[4]) == (409, "too_many_uploads")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [("offers", "at most 4 lists of files"), ("pieces", "at most 8 pieces")],
+)
+def test_the_answer_to_more_requests_than_are_taken_at_a_time_names_the_limit(
+    node: Node, served: Any, monkeypatch: pytest.MonkeyPatch, kind: str, told: str
+) -> None:
+    from paceline.master.api import _transfer_routes
+
+    node.store("one")
+    assert node.offer("one").status_code == 200
+    places, loop = getattr(served.core.transfers, kind), served.core.controls._loop
+    send = {
+        "offers": lambda: node.offer("one"), "pieces": lambda: node.piece("one", "model", 0, b"x")
+    }[kind]  # fmt: skip
+    # As many other requests as there may be.
+    number = 4 if kind == "offers" else 8
+    for _ in range(number):
+        asyncio.run_coroutine_threadsafe(places.acquire(), loop).result(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(_transfer_routes, "_LONGEST_WAIT_S", 0.01)
+        reply = send()
+    assert code(reply) == (503, "busy")
+    assert told in reply.json()["detail"]
+    for _ in range(number):
+        loop.call_soon_threadsafe(places.release)
+    assert send().status_code == 200
+
+
+def test_lists_of_files_have_a_largest_size(node: Node) -> None:
+    node.store("one")
+    files = {"manifest": "x" * (64 * 2**20), "shards": {}}
+    reply = node.offer("one", files=files)
+    assert reply.status_code == 413
+    assert f"at most {64 * 2**20} bytes" in reply.json()["detail"]
 
 
 # ---- tokens ------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf
 from paceline.master.experiments import RefusedError
+from paceline.master.nodes import OFFERS_AT_ONCE, PIECES_AT_ONCE
 from paceline.messages.attempts import CheckpointOffer, PieceReply, ShardOffer, runner_id
 from paceline.runner import is_shortage
 from paceline.storage import CheckpointWriteError
@@ -30,8 +32,9 @@ Offset = Annotated[int, Query(ge=0, le=2**62)]
 
 # For a place among the pieces that are in memory; then the runner is told to come again.
 _LONGEST_WAIT_S = 10.0
-# In which a piece must have arrived.
+# In which a piece, or a list of files, must have arrived.
 _LONGEST_PIECE_S = 60.0
+_LONGEST_OFFER_S = 300.0
 _RENEWAL_S = 2.0
 
 
@@ -41,10 +44,11 @@ async def offer_checkpoint(
     attempt_id: AttemptId, uuid: Uuid, request: Request, master: MasterOf
 ) -> Response:
     """Tell what is missing of a checkpoint; once nothing is, it is stored."""
-    offer = await _decode(request, CheckpointOffer)
-    needs = await _do(
-        master, attempt_id, lambda: master.transfers.offer(attempt_id, uuid, offer), uuid
-    )
+    async with _offer_place(master):
+        offer = await _decode(request, CheckpointOffer)
+        needs = await _do(
+            master, attempt_id, lambda: master.transfers.offer(attempt_id, uuid, offer), uuid
+        )
     if needs.is_stored:
         await asyncio.to_thread(master.transfers.waiting.settle, attempt_id)
     return _json(needs)
@@ -56,16 +60,16 @@ async def offer_shards(
     attempt_id: AttemptId, uuid: Uuid, request: Request, master: MasterOf, member: Member
 ) -> Response:
     """Tell what is missing of the files that ranks of one more node have stored."""
-    offer = await _decode(request, ShardOffer)
-    return _json(
-        await _do(
+    async with _offer_place(master):
+        offer = await _decode(request, ShardOffer)
+        needs = await _do(
             master,
             attempt_id,
             lambda: master.transfers.offer_shards(attempt_id, member, uuid, offer),
             uuid,
             member,
         )
-    )
+    return _json(needs)
 
 
 @router.put("/attempts/{attempt_id}/checkpoints/{uuid}/pieces", openapi_extra={"requestBody": {
@@ -84,11 +88,8 @@ async def store_piece(
 
     A piece that does not begin at the present size changes nothing.
     """
-    async with _Place(master):
-        try:
-            data = await asyncio.wait_for(request.body(), _LONGEST_PIECE_S)
-        except asyncio.TimeoutError as error:
-            raise ApiError(408, "too_slow", "The piece did not arrive in time.") from error
+    async with _piece_place(master):
+        data = await _body(request, _LONGEST_PIECE_S)
         if xxhash.xxh3_128_hexdigest(data) != digest:
             raise ApiError(422, "damaged_piece", f"A piece of {name!r} was damaged on its way.")
         num_bytes = await _do(
@@ -110,9 +111,9 @@ async def delete_sent_checkpoint(attempt_id: AttemptId, uuid: Uuid, master: Mast
 @router.get("/attempts/{attempt_id}/checkpoints/{uuid}")
 async def read_checkpoint_files(attempt_id: AttemptId, uuid: Uuid, master: MasterOf) -> Response:
     """Read the manifest of a checkpoint that the attempt may start from."""
-    return _json(
-        await _do(master, attempt_id, lambda: master.transfers.read_files(attempt_id, uuid))
-    )
+    async with _offer_place(master):
+        files = await _do(master, attempt_id, lambda: master.transfers.read_files(attempt_id, uuid))
+        return _json(files)
 
 
 @router.get("/attempts/{attempt_id}/checkpoints/{uuid}/pieces")
@@ -120,7 +121,7 @@ async def read_piece(
     attempt_id: AttemptId, uuid: Uuid, master: MasterOf, name: Name, offset: Offset
 ) -> Response:
     """Read a piece of a file of such a checkpoint, as large as pieces are; nothing is verified."""
-    async with _Place(master):
+    async with _piece_place(master):
         data = await _do(
             master,
             attempt_id,
@@ -129,20 +130,39 @@ async def read_piece(
     return Response(data, media_type="application/octet-stream")
 
 
-class _Place:
-    """One of the places for pieces that are in memory."""
+def _piece_place(master: Master) -> AbstractAsyncContextManager[None]:
+    return _place(master.transfers.pieces, PIECES_AT_ONCE, "pieces")
 
-    def __init__(self, master: Master) -> None:
-        self._places = master.transfers.places
 
-    async def __aenter__(self) -> None:
-        try:
-            await asyncio.wait_for(self._places.acquire(), _LONGEST_WAIT_S)
-        except asyncio.TimeoutError as error:
-            raise ApiError(503, "busy", "Too many checkpoints are on their way.") from error
+def _offer_place(master: Master) -> AbstractAsyncContextManager[None]:
+    return _place(master.transfers.offers, OFFERS_AT_ONCE, "lists of files")
 
-    async def __aexit__(self, *_: object) -> None:
-        self._places.release()
+
+@asynccontextmanager
+async def _place(places: asyncio.Semaphore, number: int, what: str) -> AsyncIterator[None]:
+    """Hold one of the places for what is in memory; its sender comes again if there is none."""
+    try:
+        await asyncio.wait_for(places.acquire(), _LONGEST_WAIT_S)
+    except asyncio.TimeoutError as error:
+        raise ApiError(
+            503,
+            "busy",
+            f"The master takes at most {number} {what} of checkpoints at a time, and none was done"
+            f" within {_LONGEST_WAIT_S:g} s.",
+        ) from error
+    try:
+        yield
+    finally:
+        places.release()
+
+
+async def _body(request: Request, timeout_s: float) -> bytes:
+    try:
+        return await asyncio.wait_for(request.body(), timeout_s)
+    except asyncio.TimeoutError as error:
+        raise ApiError(
+            408, "too_slow", f"The body must arrive within {timeout_s:g} s, but did not."
+        ) from error
 
 
 async def _do(
@@ -184,7 +204,7 @@ async def _do(
 
 async def _decode(request: Request, kind: type[Any]) -> Any:
     try:
-        return msgspec.json.decode(await request.body(), type=kind)
+        return msgspec.json.decode(await _body(request, _LONGEST_OFFER_S), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(422, "invalid_request", str(error)) from error
 

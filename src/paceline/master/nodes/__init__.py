@@ -1,6 +1,10 @@
 """Nodes: machines whose runners register, ask for attempts and carry them out."""
 
-from paceline.master.nodes._checkpoint_transfers import Transfers
+from paceline.master.nodes._checkpoint_transfers import (
+    OFFERS_AT_ONCE,
+    PIECES_AT_ONCE,
+    Transfers,
+)
 from paceline.master.nodes._node_executor import NodeExecutor
 from paceline.master.nodes._node_registry import Nodes
 from paceline.master.nodes._node_work import work_for
@@ -12,6 +16,8 @@ from paceline.master.nodes._registered_node import (
 from paceline.master.nodes._storage_marks import StorageMarks
 
 __all__ = [
+    "OFFERS_AT_ONCE",
+    "PIECES_AT_ONCE",
     "NodeExecutor",
     "NodeRefusedError",
     "Nodes",

@@ -45,7 +45,8 @@ from paceline.storage import (
 
 faults.register("master.checkpoint.moved_in")
 
-_PIECES_AT_ONCE = 8
+PIECES_AT_ONCE = 8
+OFFERS_AT_ONCE = 4
 # Of one attempt at a time; a runner sends one after the other.
 _MAX_OPEN = 4
 _LARGEST_TEXT = 64 * 1024 * 1024
@@ -71,8 +72,9 @@ class Transfers:
         self._cluster_id = cluster_id
         self._default_storage = default_storage
         self._changes = changes
-        # For requests that hold a piece in memory, of all runners together.
-        self.places = asyncio.Semaphore(_PIECES_AT_ONCE)
+        # For requests that hold a piece, or a list of files, in memory, of all runners together.
+        self.pieces = asyncio.Semaphore(PIECES_AT_ONCE)
+        self.offers = asyncio.Semaphore(OFFERS_AT_ONCE)
         self.waiting = WaitingCheckpoints(database, changes)
         self._lock = threading.Lock()
         # By attempt, checkpoint and member, in the order in which they were begun.

@@ -236,7 +236,7 @@ def handed_secrets(tmp_path: Path) -> Case:
 
     def read() -> dict[str, str]:
         data = path.read_bytes()
-        taken = directory.take_secrets()
+        taken = directory.read_secrets()
         path.write_bytes(data)
         return {name: taken[name] for name in given}
 

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+from paceline.runner import AttemptDirectory
+
 # Reports where it runs, and waits at step 2 of its first attempt until the file is there.
 SCRIPT = """
 import os, time
@@ -153,6 +155,27 @@ def test_a_trial_goes_on_from_its_checkpoint_after_kill_9(
         "runner_lost" if victim == "runner" else "exited", 2,
     )  # fmt: skip
     assert not training.is_running() or training.status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_attempt_whose_runner_died_before_it_began_begins_with_its_secrets(
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    node = make_node("box", "--slots", "1").start(PACELINE_FAULT="runner.prepared")
+    wait_until(lambda: master.client().nodes())
+    experiment = submit(1)
+    lock = node.directory / "attempts" / "1" / "runner.lock"
+    wait_until(lambda: lock.exists() and lock.read_text())
+    directory = AttemptDirectory(lock.parent)
+    wait_until(lambda: directory.runner_pid() is None)
+    node.process.kill()
+    node.process.wait()
+    open_gate(node)
+    node.start()
+    assert experiment.wait().value == "COMPLETED"
+    assert len(attempts(master, 1)) == 1
+    [trial] = experiment.trials()
+    assert "runs on box with *** 0" in lines(trial)
 
 
 def test_a_master_that_was_killed_finds_its_nodes_and_their_attempts_again(

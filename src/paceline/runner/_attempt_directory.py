@@ -83,15 +83,13 @@ class AttemptDirectory:
         return (self.path / "exit.json").exists()
 
     def write_secrets(self, secrets: dict[str, str]) -> None:
-        """Hand secrets to a runner that does not see the home; it removes the file."""
+        """Hand secrets to a runner that does not see the home."""
         write_atomically(self.path / FILE_NAME, seal(msgspec.json.encode(secrets)))
 
-    def take_secrets(self) -> dict[str, str]:
-        """Return the secrets that were handed to this runner, and remove their file."""
-        path = self.path / FILE_NAME
-        secrets = msgspec.json.decode(check_seal(path.read_bytes()), type=dict[str, str])
-        path.unlink()
-        return secrets
+    def read_secrets(self) -> dict[str, str]:
+        """Return the secrets that were handed to this runner."""
+        data = (self.path / FILE_NAME).read_bytes()
+        return msgspec.json.decode(check_seal(data), type=dict[str, str])
 
     def write_end(self, end: AttemptEnd) -> None:
         """Leave word of how the entrypoint ended."""
@@ -111,8 +109,12 @@ class AttemptDirectory:
         return (self.path / "started").exists() or (self.run.path / "journal").exists()
 
     def mark_started(self) -> None:
-        """Note that the entrypoint is about to start."""
+        """Note that the entrypoint is about to start, and remove the secrets.
+
+        Until then another runner may have to start it.
+        """
         (self.path / "started").touch(mode=0o600)
+        (self.path / FILE_NAME).unlink(missing_ok=True)
 
     def keep_output(self) -> None:
         """Let the output outlive the directory.

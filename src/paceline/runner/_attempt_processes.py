@@ -40,7 +40,7 @@ class AttemptProcesses:
         Args:
             spec: All that the attempt's runner needs.
             info: All that the attempt's processes need.
-            secrets: Values for a runner that does not see the home, which it takes and removes.
+            secrets: Values for a runner that does not see the home, which it removes.
         """
         path = self.directory(spec.attempt_id).path
         directory = AttemptDirectory.create(path, spec)

@@ -45,7 +45,7 @@ from paceline.workers import (
 
 logger = logging.getLogger(__name__)
 
-faults.register("runner.started", "runner.ended")
+faults.register("runner.prepared", "runner.started", "runner.ended")
 
 # How long an entrypoint may be stopped, as by SIGSTOP, until it counts as lost.
 _STOPPED_S = 30.0
@@ -198,6 +198,7 @@ class AttemptRun:
             changes_session=self._spec.has_prefix,
         )
         self._fetch_start()
+        faults.reach("runner.prepared")
         group = LocalGroup(
             [worker],
             self._spool.add,
@@ -230,7 +231,7 @@ class AttemptRun:
         if not spec.secret_names:
             return {}
         if spec.home is None:
-            found = self._directory.take_secrets()
+            found = self._directory.read_secrets()
         else:
             path = Path(spec.home) / FILE_NAME
             found = read_secret_file(path).get(spec.experiment_id or 0, {})

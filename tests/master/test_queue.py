@@ -211,6 +211,20 @@ def test_a_drained_slot_is_left_and_taken_back(master: Any) -> None:
     refused(master.http.post("/nodes/nobody/slots/0/drain", json={}), 404, "not_found")
 
 
+def test_the_node_of_the_master_is_drained_and_taken_back(master: Any) -> None:
+    create(master, slots_per_trial=1)
+    master.schedule()
+    assert master.http.post("/nodes/local/drain", json={}).status_code == 204
+    assert attempts(master)[0].preempt_reason == "the node local is drained"
+    leave(master, 1)
+    master.schedule()
+    assert running(master) == []
+    assert [one["is_drained"] for one in master.http.get("/slots").json()] == [True, True]
+    assert master.http.post("/nodes/local/resume").status_code == 204
+    master.schedule()
+    assert running(master) == [1]
+
+
 def test_a_master_that_starts_again_keeps_priorities_order_pools_and_drained_slots(
     make_master: Callable[..., Any],
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory
+from paceline.runner import AttemptDirectory, _attempt_processes
 from paceline.runner._attempt_processes import AttemptProcesses
 
 MakeAttempt = Callable[..., AttemptDirectory]
@@ -18,7 +18,7 @@ MakeAttempt = Callable[..., AttemptDirectory]
 HOLD = """
 import sys
 from pathlib import Path
-from paceline.runner import AttemptDirectory
+from paceline.runner import AttemptDirectory, _attempt_processes
 from paceline.runner._attempt_processes import AttemptProcesses
 with AttemptDirectory(Path(sys.argv[1])).hold_lock() as is_mine:
     print(is_mine, flush=True)
@@ -104,6 +104,26 @@ def test_a_runner_that_ends_before_a_signal_reaches_it_is_no_error(
         assert directory.runner_pid() == ended.pid
         processes.kill_runner(1)
         processes.signal_runner(1, signal.SIGTERM)
+
+
+def test_a_runner_that_is_not_wanted_and_stays_is_killed(
+    make_attempt: MakeAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_attempt()
+    root = directory.path.parent
+    processes = AttemptProcesses(root, root)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory.path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"True\n"
+        for keep in ({1}, set()):
+            processes.clean(keep)
+            assert process.poll() is None
+        monkeypatch.setattr(_attempt_processes, "_LEAVE_S", 0.0)
+        processes.clean(set())
+        assert process.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("is_killed", [True, False])

@@ -1,8 +1,10 @@
 """The attempts of one machine: a directory and a runner process for each."""
 
+import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +16,11 @@ from paceline.messages.attempts import AttemptSpec
 from paceline.messages.states import ExitReason
 from paceline.runner._attempt_directory import AttemptDirectory
 from paceline.runner._start_runners import RunnerHost, StartedRunner
+
+logger = logging.getLogger(__name__)
+
+# How long an unwanted attempt may take to leave by itself: it has just ended, or hears of it.
+_LEAVE_S = 10.0
 
 
 class AttemptProcesses:
@@ -30,6 +37,7 @@ class AttemptProcesses:
         self._root = root
         self._host = RunnerHost(cwd)
         self._children: dict[int, StartedRunner] = {}
+        self._unwanted_at: dict[int, float] = {}
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def prepare(
@@ -97,7 +105,11 @@ class AttemptProcesses:
         return sorted(int(path.name) for path in self._paths())
 
     def clean(self, keep: set[int]) -> None:
-        """Remove the directories of ended attempts whose runner has left, except those to keep."""
+        """Remove the directories of ended attempts whose runner has left, except those to keep.
+
+        A runner that does not leave by itself is killed after a while.
+        """
+        self._end_unwanted(keep)
         for attempt_id in list(self._children):
             if not self._children[attempt_id].is_alive():
                 del self._children[attempt_id]
@@ -123,6 +135,18 @@ class AttemptProcesses:
 
     def _paths(self) -> Iterator[Path]:
         return (path for path in self._root.iterdir() if path.name.isdecimal())
+
+    def _end_unwanted(self, wanted: set[int]) -> None:
+        """Kill runners of attempts that ended for the master a while ago."""
+        now = time.monotonic()
+        here = {id_ for id_ in self.all() if id_ not in wanted}
+        for attempt_id in self._unwanted_at.keys() - here:
+            del self._unwanted_at[attempt_id]
+        for attempt_id in here:
+            since = self._unwanted_at.setdefault(attempt_id, now)
+            if now > since + _LEAVE_S and self.is_alive(attempt_id):
+                logger.warning("Attempt %d is not wanted any more and is killed.", attempt_id)
+                self.kill_runner(attempt_id)
 
     @staticmethod
     def _end_leftovers(directory: AttemptDirectory) -> None:

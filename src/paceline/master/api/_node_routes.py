@@ -13,10 +13,18 @@ from paceline.master.api._auth import IdentityOf
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, write
+from paceline.master.api._slot_draining import drain_slots, resume_slots
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
 from paceline.master.store import Transaction, slots_by_node, tables
 from paceline.messages import node_views
-from paceline.messages.nodes import NAME_PATTERN, NodeFacts, NodePoll, NodeWork
+from paceline.messages.nodes import (
+    LOCAL_NAME,
+    LOCAL_NODE,
+    NAME_PATTERN,
+    NodeFacts,
+    NodePoll,
+    NodeWork,
+)
 from paceline.messages.states import LIVE_ATTEMPTS
 
 router = APIRouter(tags=["nodes"], route_class=ReadingRoute)
@@ -77,7 +85,19 @@ def list_nodes(master: MasterOf) -> list[node_views.Node]:
 
 @router.post("/nodes/{name}/drain", status_code=204)
 async def drain_node(name: Name, wanted: node_views.DrainNode, master: MasterOf) -> None:
-    """Place nothing more on a node; what runs there goes on elsewhere, or is finished."""
+    """Place nothing more on a node; what runs there goes on elsewhere, or is finished.
+
+    The master's own node is drained by all of its slots.
+    """
+    if name == LOCAL_NAME:
+        what, slots = f"the node {name}", range(len(master.devices))
+        await write(
+            master,
+            lambda transaction: drain_slots(
+                master, transaction, LOCAL_NODE, slots, what=what, finish=wanted.finish
+            ),
+        )
+        return
     node = _named(master, name)
 
     def job(transaction: Transaction) -> None:
@@ -92,6 +112,12 @@ async def drain_node(name: Name, wanted: node_views.DrainNode, master: MasterOf)
 @router.post("/nodes/{name}/resume", status_code=204)
 async def resume_node(name: Name, master: MasterOf) -> None:
     """Take a drained node back."""
+    if name == LOCAL_NAME:
+        slots = range(len(master.devices))
+        await write(
+            master, lambda transaction: resume_slots(master, transaction, LOCAL_NODE, slots)
+        )
+        return
     node = _named(master, name)
     await write(
         master,

@@ -10,9 +10,10 @@ from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading import ReadingRoute
 from paceline.master.api._route_helpers import MasterOf, write
-from paceline.master.experiments import drained_slots, live_attempts, read_cluster, read_pools
+from paceline.master.api._slot_draining import drain_slots, resume_slots
+from paceline.master.experiments import read_cluster, read_pools
 from paceline.master.scheduling import PoolSettings
-from paceline.master.store import Transaction, slots_by_node, tables
+from paceline.master.store import Transaction, tables
 from paceline.messages import node_views, queue_views
 from paceline.messages.nodes import LOCAL_NAME, LOCAL_NODE, NAME_PATTERN
 
@@ -89,14 +90,8 @@ async def drain_slot(
     node_id = _node_with(master, name, slot)
 
     def job(transaction: Transaction) -> None:
-        connection = transaction.connection
-        if slot not in drained_slots(connection).get(node_id, ()):
-            connection.execute(insert(tables.drained_slots).values(node_id=node_id, slot=slot))
-        for attempt in live_attempts(connection):
-            if slot in slots_by_node(attempt).get(node_id, ()) and not wanted.finish:
-                reason = f"the slot {slot} of the node {name} is drained"
-                master.changes.preempt(transaction, attempt, reason)
-        transaction.after_commit(master.changes.wake)
+        what = f"the slot {slot} of the node {name}"
+        drain_slots(master, transaction, node_id, [slot], what=what, finish=wanted.finish)
 
     await write(master, job)
 
@@ -106,14 +101,7 @@ async def resume_slot(name: Name, slot: SlotNumber, master: MasterOf) -> None:
     """Take a drained slot back."""
     node_id = _node_with(master, name, slot)
 
-    def job(transaction: Transaction) -> None:
-        drained = tables.drained_slots
-        transaction.connection.execute(
-            delete(drained).where(drained.c.node_id == node_id, drained.c.slot == slot)
-        )
-        transaction.after_commit(master.changes.wake)
-
-    await write(master, job)
+    await write(master, lambda transaction: resume_slots(master, transaction, node_id, [slot]))
 
 
 def _forget(transaction: Transaction, name: str) -> None:

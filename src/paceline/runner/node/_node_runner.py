@@ -35,7 +35,7 @@ _WAIT_S = 30.0
 _TICK_S = 0.5
 # With attempts that were given away, and while the node leaves.
 _SHORT_WAIT_S = 1.0
-# How long an unwanted attempt may take to leave by itself: it has just ended, or hears of it.
+# How long the master may take to answer a runner that leaves.
 _LEAVE_S = 10.0
 # Another home of the master's, or another token in the file.
 _REGISTER_AGAIN = ((404, "unknown_node"), (403, "other_token"))
@@ -83,7 +83,6 @@ class NodeRunner:
         self._version = 0
         # None until the master has said it.
         self._wanted: set[int] | None = None
-        self._unwanted_at: dict[int, float] = {}
         self._retry_at: dict[int, float] = {}
         self._pauses: dict[int, Backoff] = {}
         self._num_signals = 0
@@ -260,7 +259,6 @@ class NodeRunner:
             self._processes.kill_runner(attempt_id)
         for attempt_id in sorted(self._wanted):
             self._look_after_one(attempt_id, launches.get(attempt_id))
-        self._end_unwanted(self._wanted)
         self._processes.clean(self._wanted)
         for attempt_id in self._retry_at.keys() - self._wanted:
             self._retry_at.pop(attempt_id, None)
@@ -309,18 +307,6 @@ class NodeRunner:
             MasterLink(lambda: address).post(path, encode(sent))
         except (UnreachableError, RefusedByMasterError) as failure:
             logger.error("The end of attempt %d cannot be told: %s", attempt_id, failure)
-
-    def _end_unwanted(self, wanted: set[int]) -> None:
-        """Kill runners of attempts that ended for the master a while ago."""
-        now = time.monotonic()
-        here = {id_ for id_ in self._processes.all() if id_ not in wanted}
-        for attempt_id in self._unwanted_at.keys() - here:
-            del self._unwanted_at[attempt_id]
-        for attempt_id in here:
-            since = self._unwanted_at.setdefault(attempt_id, now)
-            if now > since + _LEAVE_S and self._processes.is_alive(attempt_id):
-                logger.warning("Attempt %d is not wanted any more and is killed.", attempt_id)
-                self._processes.kill_runner(attempt_id)
 
     def _let_leave(self) -> None:
         """Have all attempts store a checkpoint and end, as if the machine shut down."""

@@ -7,9 +7,11 @@ files. Ranks 0 and 1 are on one node, rank 2 is on another. Needs root.
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fault_lab.nodes import NodeProcess, can_mount
 
@@ -101,7 +103,9 @@ class Cluster:
         )
         return [self.nodes[name] for name in names]
 
-    def submit(self, large: int = 10, **variables: str) -> Any:
+    def submit(
+        self, large: int = 10, changed: dict[str, Any] | None = None, **variables: str
+    ) -> Any:
         config: dict[str, Any] = {
             "entrypoint": "python3 -m paceline.launch.torch_distributed train.py",
             "max_restarts": 0,
@@ -110,7 +114,7 @@ class Cluster:
             "environment": {"variables": {"LARGE": str(large), **variables}},
             "checkpoint_storage": {"save_trial_latest": 2, "save_trial_best": 0},
         }
-        return self.master.client().create_experiment(config, self.code)
+        return self.master.client().create_experiment(config | (changed or {}), self.code)
 
     def complete(self, experiment: Any) -> None:
         """Wait until a trial has ended, with what one without faults reports and keeps."""
@@ -253,3 +257,116 @@ def test_nodes_of_which_one_shares_the_directory_send_all_the_same(cluster: Clus
     cluster.add("second")[0].gate.touch()
     experiment = cluster.submit()
     cluster.complete(experiment)
+
+
+# Report and store step by step, and wait at step 3 of the first attempt until the file is there.
+HOLD = """
+import os, time
+from pathlib import Path
+import paceline as det
+
+IS_FIRST = det.get_cluster_info().latest_checkpoint is None
+
+def hold(step):
+    while step == 3 and IS_FIRST and not Path(os.environ["GATE"]).exists():
+        time.sleep(0.02)
+"""
+
+TRAIN = """
+import torch
+from paceline import train
+
+def loop():
+    model = train.prepare_model(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    begin = 1
+    if (state := train.load_checkpoint()) is not None:
+        model.load_state_dict(state["model"])
+        begin = state["step"] + 1
+    for step in range(begin, 7):
+        loss = model(torch.ones(3, 4)).square().mean()
+        optimizer.zero_grad()
+        train.backward(loss)
+        optimizer.step()
+        train.report(step=step, loss=loss.item())
+        train.save_checkpoint(model=model, step=step)
+        hold(step)
+    return train.world_rank()
+
+with train.Trainer(num_workers=3) as trainer:
+    assert list(trainer.run(loop)) == [0, 1, 2]
+"""
+
+DECLARATIVE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from paceline.declarative import ParallelizationConfig, Trainer, TrainingConfig
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.body(x)
+
+trainer = None
+x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+trainer = Trainer(TrainingConfig(
+    model_class=Net,
+    dataset=TensorDataset(x, x[:, :2].clone()),
+    validation_ratio=0.2,
+    pred_names_and_types=[("y", "regr")],
+    loss_function=[nn.MSELoss()],
+    task_type="regression",
+    batch_size_per_process=4,
+    learning_rate_per_process=0.01,
+    optimizer=torch.optim.SGD,
+    num_epochs=6,
+    model_save_dir=str(Path.cwd() / "out"),
+    parallelization_params=ParallelizationConfig(parallelization_type="multi_node"),
+    post_training_epoch_hook=lambda: hold(trainer.current_epoch + 1),
+))
+trainer.build()
+trainer.run_training()
+"""
+
+METRICS = {"train": "loss", "declarative": "val_loss"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", METRICS)
+def test_each_front_door_goes_on_from_a_checkpoint_of_several_nodes(
+    door: str, cluster: Cluster, write_context: Callable[..., Path]
+) -> None:
+    code = {"train": TRAIN, "declarative": DECLARATIVE}[door]
+    cluster.code = write_context(HOLD + code, door)
+    cluster.master.start()
+    nodes = cluster.add("first", "second")
+    changed = {
+        "max_restarts": 1,
+        "searcher": {"name": "single", "metric": METRICS[door]},
+    }
+    experiment = cluster.submit(changed=changed)
+    [trial] = experiment.trials()
+
+    def has_stored() -> bool:
+        assert not any(one.exit for one in cluster.attempts(experiment)), cluster.told(trial)
+        return len(trial.checkpoints()) >= 2
+
+    cluster.wait_until(has_stored, 120)
+    for process in nodes[1].training():
+        # Those that the launcher ends for it may be gone.
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert experiment.wait().value == "COMPLETED", cluster.told(trial)
+    first, second = cluster.attempts(experiment)
+    assert first.resumed_steps == 0
+    assert second.resumed_steps >= 1
+    assert cluster.storage.list()
+    assert all(cluster.storage.verify(uuid) for uuid in cluster.storage.list())
+    for rank in (0, 2) if door == "train" else (0,):
+        group = "training" if rank == 0 else f"training_rank_{rank}"
+        steps = [row.steps_completed for row in trial.iter_metrics(group)]
+        assert len(steps) == len(set(steps)) >= 6

@@ -45,12 +45,14 @@ from paceline.core._errors import (
     PreemptedError,
 )
 from paceline.core._init import init
+from paceline.core._joined_run import join_run
 from paceline.core._launched_place import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._metric_numbers import numbers_of
 from paceline.core._new_run_storage import (
     is_storage_in_environment,
     storage_of_new_run,
 )
+from paceline.core._node_storage import NodeStorage
 from paceline.core._open_run import (
     OpenedRun,
     next_run_number,
@@ -117,6 +119,7 @@ __all__ = [
     "LaunchedPlace",
     "MetricPoint",
     "MetricsRow",
+    "NodeStorage",
     "NotOfferedError",
     "OpenedRun",
     "Outcome",
@@ -155,6 +158,7 @@ __all__ = [
     "has_context",
     "init",
     "is_storage_in_environment",
+    "join_run",
     "launched_place",
     "list_runs",
     "local_directory",

@@ -73,6 +73,7 @@ class RunDriver(GroupRun):
         self._num_lacking = 0
         self._num_told: int | None = None
         self._storage = storage or core.storage_at(opened.path)
+        self._is_stored_per_node = storage is None and opened.info.storage_per_node
         goes_on = opened.latest_checkpoint is not None and request.checkpoint is None
         self._follower = RunFollower(
             self._run, request.callbacks, self._storage if goes_on else None
@@ -193,6 +194,7 @@ class RunDriver(GroupRun):
             is_score_minimized=strategy.checkpoint_score_order == "min",
             kept=self._follower.kept,
             is_stepwise=request.is_stepwise,
+            storage_per_node=self._is_stored_per_node,
         )
 
     def _count_shards(self) -> int:

@@ -351,7 +351,7 @@ class Trainer(TrainerWorkers):
             directory = directory.with_name(f"{directory.name}-{self._num_runs}")
         number = core.next_run_number()
         with core.resuming_by(", or pass its directory as run_dir= of the trainer"):
-            return self._group.decide(
+            opened = self._group.decide(
                 lambda: core.open_run(
                     number=number,
                     directory=directory,
@@ -361,6 +361,7 @@ class Trainer(TrainerWorkers):
                     lock=lock,
                 )
             )
+        return core.join_run(opened, lock, is_chief=self._group.is_chief)
 
     # ---- checkpoints ---------------------------------------------------------------------
 

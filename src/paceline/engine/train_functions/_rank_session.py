@@ -72,6 +72,7 @@ class RankSession(LooseSession):
         rank_info: This worker's rank.
         device: Where it computes.
         on_report: Called after each report, in a driver's own process.
+        distributed: Where the ranks meet, if an outer launcher has started them.
     """
 
     def __init__(
@@ -80,12 +81,16 @@ class RankSession(LooseSession):
         rank_info: RankInfo,
         device: torch.device,
         on_report: Callable[[], None] | None = None,
+        distributed: core.DistributedContext | None = None,
     ) -> None:
         spec = job.spec
         super().__init__(rank_info, device, spec.seed)
         self.num_shards = spec.num_shards
         self.job = job
         self._access = RunAccess(spec, rank_info)
+        storage = self._access.storage
+        if spec.storage_per_node and distributed is not None:
+            storage = core.NodeStorage(self._access.run.checkpoints_path, distributed)
         self.reporter = RankReporter(
             JournalKey(spec.attempt, spec.generation, rank_info.rank),
             rank_info.world_size,
@@ -98,7 +103,7 @@ class RankSession(LooseSession):
         is_scored = spec.score_attribute is not None
         self._checkpoints = RankCheckpoints(
             self._access.run,
-            self._access.storage,
+            storage,
             self.reporter,
             rank=rank_info.rank,
             world_size=rank_info.world_size,

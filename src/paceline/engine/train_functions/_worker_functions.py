@@ -35,6 +35,7 @@ class _Worker:
         self.device = torch.device("cpu")
         self.instance: Any = None
         self.open_session: RankSession | None = None
+        self.distributed: DistributedContext | None = None
 
 
 _worker = _Worker()
@@ -70,6 +71,7 @@ def set_up_joined(
     assert launched is not None
     address, port = launched.meeting_point()
     prepare_joined(distributed)
+    _worker.distributed = distributed
     rank_info = RankInfo(
         rank=distributed.rank,
         world_size=distributed.size,
@@ -119,7 +121,7 @@ def _join(
 def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcome:
     """Run a train function on this rank."""
     release_device_memory()
-    session = RankSession(job, _worker.rank_info, _worker.device, on_report)
+    session = RankSession(job, _worker.rank_info, _worker.device, on_report, _worker.distributed)
     directory = _working_directory()
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     enter_session(session)

@@ -72,6 +72,7 @@ class RunSpec:
         is_score_minimized: Whether a smaller one is better.
         kept: The checkpoints that earlier generations have left.
         is_stepwise: Whether the function waits at each report until its driver lets it go on.
+        storage_per_node: Whether `storage` is a directory of this node alone.
     """
 
     run_id: str
@@ -88,6 +89,7 @@ class RunSpec:
     is_score_minimized: bool = False
     kept: tuple[Kept, ...] = ()
     is_stepwise: bool = False
+    storage_per_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,48 @@ def test_up_again_says_that_a_master_runs(mastered: Any) -> None:
     assert "to start one on port 1, but one runs at http://" in refused.stderr
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.2"])
+def test_a_master_that_others_reach_starts_in_the_background(
+    paceline: Any, tmp_path: Path, host: str
+) -> None:
+    """Its own machine reaches it, by a name that it takes from browsers if there is one."""
+    up = ("up", "--detach", "--slots", 1, "--host", host, "--unencrypted")
+    told = paceline(*up, "--port", 0).stdout
+    try:
+        file = json.loads((tmp_path / "home" / "master.json").read_text())
+        name = "127.0.0.1" if host == "0.0.0.0" else host
+        assert file["url"] == f"http://{name}:{file['port']}"
+        shown = file["public_url"]
+        assert "0.0.0.0" not in shown
+        assert f"The master runs at {shown} (" in told
+        assert f"runs already at {shown} (" in paceline(*up).stdout
+        if host == "0.0.0.0":
+            with httpx.Client() as browser:
+                assert browser.get(paceline("login").stdout.strip()).status_code == 303
+        for options, what in (
+            (("--host", "127.0.0.3", "--unencrypted"), "on 127.0.0.3"),
+            (("--tls-cert", "c.pem", "--tls-key", "k.pem"), "with a certificate"),
+        ):
+            refused = paceline("up", "--detach", *options, code=1)
+            assert f"to start one {what}, but one runs at {shown}" in refused.stderr
+    finally:
+        paceline("down", "--timeout", 1)
+
+
+def test_a_runner_takes_an_address_without_a_scheme(mastered: Any, tmp_path: Path) -> None:
+    address = json.loads(mastered("status", "--json").stdout)["url"].removeprefix("http://")
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    made = mastered("token", "create", "reader", "--scope", "read")
+    token.write_text(made.stdout)
+    assert "Programs take it from $PACELINE_TOKEN." in made.stderr
+    options = ("--token-file", token, "--dir", tmp_path / "runner", "--slots", 1)
+    refused = mastered("runner", "--master", address, *options, code=1)
+    assert "The token must have the scope 'runner' for that" in refused.stderr
+    made = mastered("token", "create", "box", "--scope", "runner")
+    assert "for `paceline runner --token-file`." in made.stderr
+
+
 def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
     told = mastered("up", "--detach").stdout
     links = [mastered("login").stdout.strip()]

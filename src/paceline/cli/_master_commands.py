@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.messages.status import MasterStatus
 
 _FILE_POLL_S = 0.05
+_DEFAULT_HOST = "127.0.0.1"
 _DEFAULT_PORT = 8080
 _DRAIN_S = 30
 
@@ -27,7 +28,7 @@ _DRAIN_S = 30
 def up(
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on.")
-    ] = "127.0.0.1",
+    ] = _DEFAULT_HOST,
     port: Annotated[
         int | None,
         typer.Option(
@@ -167,11 +168,11 @@ def _up_in_background(
     from paceline.cli._master_process import running_master, start_detached
 
     if (file := running_master(home)) is not None:
-        if port and port != file.port:
+        if differences := _differences(file, host, port, options):
             raise CommandError(
-                f"The home {str(home)!r} must have no master to start one on port {port}, but one"
-                f" runs at {file.shown_url}. Hint: stop it with `paceline down`, or choose another"
-                " `--home`."
+                f"The home {str(home)!r} must have no master to start one {differences[0]}, but one"
+                f" runs at {file.shown_url}. Hint: stop it with `paceline down` (`--keep-trials` lets"
+                " trials go on), or choose another `--home`."
             )
         typer.echo(f"A master runs already at {file.shown_url} (process {file.pid}).")
         _tell_sign_in_link(home, file)
@@ -184,6 +185,18 @@ def _up_in_background(
     typer.echo(f"The master runs at {file.shown_url} (process {file.pid}, home {home}).")
     _tell_sign_in_link(home, file)
     typer.echo("Stop it with `paceline down`.")
+
+
+def _differences(
+    file: "MasterFile", host: str, port: int | None, options: dict[str, Any]
+) -> list[str]:
+    """Say what is wanted of a master that the running one does not have."""
+    wanted = {
+        f"on port {port}": port and port != file.port,
+        f"on {host}": host != _DEFAULT_HOST and host != file.host,
+        "with a certificate": options["tls-cert"] and file.certificate is None,
+    }
+    return [text for text, is_missing in wanted.items() if is_missing]
 
 
 def _announce(home: Path, stop: threading.Event) -> None:

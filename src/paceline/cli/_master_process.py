@@ -96,9 +96,15 @@ def answers(file: MasterFile) -> bool:
     from paceline._certificates import client_tls
 
     verify = client_tls(file.certificate) if file.url.startswith("https:") else False
+    # A master without a certificate takes no other name from who sends no token.
+    headers = {"Host": f"localhost:{file.port}"}
     try:
         response = httpx.get(
-            f"{file.url}/api/v1/health", timeout=5.0, trust_env=False, verify=verify
+            f"{file.url}/api/v1/health",
+            headers=headers,
+            timeout=5.0,
+            trust_env=False,
+            verify=verify,
         )
     except httpx.TransportError:
         return False

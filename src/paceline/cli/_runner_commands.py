@@ -30,7 +30,10 @@ _Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.")]
 def run(
     context: typer.Context,
     master: Annotated[
-        str | None, typer.Option("--master", metavar="URL", help="Address of the master.")
+        str | None,
+        typer.Option(
+            "--master", metavar="URL", help="Address of the master, such as https://head:8080."
+        ),
     ] = None,
     token_file: Annotated[
         Path | None,
@@ -60,7 +63,12 @@ def run(
         ),
     ] = "auto",
     pool: Annotated[
-        str, typer.Option(metavar="NAME", help="Pool of the node; see `resources.pool`.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Pool of the node; see `resources.pool`. In the pool `default`, `--labels` may"
+            " choose another one: see `paceline pool set --labels`.",
+        ),
     ] = "default",
     labels: Annotated[
         list[str] | None,
@@ -107,7 +115,7 @@ def run(
         )
     _check_token_file(token_file)
     _serve(
-        master,
+        master if "://" in master else f"http://{master}",
         token_file,
         (directory or Path("~/.paceline-runner") / node).expanduser().absolute(),
         idle_timeout,

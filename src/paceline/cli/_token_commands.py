@@ -14,6 +14,10 @@ app = typer.Typer(
 
 _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 _NEVER = "never"
+_USE = "Programs take it from $PACELINE_TOKEN."
+_USES = {
+    "runner": "Put it into a file that only its owner may read, for `paceline runner --token-file`."
+}
 
 
 @app.command("create")
@@ -52,7 +56,7 @@ def create(
     expiry = "never expires" if moment is None else f"expires at {moment}"
     typer.echo(
         f"The token {token.name} has the scope {token.scope.value} and {expiry}. It is not shown"
-        " again. Programs take it from $PACELINE_TOKEN.",
+        f" again. {_USES.get(scope, _USE)}",
         err=True,
     )
 

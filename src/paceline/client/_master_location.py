@@ -29,14 +29,15 @@ START_COMMAND = "paceline up --detach"
 class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `master.json`, which a running master keeps in its home.
 
-    `url` is for programs on its machine, `public_url` for those on others. `certificate` is its own
-    (PEM), if it has one.
+    `url` is for programs on its machine, `public_url` for those on others; `host` is the address
+    that it listens on. `certificate` is its own (PEM), if it has one.
     """
 
     url: str
     pid: int
     port: int
     version: str
+    host: str = ""
     certificate: str | None = None
     public_url: str = ""
 

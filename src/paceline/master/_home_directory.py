@@ -116,6 +116,7 @@ class Home:
         version: str,
         certificate: str | None = None,
         public_url: str = "",
+        host: str = "",
     ) -> None:
         """Say where the master listens, and by which certificate it is known.
 
@@ -125,10 +126,11 @@ class Home:
             version: The version of Paceline.
             certificate: Its certificate (PEM) if it is asked by TLS.
             public_url: Where other machines reach it, if that is another URL.
+            host: The address that it listens on.
         """
         address: dict[str, Any] = {
             "url": url, "public_url": public_url, "pid": os.getpid(), "port": port,
-            "version": version,
+            "version": version, "host": host,
         }  # fmt: skip
         if certificate is not None:
             address["certificate"] = certificate

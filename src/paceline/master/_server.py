@@ -136,7 +136,7 @@ def serve(
             leases, measurements, is_open=host not in LOOPBACK_HOSTS, pools=pools,
             certificate=tls.certificate if tls else None,
         )  # fmt: skip
-        _serve(master, listener, port, url, tls)
+        _serve(master, listener, host, url, tls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,12 @@ def _host_for_others(host: str, tls: _Tls | None) -> str:
     return next(far, None) or address_for_others(is_ipv6=":" in host)
 
 
-def _serve(master: Master, listener: socket.socket, port: int, url: str, tls: _Tls | None) -> None:
+def _serve(master: Master, listener: socket.socket, host: str, url: str, tls: _Tls | None) -> None:
     def announce() -> None:
         certificate = tls.certificate if tls else None
-        master.home.write_address(url, port, paceline.__version__, certificate, master.url)
+        port = listener.getsockname()[1]
+        version = paceline.__version__
+        master.home.write_address(url, port, version, certificate, master.url, host)
 
     server = _Server(master, announce, tls=tls)
     try:

@@ -194,7 +194,13 @@ def _refuse_origin(
 ) -> Response | None:
     host = headers.get(b"host", b"").decode("latin-1")
     if not is_open and _name_of(host) not in _LOOPBACK_NAMES:
-        return problem(403, "wrong_host", f"The Host header must be loopback, not {host!r}.")
+        return problem(
+            403,
+            "wrong_host",
+            f"The Host header must be loopback, not {host!r}. Hint: without a certificate"
+            " (`paceline up --tls-cert`), browsers reach a master on its own machine or by an SSH"
+            " tunnel only.",
+        )
     if b"origin" in headers and headers[b"origin"].decode("latin-1") != f"{scheme}://{host}":
         return problem(403, "wrong_origin", "Requests of other origins are refused.")
     return None
@@ -215,8 +221,8 @@ def _forbidden(identity: Identity, wanted: RouteScope) -> Response:
         403,
         "scope_too_low",
         f"The token must have the scope {wanted.value!r} for that, but {identity.user!r} has"
-        f" {identity.scope.value!r}. Hint: `paceline token create --scope {wanted.value}` makes"
-        " one that has it."
+        f" {identity.scope.value!r}. Hint: `paceline token create NAME --scope {wanted.value}`"
+        " makes one that has it."
         if identity.attempt_id is None
         else f"The token of attempt {identity.attempt_id} opens the routes of this attempt only.",
     )

@@ -220,7 +220,7 @@ class NodeRunner:
             else:
                 if str(answer) != trouble:
                     trouble = str(answer)
-                    logger.warning("The master gives no work: %s", answer)
+                    logger.warning("The master does not answer: %s", answer)
                 self._recover(answer)
             self._ask()
 

@@ -75,6 +75,21 @@ def test_a_long_name_is_shortened_to_what_the_other_columns_leave(
     assert "…" in lines[2]
 
 
+def test_a_sentence_goes_on_in_further_lines_beside_shortened_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_output, "_PIPE_WIDTH", 80)
+    why = (
+        "It needs more slots than there are, and this is why: " + "the runner is away " * 5 + "end"
+    )
+    row = ["default", "a-name-of-several-words-in-one", why]
+    _output.print_table(["Pool", "Name", "Why"], [row], shortened=["Name"], wrapped="Why")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "default  a-name-of-several-words-" in lines[2]
+    assert " ".join(line[-40:] for line in lines[2:]).split()[-1] == "end"
+
+
 def test_an_empty_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     _output.print_table(["Name"], [], empty="No trials yet.")
     assert capsys.readouterr().out == "No trials yet.\n"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from paceline.core import RunState, list_runs
 from paceline.testing._compare_runs import compare_runs
 from paceline.testing._run_results import read_facts
 from paceline.workers import PortReservation
+from paceline.workers.remote import _launch_nodes
 
 Launcher = subprocess.Popen[str]
 Script = Callable[..., str]
@@ -355,3 +357,20 @@ def test_nodes_with_other_options_are_refused_by_their_names(
     first.terminate()
     ((code, _, err),) = ends([first])
     assert code == 128 + signal.SIGTERM
+
+
+def test_a_node_0_that_is_not_reached_is_told_while_it_is_waited_for(
+    master_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_launch_nodes, "_TELL_AFTER_S", 0.0)
+    nodes = _launch_nodes.LaunchNodes(
+        2, ("127.0.0.1", master_port), {}, lambda *_: False, heartbeat_timeout_s=30, wait_s=1
+    )
+    messages: SimpleQueue[Any] = SimpleQueue()
+    nodes.open(messages.put)
+    lost = messages.get(timeout=60)
+    nodes.close(None)
+    [told] = [one.getMessage() for one in caplog.records]
+    assert told.startswith(f"Node 2 does not reach node 0 at 127.0.0.1:{master_port} yet")
+    assert "Connection refused. Hint:" in told
+    assert "was not reached within 1 s" in lost.failure.text

@@ -20,15 +20,18 @@ class Group:
     def __init__(self, master: Any) -> None:
         self.master = master
         self.number = 0
-        self.nodes = {}
+        self.nodes: dict[str, Any] = {}
         for name in ("first", "second"):
-            facts = {
-                "name": name, "key": name, "version": paceline.__version__, "protocol": PROTOCOL,
-                "python": "/opt/python", "python_version": "3.11.7", "devices": ["cpu"] * 2,
-                "device_kind": "CPU", "num_cores": 4, "memory_bytes": 1, "address": f"{name}.lab",
-            }  # fmt: skip
-            self.nodes[name] = master.http.post("/nodes", json=facts).json()
-            self.poll(name)
+            self.register(name, address=f"{name}.lab", host=name)
+
+    def register(self, name: str, **more: str) -> None:
+        facts = {
+            "name": name, "key": name, "version": paceline.__version__, "protocol": PROTOCOL,
+            "python": "/opt/python", "python_version": "3.11.7", "devices": ["cpu"] * 2,
+            "device_kind": "CPU", "num_cores": 4, "memory_bytes": 1,
+        }  # fmt: skip
+        self.nodes[name] = self.master.http.post("/nodes", json=facts | more).json()
+        self.poll(name)
 
     def poll(self, name: str, *attempts: int, **more: Any) -> Any:
         self.number += 1
@@ -106,6 +109,22 @@ def test_each_node_is_told_its_place_and_nothing_starts_before_all_are_there(gro
     assert group.attempts[0].state == "RUNNING"
     assert [node["slots"] for node in group.trial["attempts"][0]["nodes"]] == [[0, 1], [0, 1]]
     assert group.master.http.get("/master").json()["num_slots_used"] == 4
+
+
+def test_nodes_behind_tunnels_join_no_group_unless_all_are_on_one_machine(
+    group: Group,
+) -> None:
+    """Their loopback address leads to the machine that asks."""
+    for name, host in (("first", "one"), ("second", "two")):
+        group.register(name, address="127.0.0.1", host=host)
+    group.submit()
+    assert group.attempts == []
+    [waiting] = group.master.http.get("/queue").json()
+    assert "Other machines do not reach first (127.0.0.1), second (127.0.0.1)." in waiting["detail"]
+    assert "`--address HOST`" in waiting["detail"]
+    group.register("second", address="127.0.0.1", host="one")
+    group.run()
+    assert group.attempts[0].state == "PENDING"
 
 
 def test_the_first_member_that_fails_ends_the_others_and_is_named(group: Group) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Wide enough that no table is cut in a pipe, where there is no edge to fit.
 _PIPE_WIDTH = 240
 _MIN_NAME_WIDTH = 8
+_SENTENCE_WIDTH = 40
 
 _STATE_STYLES = {
     "RUNNING": "cyan",
@@ -76,6 +77,7 @@ def print_table(
     *,
     right: Sequence[str] = (),
     shortened: Sequence[str] = (),
+    wrapped: str | None = None,
     empty: str = "Nothing to show.",
 ) -> None:
     """Print a table; at most the last column goes on in a second line.
@@ -85,6 +87,7 @@ def print_table(
         rows: Strings, numbers or rich texts; None shows as a dash.
         right: Titles of the columns to align to the right.
         shortened: Titles of the columns of long names, which end in an ellipsis for lack of room.
+        wrapped: Title of a column of sentences, which go on in further lines.
         empty: What to print when there are no rows.
     """
     output = console()
@@ -95,7 +98,7 @@ def print_table(
             title,
             justify="right" if title in right else "left",
             overflow="ellipsis" if is_short else "fold",
-            no_wrap=bool(shortened) or title != columns[-1],
+            no_wrap=title != wrapped and (bool(shortened) or title != columns[-1]),
         )
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
@@ -115,7 +118,8 @@ def _shorten(table: "Table", titles: Sequence[str], width: int) -> None:
 
 
 def _width(column: "Column") -> int:
-    return max(len(str(cell)) for cell in [column.header, *column.cells])
+    longest = max(len(str(cell)) for cell in [column.header, *column.cells])
+    return longest if column.no_wrap else min(longest, _SENTENCE_WIDTH)
 
 
 def print_facts(facts: Iterable[tuple[str, Any]]) -> None:

@@ -48,6 +48,7 @@ def list_jobs(
         ],
         right=["Ahead", "Trial", "Slots"],
         shortened=["Experiment"],
+        wrapped="Why",
         empty="Nothing waits for slots.",
     )
 

@@ -201,16 +201,8 @@ class Master:
 
     def _known_slots(self) -> list[NodeSlots]:
         """Return the slots of all nodes, also of those that are lost now."""
-        others = [
-            NodeSlots(
-                node_id=node.id,
-                slots=tuple(range(len(node.facts.devices))),
-                pool=node.facts.pool,
-                labels=node.facts.labels,
-                can_join=bool(node.facts.address),
-            )
-            for node in self.nodes.all()
-        ]
+        # Which of them reach each other is known of those that are there.
+        others = [node.slots(can_join=bool(node.facts.address)) for node in self.nodes.all()]
         return [
             NodeSlots(slots=tuple(range(len(self.devices)))),
             *others,

@@ -25,7 +25,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     `key` is a random text in the runner's directory. `python` is the interpreter of the runner.
     `devices` has one entry per slot: "cpu" or the id of a GPU; `device_kind` names the hardware.
     `address` is where other nodes reach this one; empty if the master is to take that of the
-    connection.
+    connection. `host` is the name of the machine.
     """
 
     name: str
@@ -41,6 +41,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = DEFAULT_POOL
     labels: dict[str, str] = {}
     address: str = ""
+    host: str = ""
 
 
 class NodeSession(msgspec.Struct, frozen=True, kw_only=True):

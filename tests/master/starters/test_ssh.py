@@ -104,4 +104,4 @@ def test_a_host_that_refuses_is_told_in_the_log(
     pool = make_pool({"starter": "ssh", "options": sshd}, {})
     with pool.client() as client:
         pool.create(client)
-        pool.wait(lambda: "Pool far: `ssh` failed" in pool.log())
+        pool.wait(lambda: "Pool far: Host " in pool.log() and "`ssh` failed" in pool.log())

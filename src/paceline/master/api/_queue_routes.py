@@ -1,7 +1,7 @@
 """Routes of the queue: who waits for slots, why, and in which order."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any
 
@@ -45,10 +45,14 @@ def list_queue(
         shown = list(islice(found, limit))
         facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
     failures = {name: master.pool_runners.failure(name) for name in master.pool_runners.names()}
+    addresses = {node.id: f"{node.name} ({node.facts.address})" for node in master.nodes.all()}
     return [
-        _queue_entry(facts[one.waiting.trial_id], cluster, one, now, failures.get(one.waiting.pool))
+        _queue_entry(
+            facts[one.waiting.trial_id], cluster, one, now, addresses,
+            failures.get(one.waiting.pool),
+        )
         for one in shown
-    ]
+    ]  # fmt: skip
 
 
 @router.post("/queue/move", status_code=204)
@@ -107,13 +111,14 @@ def _queue_entry(
     cluster: Cluster,
     result: SchedulingResult,
     now: float,
+    addresses: Mapping[int, str],
     failure: str | None,
 ) -> views.QueueEntry:
     """Return a waiting trial; `failure` is why its pool could not start runners."""
     waiting, reason, behind = result.waiting, result.reason, result.behind
     _, name, created_at, ended_at = facts
     settings = cluster.pools.get(waiting.pool, PoolSettings())
-    detail = _detail(cluster, settings, result, now)
+    detail = _detail(cluster, settings, result, now, addresses)
     if failure is not None and needs_node(result):
         detail = f"{detail} No runner could be started for it: {failure}"
     return views.QueueEntry(
@@ -133,7 +138,13 @@ def _queue_entry(
     )
 
 
-def _detail(cluster: Cluster, settings: PoolSettings, result: SchedulingResult, now: float) -> str:
+def _detail(
+    cluster: Cluster,
+    settings: PoolSettings,
+    result: SchedulingResult,
+    now: float,
+    addresses: Mapping[int, str],
+) -> str:
     waiting, behind = result.waiting, result.behind
     of_pool = [
         len(set(node.slots) - node.drained) for node in cluster.nodes if node.pool == waiting.pool
@@ -159,14 +170,39 @@ def _detail(cluster: Cluster, settings: PoolSettings, result: SchedulingResult, 
             return "Less important trials store a checkpoint and make room for it."
         case Reason.PAUSING:
             return _pausing(cluster, result, now)
-        case Reason.TOO_LARGE if len(cluster.nodes) == 1:
+        case Reason.TOO_LARGE if len(cluster.nodes) == 1 and total:
             return f"It needs {_slots(waiting.num_slots)}, but there are only {total}."
         case _:
-            return (
-                f"It needs {_slots(waiting.num_slots)}, but in the pool {waiting.pool!r} no node"
-                f" has more than {largest}, and no nodes that reach each other have so many"
-                f" together{', equally many on each' * (not waiting.allow_uneven)}."
-            )
+            return _too_large(cluster, result, total, largest, addresses)
+
+
+def _too_large(
+    cluster: Cluster,
+    result: SchedulingResult,
+    total: int,
+    largest: int,
+    addresses: Mapping[int, str],
+) -> str:
+    waiting = result.waiting
+    needed = f"It needs {_slots(waiting.num_slots)}, but"
+    if total < waiting.num_slots:
+        return f"{needed} the pool {waiting.pool!r} has {total or 'none'} now."
+    text = (
+        f"{needed} in the pool {waiting.pool!r} no node has more than {largest}, and no nodes that"
+        f" reach each other have so many"
+        f" together{', equally many on each' * (not waiting.allow_uneven)}."
+    )
+    cut_off = [
+        addresses[node.node_id]
+        for node in cluster.nodes
+        if node.pool == waiting.pool and not node.can_join and addresses.get(node.node_id)
+    ]
+    if cut_off:
+        text += (
+            f" Other machines do not reach {', '.join(cut_off[:3])}. Hint: start the runner there"
+            " with `--address HOST`."
+        )
+    return text
 
 
 def _pausing(cluster: Cluster, result: SchedulingResult, now: float) -> str:

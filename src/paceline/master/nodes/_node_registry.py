@@ -20,6 +20,7 @@ from paceline.master.nodes._registered_node import (
     RegisteredNode,
     UnknownNodeError,
     check_version,
+    nodes_that_join,
     stored_node,
 )
 from paceline.master.scheduling import NodeSlots
@@ -275,17 +276,14 @@ class Nodes:
     def slots(self) -> list[NodeSlots]:
         """Return the slots of all nodes that are not lost."""
         with self._lock:
+            present = [node for node in self.all() if not self.is_lost(node.id)]
+            joining = nodes_that_join(present)
             return [
-                NodeSlots(
-                    node_id=node.id,
-                    slots=tuple(range(len(node.facts.devices))),
-                    pool=node.facts.pool,
-                    labels=node.facts.labels,
+                node.slots(
+                    can_join=node.id in joining,
                     is_open=self._heard[node.id].is_ready and not node.is_draining,
-                    can_join=bool(node.facts.address),
                 )
-                for node in self.all()
-                if not self.is_lost(node.id)
+                for node in present
             ]
 
     def set_draining(self, transaction: Transaction, node_id: int, *, is_draining: bool) -> None:

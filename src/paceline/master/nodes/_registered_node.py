@@ -1,5 +1,6 @@
 """A registered node as it is stored, and the reasons for which a node is refused."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from sqlalchemy import Row
 
 import paceline
 from paceline._errors import PicklableError
+from paceline.master.scheduling import NodeSlots
 from paceline.messages.nodes import PROTOCOL, NodeFacts
 
 
@@ -40,6 +42,32 @@ class RegisteredNode:
     facts: NodeFacts
     is_draining: bool
     registered_at: float
+
+    def slots(self, *, can_join: bool, is_open: bool = True) -> NodeSlots:
+        """Return the slots of this node for the scheduler."""
+        return NodeSlots(
+            node_id=self.id,
+            slots=tuple(range(len(self.facts.devices))),
+            pool=self.facts.pool,
+            labels=self.facts.labels,
+            is_open=is_open,
+            can_join=can_join,
+        )
+
+
+def nodes_that_join(nodes: Iterable[RegisteredNode]) -> set[int]:
+    """Return the ids of the nodes that others reach, for trials on several nodes.
+
+    A loopback address, as that of a node behind a tunnel, leads to the machine that asks. So nodes
+    that have one reach each other only if all nodes are on one machine.
+    """
+    found = [node for node in nodes if node.facts.address]
+    has_one_host = len({node.facts.host for node in found}) == 1
+    return {node.id for node in found if has_one_host or not _is_loopback(node.facts.address)}
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def check_version(facts: NodeFacts) -> None:

@@ -139,7 +139,8 @@ class PoolRunners:
         late = [one for one, until in starting.items() if until < now and one not in met]
         for runner in [*late, *(one for one in met if one in starting)]:
             del starting[runner]
-        self._note_failure(name, came, [one for one in late if one not in known])
+        # Those that wait in the queue of their cluster come later.
+        self._note_failure(name, came, [one for one in late if known.get(one, True)])
         if starter.knows_all:
             self._revoke(name, known.keys() | starting.keys())
             self._note_ended(name, known.keys() | starting.keys())
@@ -184,9 +185,12 @@ class PoolRunners:
         if came:
             self._failures.pop(pool, None)
         if late:
+            pool_settings, _ = self._pools[pool]
             why = (
                 f"{', '.join(sorted(late))} did not register within {_START_S:g} s of the start."
-                " Hint: see the output of the runner."
+                f" Hint: it must reach the master at {pool_settings.url or self._address.url}"
+                " (`url` of the pool); see its output, in or below"
+                f" {pool_settings.directory} on its machine."
             )
             self._failures[pool] = why
             logger.warning("Pool %s: %s", pool, why)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from paceline.config import Section
 from paceline.master.starters._programs import run_program
-from paceline.master.starters._starter_base import RunnerOrder, Starter
+from paceline.master.starters._starter_base import RunnerOrder, Starter, StarterError
 
 
 class SshOptions(Section):
@@ -57,7 +57,10 @@ class SshStarter(Starter):
         host = self._hosts()[order.name]
         command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"]
         command += [*self.options.ssh_options, "--", host, script]
-        run_program(command, f"{order.token}\n{order.certificate or ''}")
+        try:
+            run_program(command, f"{order.token}\n{order.certificate or ''}")
+        except StarterError as error:
+            raise StarterError(f"Host {host}: {error}") from error
 
     def runners(self) -> dict[str, bool]:
         """Return nothing: the runners say by themselves that they run."""

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,6 +56,7 @@ def find_facts(
         pool=pool,
         labels=dict(labels or {}),
         address=address,
+        host=socket.gethostname(),
     )
 
 

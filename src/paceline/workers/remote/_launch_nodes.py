@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
+# When a launcher tells that it waits for node 0, and how often from then on.
+_TELL_AFTER_S = 10.0
+_TELL_EVERY_S = 60.0
 
 
 class LaunchNodes:
@@ -157,6 +160,7 @@ class LaunchNodes:
             ConnectionError: It is not there in time.
         """
         by = time.monotonic() + self._wait_s
+        tell_at = time.monotonic() + _TELL_AFTER_S
         while True:
             try:
                 return self._say_hello()
@@ -164,6 +168,14 @@ class LaunchNodes:
                 text = str(error)
             if time.monotonic() > by:
                 raise ConnectionError(f"it was not reached within {self._wait_s:g} s: {text}")
+            if time.monotonic() >= tell_at:
+                tell_at += _TELL_EVERY_S
+                logger.warning(
+                    "Node %d does not reach node 0 at %s:%d yet, and tries for %g s: %s. Hint:"
+                    " this address must be that of node 0 for other machines (under a master:"
+                    " `paceline runner --address`), and no firewall may be between the nodes.",
+                    self._rank, *self._address, self._wait_s, text,
+                )  # fmt: skip
             if self._is_closed.wait(_RETRY_S):
                 raise ConnectionError("this launcher has ended")
 

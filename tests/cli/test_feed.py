@@ -118,6 +118,13 @@ def test_a_single_trial_shows_reports_of_the_chief_and_checkpoints_and_no_timing
     ]
 
 
+def test_an_attempt_on_several_nodes_has_no_slots_of_one() -> None:
+    view = feed({"name": "single"})
+    assert lines(view, "attempt_started", number=1, slots=[0, 1], num_nodes=2) == [
+        " 0:01 attempt 1 started on 2 nodes"
+    ]
+
+
 @pytest.mark.parametrize(
     ("length", "reached"),
     [

@@ -149,8 +149,10 @@ class Feed:
         trial.num_attempts += 1
         # Every trial starts once; what is worth a line in a search is that it starts again.
         if self._is_single or trial.num_attempts > 1:
-            numbers = event.data.get("slots", [])
+            numbers, num_nodes = event.data.get("slots", []), event.data.get("num_nodes", 1)
             slots = f"slot{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            if num_nodes > 1:
+                slots = f"{num_nodes} nodes"
             number = event.data.get("number", trial.num_attempts)
             text = f"{self._name(event)}attempt {number} started on {slots}"
             yield FeedLine(seconds=seconds, text=text, style="dim")

@@ -46,6 +46,7 @@ from paceline.master.store import (
     config_of,
     has_points_beyond,
     measure_checkpoints,
+    read_members,
     store_environment,
     tables,
     trim_summaries,
@@ -116,6 +117,7 @@ class RecordIngest:
             attempt.trial_id,
             number=attempt.number,
             slots=attempt.slots,
+            num_nodes=len(read_members(attempt)) or 1,
         )
         if attempt.number > 1 and has_points_beyond(
             transaction.connection, attempt.trial_id, attempt.resumed_steps

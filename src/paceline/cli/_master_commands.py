@@ -171,8 +171,8 @@ def _up_in_background(
         if differences := _differences(file, host, port, options):
             raise CommandError(
                 f"The home {str(home)!r} must have no master to start one {differences[0]}, but one"
-                f" runs at {file.shown_url}. Hint: stop it with `paceline down` (`--keep-trials` lets"
-                " trials go on), or choose another `--home`."
+                f" runs at {file.shown_url}. Hint: stop it with `paceline down` (`--keep-trials`"
+                " lets trials go on), or choose another `--home`."
             )
         typer.echo(f"A master runs already at {file.shown_url} (process {file.pid}).")
         _tell_sign_in_link(home, file)

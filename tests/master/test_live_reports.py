@@ -370,6 +370,8 @@ def test_what_other_ranks_report_after_the_first_was_killed_arrives(
     ranks = scripts.start_ranks(torch_ranks, free_port, "0", "kill")
     scripts.go_to(3)
     ranks[0].communicate(timeout=120)
+    # The others have more to report.
+    assert scripts.run.is_alive()
     await_value(lambda: stored(master).get(0), written(scripts.run)[0])
     (scripts.path / "late").touch()
     for rank in ranks[1:]:

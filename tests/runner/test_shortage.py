@@ -131,7 +131,7 @@ def test_output_on_a_full_disk_arrives_or_is_told_to_be_lost(
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("num_left", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_left", [0, 1, 2])
 def test_a_runner_that_lacks_inodes_says_so_or_leaves_the_attempt_to_be_tried_again(
     shared_master: Any, few_inodes: FewInodes, make_attempt: Callable[..., AttemptDirectory],
     wait_until: Callable[..., None], num_left: int,

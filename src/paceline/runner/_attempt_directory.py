@@ -62,6 +62,8 @@ class AttemptDirectory:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = cls(path)
         write_atomically(path / "attempt.json", seal(msgspec.json.encode(spec)))
+        # A runner that cannot make its lock ends before it can say why.
+        (path / "runner.lock").touch(mode=0o600)
         return directory
 
     def read_spec(self) -> AttemptSpec:

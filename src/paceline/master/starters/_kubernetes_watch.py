@@ -63,6 +63,8 @@ class WatchedObjects:
         self._is_wanted = False
         self._is_closing = False
         self._error: ApiError | None = None
+        # The latest error since the objects were listed.
+        self._trouble: ApiError | None = None
         self._response: Any = None
         self._thread = threading.Thread(target=self._run, name=f"watch-{plural}", daemon=True)
 
@@ -92,7 +94,8 @@ class WatchedObjects:
             self._changed.wait_for(lambda: is_known() or is_refused() or self._is_closing, _WAIT_S)
             if is_known():
                 return list(self._objects.values())
-            raise StarterError(str(self._error or f"Kubernetes: no list of {self._plural} in time"))
+            why = self._error or self._trouble or f"Kubernetes: no list of {self._plural} in time"
+            raise StarterError(str(why))
 
     def close(self) -> None:
         """Stop."""
@@ -121,6 +124,7 @@ class WatchedObjects:
                 logger.exception("Watching %s failed.", self._plural)
             with self._changed:
                 self._is_current, self._error = False, error
+                self._trouble = error or self._trouble
                 self._changed.notify_all()
             num_short = 0 if time.monotonic() - began > _SHORT_S else num_short + 1
             if num_short > 1:
@@ -142,7 +146,7 @@ class WatchedObjects:
         with self._changed:
             self._objects = {one["metadata"]["name"]: one for one in found["items"]}
             self._num_lists += 1
-            self._is_current, self._error = True, None
+            self._is_current, self._error, self._trouble = True, None, None
             self._changed.notify_all()
 
     def _watch(self) -> None:

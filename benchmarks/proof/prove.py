@@ -62,10 +62,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try this script")
     options = parser.parse_args()
-    outcomes = [measure(way, options) for way in options.ways or COMMANDS]
-    print(table(outcomes, options.steps))
     path = RESULTS / time.strftime("proof-%Y%m%d-%H%M%S.json")
-    path.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
+    outcomes = []
+    for way in options.ways or COMMANDS:
+        outcomes.append(measure(way, options))
+        path.write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
+    print(table(outcomes, options.steps))
     print(f"\nraw figures: benchmarks/results/{path.name}")
 
 

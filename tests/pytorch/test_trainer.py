@@ -124,34 +124,6 @@ def test_boundaries_count_from_the_start_in_their_own_units(fit: Fit) -> None:
     assert sorted(rows(result, "validation")) == [3, 6, 7]
 
 
-def test_epoch_hooks_follow_the_data_and_run_in_order(fit: Fit) -> None:
-    said: list[str] = []
-
-    class Tell(pytorch.PyTorchCallback):
-        def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
-            said.append(f"startup {first_batch_idx}")
-
-        def on_training_epoch_start(self, epoch_idx: int) -> None:
-            said.append(f"start {epoch_idx}")
-
-        def on_training_epoch_end(self, epoch_idx: int) -> None:
-            said.append(f"end {epoch_idx}")
-
-        def on_validation_end(self, metrics: dict[str, Any]) -> None:
-            said.append("validated")
-
-        def on_checkpoint_upload_end(self, uuid: str) -> None:
-            said.append("stored")
-
-        def on_trial_shutdown(self) -> None:
-            said.append("shutdown")
-
-    fit({"callbacks": {"tell": Tell()}}, max_length=pytorch.Epoch(2))
-    assert said == [
-        "startup 0", "start 0", "end 0", "start 1", "end 1", "validated", "stored", "shutdown",
-    ]  # fmt: skip
-
-
 def test_data_without_a_length_end_their_epochs_where_they_end(fit: Fit) -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:

@@ -34,6 +34,7 @@ class DistributedContext:
     Raises:
         ValueError: A number is out of range, or an address is missing.
         DistributedTimeoutError: Rank 0 cannot be reached in time.
+        DistributedError: Rank 0 cannot listen at its port.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class DistributedContext:
         Raises:
             ValueError: A variable is missing or no number.
             DistributedTimeoutError: Rank 0 cannot be reached in time.
+            DistributedError: Rank 0 cannot listen at its port.
         """
         place = launched_place()
         return cls.single() if place is None else cls._of_place(place, chief_ip, timeout_s)
@@ -109,6 +111,7 @@ class DistributedContext:
         Raises:
             RuntimeError: Horovod is not initialized.
             DistributedTimeoutError: Rank 0 cannot be reached in time.
+            DistributedError: Rank 0 cannot listen at its port.
         """
         if not hvd.is_initialized():
             raise RuntimeError(
@@ -148,6 +151,7 @@ class DistributedContext:
         Raises:
             ValueError: A variable is missing or no number.
             DistributedTimeoutError: Rank 0 cannot be reached in time.
+            DistributedError: Rank 0 cannot listen at its port.
         """
         return cls.from_torch_distributed(chief_ip, timeout_s=timeout_s)
 

@@ -6,13 +6,16 @@ of the two comes first.
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from paceline._listening import await_listener
-from paceline.core._errors import DistributedPeerError, DistributedTimeoutError
+from paceline._torch_store import with_available_store
+from paceline.core._errors import DistributedError, DistributedPeerError, DistributedTimeoutError
+from paceline.core._rank_checks import LOOPBACK
 from paceline.core._rank_liveness import Peers
 
 _FAILED_KEY = "failed"
@@ -21,6 +24,7 @@ _LONGEST_PAUSE_S = 0.01
 _FAILURE_CHECK_S = 0.2
 _LEAVE_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
+_OWN_ADDRESS_S = 30.0
 
 _num_opened: dict[tuple[str, int], int] = {}
 # A server lives as long as its process: another rank may have come to the next context already
@@ -157,20 +161,48 @@ def _connect(host: str, port: int, rank: int, timeout_s: float) -> tuple[bool, A
     _num_opened[(host, port)] = number + 1
     # Later contexts of the same processes, and torchrun's restarts, must not meet old keys.
     prefix = f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{number}/"
-    timeout = timedelta(seconds=timeout_s)
-    is_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if rank == 0 and not is_agent_store:
+
+    def make_store(address: str, *, is_server: bool) -> Any:
+        timeout = timedelta(seconds=timeout_s)
+        return with_available_store(
+            lambda use_libuv: store_class(
+                address, port, None, is_server, timeout, False,
+                multi_tenant=is_server, use_libuv=use_libuv,
+            )
+        )  # fmt: skip
+
+    is_host = False
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         try:
-            store = store_class(host, port, None, True, timeout, False, multi_tenant=True)
-        except RuntimeError:
+            # It listens at all addresses of this machine, so that each of them can be given.
+            _hosted.append(make_store(LOOPBACK, is_server=True))
+            is_host = True
+        except RuntimeError as error:
+            if "address already in use" not in str(error).lower():
+                raise DistributedError(
+                    f"Rank 0 must be able to host a store at port {port}, but torch says:"
+                    f" {_first_line(error)} Hint: choose a free port from 1024 to 65535 by"
+                    " MASTER_PORT or `chief_port`."
+                ) from error
             # Some other process of this job hosts a store there: join it like everyone else.
-            pass
-        else:
-            _hosted.append(store)
-            return True, prefix_class(prefix, store)
-    _await_store(host, port, timeout_s)
-    store = store_class(host, port, None, False, timeout, False)
-    return False, prefix_class(prefix, store)
+    if is_host:
+        _await_own_store(host, port, timeout_s)
+    else:
+        _await_store(host, port, timeout_s)
+    return is_host, prefix_class(prefix, make_store(host, is_server=False))
+
+
+def _await_own_store(host: str, port: int, timeout_s: float) -> None:
+    # The address may be one that leads here by way of another machine, which takes a while.
+    waited_s = min(timeout_s, _OWN_ADDRESS_S)
+    error = await_listener(host, port, waited_s)
+    if error is not None:
+        raise DistributedTimeoutError(
+            f"The address of rank 0 must lead to its machine, but rank 0 hosts a store at port"
+            f" {port} of {socket.gethostname()!r} and could not reach it at {host}:{port} for"
+            f" {waited_s:g} s ({error.strerror or error}). Hint: check MASTER_ADDR or `chief_ip`:"
+            " it must be an address of the machine on which rank 0 runs."
+        ) from error
 
 
 def _await_store(host: str, port: int, timeout_s: float) -> None:
@@ -178,7 +210,7 @@ def _await_store(host: str, port: int, timeout_s: float) -> None:
     if error is not None:
         raise DistributedTimeoutError(
             f"Rank 0 must host a store at {host}:{port}, but nothing answered there for"
-            f" {timeout_s:g} s ({error.strerror}). Missing ranks: 0. Hint: check that"
+            f" {timeout_s:g} s ({error.strerror or error}). Missing ranks: 0. Hint: check that"
             " rank 0 has started, and MASTER_ADDR, MASTER_PORT or `chief_ip`."
         ) from error
 

@@ -3,6 +3,7 @@
 import os
 
 from paceline._listening import await_listener
+from paceline._torch_store import with_available_store
 from paceline.workers.processes._rank_environment import group_timeout
 
 # After so long torch waits for rank 0 itself, and says what is wrong.
@@ -35,10 +36,12 @@ def join_process_group(
             host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if host and port.isdecimal():
             await_listener(host, int(port), min(_LISTEN_S, timeout_s))
-    distributed.init_process_group(
-        backend,
-        init_method=method,
-        rank=-1 if rank is None else rank,
-        world_size=-1 if world_size is None else world_size,
-        timeout=group_timeout(timeout_s),
+    with_available_store(
+        lambda _: distributed.init_process_group(
+            backend,
+            init_method=method,
+            rank=-1 if rank is None else rank,
+            world_size=-1 if world_size is None else world_size,
+            timeout=group_timeout(timeout_s),
+        )
     )

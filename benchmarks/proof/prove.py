@@ -81,6 +81,8 @@ def measure(way: str, options: argparse.Namespace) -> Outcome:
         "PACELINE_HOME": str(directory / "home"),
         "PYTHONPATH": str(HERE),
         "OMP_NUM_THREADS": "1",
+        # Ray's workers are nicer than the others otherwise, and give way to all else that runs.
+        "RAY_worker_niceness": "0",
     }
     if options.small:
         environment |= {"PROOF_WIDTH": "64", "PROOF_LAYERS": "2"}

@@ -1,9 +1,9 @@
-"""The interface that has an address."""
+"""The addresses of this machine, and the interfaces that have them."""
 
 import psutil
 import pytest
 
-from paceline._network_interfaces import interface_of
+from paceline._network_interfaces import interface_of, listening_address
 
 
 def interfaces_with(address: str) -> set[str]:
@@ -24,3 +24,18 @@ def test_an_address_of_this_machine_has_an_interface(told: str, address: str) ->
 @pytest.mark.parametrize("address", ["203.0.113.7", "2001:db8::7"])
 def test_an_address_of_another_machine_has_no_interface(address: str) -> None:
     assert interface_of(address) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.2", "127.0.0.2"),
+        ("0:0:0:0:0:0:0:1", "::1"),
+        ("no-such-host.invalid", "no-such-host.invalid"),
+    ],
+)
+def test_a_server_listens_at_one_address_whatever_its_host_is_called(
+    host: str, address: str
+) -> None:
+    assert listening_address(host) == address

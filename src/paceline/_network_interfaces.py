@@ -1,8 +1,11 @@
-"""Network interfaces of this machine, by their addresses."""
+"""Addresses of this machine, and the network interfaces that have them."""
 
 import socket
 import struct
 import sys
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_HOSTS = (LOOPBACK, "localhost", "::1")
 
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15
@@ -29,6 +32,19 @@ def interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in entries):
             return name
     return None
+
+
+def listening_address(host: str) -> str:
+    """Return the address at which a server for a host listens; the host if none is known."""
+    try:
+        return str(socket.getaddrinfo(host, None, listening_family(host))[0][4][0])
+    except OSError:
+        return host
+
+
+def listening_family(host: str) -> socket.AddressFamily:
+    """Return the family of addresses in which a server for a host listens."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def address_for_others(*, is_ipv6: bool = False) -> str:

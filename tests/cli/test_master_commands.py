@@ -63,7 +63,8 @@ def test_status_and_slots_of_a_running_master(mastered: Any) -> None:
 
 
 def test_up_again_says_that_a_master_runs(mastered: Any) -> None:
-    assert "A master runs already at http://" in mastered("up", "--detach").stdout
+    for options in ((), ("--host", "127.0.0.1"), ("--host", "localhost")):
+        assert "A master runs already at http://" in mastered("up", "--detach", *options).stdout
     refused = mastered("up", "--detach", "--port", 1, code=1)
     assert "to start one on port 1, but one runs at http://" in refused.stderr
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline._network_interfaces import LOOPBACK, listening_address
 from paceline.cli._errors import CommandError
 from paceline.cli._options import Home, Json, home_of
 
@@ -20,15 +21,12 @@ if TYPE_CHECKING:
     from paceline.messages.status import MasterStatus
 
 _FILE_POLL_S = 0.05
-_DEFAULT_HOST = "127.0.0.1"
 _DEFAULT_PORT = 8080
 _DRAIN_S = 30
 
 
 def up(
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen on.")
-    ] = _DEFAULT_HOST,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = LOOPBACK,
     port: Annotated[
         int | None,
         typer.Option(
@@ -191,9 +189,11 @@ def _differences(
     file: "MasterFile", host: str, port: int | None, options: dict[str, Any]
 ) -> list[str]:
     """Say what is wanted of a master that the running one does not have."""
+    address = listening_address(host)
+    has_address = address in (LOOPBACK, listening_address(file.host))
     wanted = {
         f"on port {port}": port and port != file.port,
-        f"on {host}": host != _DEFAULT_HOST and host != file.host,
+        f"on {host}": not has_address,
         "with a certificate": options["tls-cert"] and file.certificate is None,
     }
     return [text for text, is_missing in wanted.items() if is_missing]

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from paceline._network_interfaces import LOOPBACK, LOOPBACK_HOSTS
 from paceline._private_files import open_private
 from paceline._waiting import exit_code
 from paceline.cli._errors import CommandError
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 15.0
-_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 NO_WEB_UI = (
     "There is no web UI: it was not built when Paceline was installed. The command line works"
     " without it. Hint: run `make ui` in the source directory, then `pip install"
@@ -123,7 +123,7 @@ def sign_in_link(client: "Client", file: MasterFile | None) -> str:
         return link
     if file.certificate is not None:
         return file.shown_url + link.removeprefix(file.url)
-    if urlsplit(link).hostname in _LOOPBACK_NAMES:
+    if urlsplit(link).hostname in LOOPBACK_HOSTS:
         return link
     return (
         f"no browser can do so at {file.url}, as the master answers browsers beyond loopback by TLS"
@@ -137,7 +137,7 @@ def is_port_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((LOOPBACK, port))
         except OSError:
             return False
     return True

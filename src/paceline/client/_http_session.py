@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from paceline._network_interfaces import LOOPBACK_HOSTS
 from paceline.client._errors import ApiError, MasterUnreachableError
 from paceline.client._master_location import START_COMMAND, MasterAccess, find_master
 
@@ -72,7 +73,7 @@ class HttpSession:
             url = self.url
             assert self._address is not None
             # A proxy that the environment names cannot reach this machine's loopback.
-            is_local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+            is_local = urlsplit(url).hostname in LOOPBACK_HOSTS
             self._http = httpx.Client(
                 base_url=f"{url}/api/v1/",
                 headers={"Authorization": f"Bearer {self._address.token}"},

@@ -5,9 +5,10 @@ import socket
 from typing import Any, TypeVar
 
 from paceline._listening import PortReservation
+from paceline._network_interfaces import LOOPBACK
 from paceline.core._key_value_store import Transport
 from paceline.core._launched_place import LaunchedPlace, launched_place
-from paceline.core._rank_checks import LOOPBACK, check_address, check_place, check_timeout
+from paceline.core._rank_checks import check_address, check_place, check_timeout
 
 T = TypeVar("T")
 

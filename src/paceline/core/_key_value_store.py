@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 from paceline._listening import await_listener
+from paceline._network_interfaces import LOOPBACK
 from paceline._torch_store import with_available_store
 from paceline.core._errors import DistributedError, DistributedPeerError, DistributedTimeoutError
-from paceline.core._rank_checks import LOOPBACK
 from paceline.core._rank_liveness import Peers
 
 _FAILED_KEY = "failed"

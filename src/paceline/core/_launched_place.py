@@ -7,9 +7,9 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline._network_interfaces import LOOPBACK
 from paceline.core._launcher_variables import LAUNCHERS, Launcher
 
-_LOOPBACK = "127.0.0.1"
 # Below the ports that systems give out by themselves.
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
 _SIZES_OF_ALPS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -208,7 +208,7 @@ def _address(
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     if is_one_node:
-        return _LOOPBACK
+        return LOOPBACK
     return launcher.first_host(environment) if launcher.first_host is not None else None
 
 

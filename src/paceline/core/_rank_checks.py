@@ -1,6 +1,6 @@
 """Checks of a place among several ranks, as it was given."""
 
-LOOPBACK = "127.0.0.1"
+from paceline._network_interfaces import LOOPBACK
 
 
 def check_timeout(timeout_s: float) -> None:

@@ -15,7 +15,12 @@ import uvicorn
 
 import paceline
 from paceline._certificates import check_server_files, server_names
-from paceline._network_interfaces import address_for_others
+from paceline._network_interfaces import (
+    LOOPBACK,
+    LOOPBACK_HOSTS,
+    address_for_others,
+    listening_family,
+)
 from paceline.master._connection_limits import (
     QUEUE_LENGTH,
     ConnectionConfig,
@@ -37,9 +42,8 @@ from paceline.runner.node import find_devices
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 # Where this machine reaches a master that listens on all of its addresses.
-_ALL_ADDRESSES = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - no binding
+_ALL_ADDRESSES = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - no binding
 _CLOSE_CONNECTIONS_S = 2
 _SWITCH_INTERVAL_S = 0.001
 
@@ -50,7 +54,7 @@ class PortInUseError(OSError):
 
 def serve(
     home: Path,
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     port: int = 8080,
     num_slots: int | None = None,
     *,
@@ -262,10 +266,9 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol left open, asyncio would not set TCP_NODELAY on accepted connections, and a
     # connection that is kept would wait 40 ms for each answer.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(listening_family(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

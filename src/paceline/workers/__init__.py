@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from paceline._late_names import late_names
 from paceline._listening import PortReservation
+from paceline._network_interfaces import LOOPBACK
 from paceline.workers._call_in_workers import call_in_workers
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import (
@@ -62,7 +63,6 @@ from paceline.workers.processes._process_group import join_process_group
 from paceline.workers.processes._process_start import prepare_start
 from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_environment import (
-    LOOPBACK,
     SHARDS_VARIABLE,
     THREADS_MARK,
     THREADS_VARIABLE,

@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from paceline._network_interfaces import LOOPBACK_HOSTS
 from paceline.master._connection_limits import Connection
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import problem
@@ -20,7 +21,6 @@ from paceline.master.auth import ADMIN, SignIns, Throttle
 
 PUBLIC_PATHS = frozenset(PREFIX + route.partition(" ")[2] for route in ROUTES[RouteScope.PUBLIC])
 _MAX_WRONG_TOKENS = 300
-_LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def _refuse_origin(
     headers: dict[bytes, bytes], scheme: str, *, is_open: bool = False
 ) -> Response | None:
     host = headers.get(b"host", b"").decode("latin-1")
-    if not is_open and _name_of(host) not in _LOOPBACK_NAMES:
+    if not is_open and _name_of(host) not in LOOPBACK_HOSTS:
         return problem(
             403,
             "wrong_host",
@@ -243,5 +243,5 @@ def _is_api(path: str) -> bool:
 
 def _name_of(host: str) -> str:
     if host.startswith("["):
-        return host.partition("]")[0] + "]"
+        return host[1:].partition("]")[0]
     return host.partition(":")[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select
 
+from paceline._network_interfaces import LOOPBACK
 from paceline.config import Environment, ExperimentConfig, build_command, hide_secrets
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
@@ -16,8 +17,6 @@ from paceline.master.experiments._runner_leases import DEFAULT_LEASE_S
 from paceline.master.store import config_of, num_slots_of, slots_by_node, tables
 from paceline.messages.attempts import AttemptSpec, StorageMark
 from paceline.messages.nodes import LOCAL_NAME
-
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +35,7 @@ class Place:
     devices: tuple[str, ...]
     num_cores: int
     python: str
-    address: str = _LOOPBACK
+    address: str = LOOPBACK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +150,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         cluster_id=node.cluster_id,
         agent_id=place.name,
         slot_ids=slots,
-        container_addrs=[_LOOPBACK] if len(parts) == 1 else [one.address for one, _ in parts],
+        container_addrs=[LOOPBACK] if len(parts) == 1 else [one.address for one, _ in parts],
         container_rank=member,
         container_slot_counts=[] if len(parts) == 1 else [len(held) for _, held in parts],
         judged_metrics=config.searcher.judged_metrics,

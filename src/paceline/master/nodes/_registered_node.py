@@ -9,6 +9,7 @@ from sqlalchemy import Row
 
 import paceline
 from paceline._errors import PicklableError
+from paceline._network_interfaces import LOOPBACK_HOSTS
 from paceline.master.scheduling import NodeSlots
 from paceline.messages.nodes import PROTOCOL, NodeFacts
 
@@ -67,7 +68,7 @@ def nodes_that_join(nodes: Iterable[RegisteredNode]) -> set[int]:
 
 
 def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
+    return address in LOOPBACK_HOSTS or address.startswith("127.")
 
 
 def check_version(facts: NodeFacts) -> None:

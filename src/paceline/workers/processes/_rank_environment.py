@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+from paceline._network_interfaces import LOOPBACK
+
 logger = logging.getLogger(__name__)
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -18,7 +20,6 @@ SHARDS_VARIABLE = "PACELINE_NUM_SHARDS"
 COLLECTIVE_TIMEOUT_VARIABLE = "PACELINE_COLLECTIVE_TIMEOUT_S"
 _WATCHER_SLACK_S = 60.0
 _LONGEST_S = 1e7
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def list_pools(json: Json = False) -> None:
     )
     for pool in pools:
         if pool.failure is not None:
-            typer.echo(f"No runner could be started for {pool.name}: {pool.failure}", err=True)
+            typer.echo(f"Pool {pool.name}: {pool.failure}", err=True)
 
 
 @app.command("set")

@@ -14,8 +14,9 @@ Label = Annotated[str, Field(max_length=200)]
 class Pool(Message):
     """A set of nodes that share a queue; `max_slots` is how many slots may be in use at once.
 
-    Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` is why the
-    master could not start a runner for it; it goes once one has registered.
+    Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
+    the master could not start a runner for it, or that one was started and has not registered. It
+    goes once one has registered.
     """
 
     name: str

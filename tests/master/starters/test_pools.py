@@ -1,5 +1,6 @@
 """Files of pools, how many runners a need wants, and what a pool asks of its starter."""
 
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.config import ConfigError
+from paceline.config import ConfigError, Section
 from paceline.master.scheduling import PoolNeed
 from paceline.master.starters import (
     PoolDefinition,
@@ -129,7 +130,7 @@ class NotedStarter(Starter):
     """Notes what is asked of it."""
 
     def __init__(self) -> None:
-        self.pool = "p"
+        super().__init__("p", "cluster", "~/runners", Section())
         self.orders: list[RunnerOrder] = []
         self.groups: list[int] = []
         self.jobs: dict[str, bool] = {}
@@ -320,17 +321,21 @@ def test_a_waiting_trial_says_why_its_pool_has_no_runner_until_there_is_one(
     need = PoolNeed(sizes=(1,))
     runners._look_after("p", need)
     if is_refused:
-        why = "no room"
+        why = "No runner could be started for it: no room"
     else:
         [(name, _)] = starter.jobs.items()
         starter.jobs.clear()
-        assert "No runner" not in reasons(served)[0]
+        assert f"The runner {name}" not in reasons(served)[0]
         runners._starting["p"][name] = time.monotonic() - 1
         runners._look_after("p", None)
-        why = f"{name} did not register within 60 s"
-    assert f"No runner could be started for it: {why}" in reasons(served)[0]
+        why = (
+            f"The runner {name} was started, but has not registered within 60 s. Hint: it must"
+            f" reach the master at https://head:1 (`url` of the pool). Look at {starter.log_of(name)}."
+        )
+    assert why in reasons(served)[0]
+    assert ("No runner could" in reasons(served)[0]) == is_refused
     [pool] = [one for one in served.http.get("/pools").json() if one["name"] == "p"]
-    assert pool["failure"].startswith(why)
+    assert pool["failure"] == why
 
     starter.fails = False
     runners._rest_until["p"] = 0.0
@@ -339,4 +344,21 @@ def test_a_waiting_trial_says_why_its_pool_has_no_runner_until_there_is_one(
     assert why in reasons(served)[0]
     register(runners, next(iter(starter.jobs)))
     runners._look_after("p", need)
-    assert "No runner" not in reasons(served)[0]
+    assert why not in reasons(served)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name", "place"),
+    [
+        ("ssh", {"hosts": ["me@box"]}, "p-me-box", "~/runners/p-me-box/runner.log on me@box"),
+        ("slurm", {}, "p-1a2b3c", str(Path.home() / "runners/p-1a2b3c/runner.log")),
+        ("slurm", {}, "p-1a2b3c.2", str(Path.home() / "runners/p-1a2b3c.0/job.log")),
+    ],
+)
+def test_the_log_of_a_runner_can_be_found(
+    tmp_path: Path, kind: str, options: dict[str, Any], name: str, place: str
+) -> None:
+    path = tmp_path / "pools.yaml"
+    pool = {"starter": kind, "directory": "~/runners", "options": options}
+    path.write_text(json.dumps({"pools": {"p": pool}}))
+    assert read_pool_file(path, "cluster")["p"][1].log_of(name) == place

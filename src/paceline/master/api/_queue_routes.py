@@ -114,13 +114,13 @@ def _queue_entry(
     addresses: Mapping[int, str],
     failure: str | None,
 ) -> views.QueueEntry:
-    """Return a waiting trial; `failure` is why its pool could not start runners."""
+    """Return a waiting trial; `failure` says why its pool has no runner."""
     waiting, reason, behind = result.waiting, result.reason, result.behind
     _, name, created_at, ended_at = facts
     settings = cluster.pools.get(waiting.pool, PoolSettings())
     detail = _detail(cluster, settings, result, now, addresses)
     if failure is not None and needs_node(result):
-        detail = f"{detail} No runner could be started for it: {failure}"
+        detail = f"{detail} {failure}"
     return views.QueueEntry(
         trial_id=waiting.trial_id,
         experiment_id=waiting.experiment_id,

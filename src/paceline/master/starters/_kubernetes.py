@@ -118,6 +118,11 @@ class KubernetesStarter(Starter):
             name=name,
         )
 
+    def log_of(self, name: str) -> str:
+        """Name the command that shows the output of the pods."""
+        label = self._ours["label_selector"]
+        return f"`kubectl -n {self.options.namespace} logs --prefix -l {label}`"
+
     def runners(self) -> dict[str, bool]:
         """Return the runners of this pool whose pods have not ended.
 

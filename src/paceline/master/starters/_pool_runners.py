@@ -85,7 +85,10 @@ class PoolRunners:
         return list(self._pools)
 
     def failure(self, pool: str) -> str | None:
-        """Return why runners of a pool could not be started; None once one has registered."""
+        """Say that runners of a pool could not be started, or have not registered.
+
+        It is a sentence with the reason. None if that is not so, or once one has registered.
+        """
         return self._failures.get(pool)
 
     def possible_slots(self) -> list[NodeSlots]:
@@ -120,11 +123,11 @@ class PoolRunners:
             if self._closing.is_set():
                 return
             self._rest_until[name] = time.monotonic() + _REST_S
-            self._failures[name] = str(error)
+            self._note_no_start(name, str(error))
             logger.warning("Pool %s: %s", name, error)
         except Exception as error:
             self._rest_until[name] = time.monotonic() + _REST_S
-            self._failures[name] = f"{type(error).__name__}: {error}"
+            self._note_no_start(name, f"{type(error).__name__}: {error}")
             logger.exception("Pool %s: its runners cannot be looked after.", name)
 
     def _make_pass(self, name: str, need: PoolNeed | None) -> None:
@@ -181,16 +184,22 @@ class PoolRunners:
         if not groups:
             self._cancel(name, spare)
 
+    def _note_no_start(self, pool: str, error: str) -> None:
+        self._failures[pool] = f"No runner could be started for it: {error}"
+
     def _note_failure(self, pool: str, came: set[str], late: Sequence[str]) -> None:
         if came:
             self._failures.pop(pool, None)
         if late:
-            pool_settings, _ = self._pools[pool]
+            settings, starter = self._pools[pool]
+            names = sorted(late)
+            each, was = ("runner", "was") if len(names) == 1 else ("runners", "were")
+            has, it = ("has", "it") if len(names) == 1 else ("have", "they")
             why = (
-                f"{', '.join(sorted(late))} did not register within {_START_S:g} s of the start."
-                f" Hint: it must reach the master at {pool_settings.url or self._address.url}"
-                " (`url` of the pool); see its output, in or below"
-                f" {pool_settings.directory} on its machine."
+                f"The {each} {', '.join(names)} {was} started, but {has} not registered within"
+                f" {_START_S:g} s. Hint: {it} must reach the master at"
+                f" {settings.url or self._address.url} (`url` of the pool). Look at"
+                f" {starter.log_of(names[0])}."
             )
             self._failures[pool] = why
             logger.warning("Pool %s: %s", pool, why)

@@ -105,6 +105,13 @@ class SlurmStarter(Starter):
             self._begun |= here
         return is_running
 
+    def log_of(self, name: str) -> str:
+        """Say where the output of the job is: a job of several runners has one file."""
+        first, _, number = name.rpartition(".")
+        is_one_of_several = number.isdecimal()
+        place = self._place(f"{first}.0" if is_one_of_several else name)
+        return f"{place}/{'job.log' if is_one_of_several else 'runner.log'}"
+
     def cancel(self, name: str) -> None:
         """Cancel a job that waits."""
         for names, _ in self._jobs():

@@ -66,6 +66,10 @@ class SshStarter(Starter):
         """Return nothing: the runners say by themselves that they run."""
         return {}
 
+    def log_of(self, name: str) -> str:
+        """Name the host as well."""
+        return f"{self.directory}/{name}/runner.log on {self._hosts()[name]}"
+
     def _hosts(self) -> dict[str, str]:
         return {
             f"{self.pool}-{re.sub(r'[^A-Za-z0-9_.-]', '-', host)}"[:63]: host

@@ -102,6 +102,10 @@ class Starter(ABC):
             StarterError: They cannot be told now.
         """
 
+    def log_of(self, name: str) -> str:
+        """Say where the output of a runner is, for a person who looks for it."""
+        return f"{self.directory}/{name}/runner.log on its machine"
+
     def cancel(self, name: str) -> None:
         """Cancel a runner that waits, and with it those of its group."""
         return

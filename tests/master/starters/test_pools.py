@@ -330,7 +330,8 @@ def test_a_waiting_trial_says_why_its_pool_has_no_runner_until_there_is_one(
         runners._look_after("p", None)
         why = (
             f"The runner {name} was started, but has not registered within 60 s. Hint: it must"
-            f" reach the master at https://head:1 (`url` of the pool). Look at {starter.log_of(name)}."
+            " reach the master at https://head:1 (`url` of the pool). Look at"
+            f" {starter.log_of(name)}."
         )
     assert why in reasons(served)[0]
     assert ("No runner could" in reasons(served)[0]) == is_refused

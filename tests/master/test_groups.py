@@ -193,6 +193,48 @@ def test_a_runner_that_is_killed_costs_no_restart_if_others_tell_of_its_launcher
     assert (group.trial["state"], group.trial["restarts"]) == ("ACTIVE", 0)
 
 
+NOT_THERE = (
+    "The launchers of all 2 nodes must come within 600 s, but there is none of node 1. Hint: x."
+)
+NOT_REACHED = "The launcher of node 0 was lost: it was not reached within 600 s: no route (a:1)."
+IS_ENDED = {"reason": "killed", "code": None, "signal": 15}
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ((0, {"code": 2, "detail": NOT_THERE}), IS_ENDED),
+        ((1, {"code": 137, "detail": NOT_REACHED}), IS_ENDED),
+        ((1, {"code": 137, "detail": NOT_REACHED}), {"code": 2, "detail": NOT_THERE}),
+    ],
+    ids=["first", "second", "both"],
+)
+def test_nodes_whose_launchers_never_meet_cost_no_restart(
+    group: Group, first: tuple[int, dict[str, Any]], other: dict[str, Any]
+) -> None:
+    group.begin_all()
+    member, end = first
+    group.end(member, **end)
+    group.end(1 - member, **other)
+    [attempt] = group.attempts
+    assert attempt.exit["reason"] == "not_formed"
+    assert attempt.exit["detail"] == f"Node {member} ({['first', 'second'][member]}): " + (
+        NOT_REACHED if member else NOT_THERE
+    )
+    trial = group.trial
+    assert (trial["state"], trial["restarts"], trial["retries"]) == ("ACTIVE", 0, 1)
+
+
+def test_a_node_whose_program_ends_without_a_launcher_is_an_error_of_the_program(
+    group: Group,
+) -> None:
+    group.begin_all()
+    group.end(1, code=0)
+    group.end(0, code=2, detail=NOT_THERE)
+    assert group.attempts[0].exit["reason"] == "exited"
+    assert group.trial["restarts"] == 1
+
+
 def test_all_members_are_preempted_when_the_runner_of_one_leaves(group: Group) -> None:
     group.begin_all()
     group.poll("second", 1, is_leaving=True)

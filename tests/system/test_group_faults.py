@@ -271,6 +271,24 @@ def test_a_cut_between_the_machines_alone_ends_the_attempt_and_the_trial_goes_on
     machines.check(experiment)
 
 
+@pytest.mark.slow
+def test_a_trial_whose_machines_do_not_reach_each_other_starts_once_they_do(
+    machines: Machines,
+) -> None:
+    machines.add("a", "b")
+    machines.network.separate(True)
+    experiment = machines.submit(launcher_options="--nodes-timeout-s 3", num_slots=2)
+    wait_until(lambda: len(machines.attempts(experiment)) >= 2, machines.told)
+    machines.network.separate(False)
+    machines.check(experiment, num_ranks=2)
+    *before, last = (one.exit for one in machines.attempts(experiment))
+    assert {one.reason.value for one in before} == {"not_formed"}, machines.told()
+    assert all("none of node 1" in one.error or "not reached" in one.error for one in before)
+    assert last.reason.value == "exited"
+    [trial] = experiment.trials()
+    assert trial.data.restarts == 0
+
+
 @pytest.mark.parametrize(
     "victims",
     [

@@ -210,12 +210,31 @@ def test_what_is_not_the_codes_fault_costs_no_restart(bench: Any, reason: ExitRe
     assert bench.attempt(bench.start(1)).number == 2
 
 
-def test_a_trial_whose_runners_keep_dying_ends_in_error(bench: Any) -> None:
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (ExitReason.RUNNER_LOST, "The attempt was lost 6 times in a row: runner lost"),
+        (ExitReason.NOT_FORMED, "did not come together 6 times in a row: not formed"),
+    ],
+)
+def test_a_trial_whose_runners_keep_dying_or_never_meet_ends_in_error(
+    bench: Any, reason: ExitReason, text: str
+) -> None:
     experiment_id = bench.create("single")
     for _ in range(6):
-        bench.end(bench.start(1), code=None, reason=ExitReason.RUNNER_LOST, ago_s=1000.0)
+        assert bench.state(experiment_id) == "ACTIVE"
+        bench.end(bench.start(1), code=None, reason=reason, ago_s=1000.0)
     assert bench.state(experiment_id) == "ERROR"
-    assert "The runner died 6 times in a row" in bench.experiment(experiment_id).error
+    assert text in bench.experiment(experiment_id).error
+
+
+def test_a_trial_that_stores_checkpoints_may_lose_any_number_of_runners(bench: Any) -> None:
+    experiment_id = bench.create("single")
+    for number in range(1, 9):
+        attempt_id = bench.start(1)
+        bench.checkpoint(attempt_id, number, f"c{number}")
+        bench.end(attempt_id, code=None, reason=ExitReason.RUNNER_LOST)
+    assert bench.state(experiment_id) == "ACTIVE"
 
 
 @pytest.mark.parametrize(

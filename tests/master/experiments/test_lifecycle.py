@@ -152,6 +152,7 @@ def facts() -> Callable[..., AttemptFacts]:
             "outcome": None,
             "num_runners_lost": 0,
             "num_shortages": 0,
+            "num_not_formed": 0,
             "is_repeated": False,
             "text": "exit code 1: ValueError: too large",
         }
@@ -367,7 +368,11 @@ def test_only_transient_errors_count_as_retries(
         (FAILED | {"reason": ExitReason.START_FAILED}, "could not start: .*too large"),
         (
             FAILED | {"reason": ExitReason.RUNNER_LOST, "num_runners_lost": 6},
-            "runner died 6 times",
+            "The attempt was lost 6 times in a row: .*too large",
+        ),
+        (
+            FAILED | {"reason": ExitReason.NOT_FORMED, "num_not_formed": 6},
+            "did not come together 6 times in a row: .*too large.*Hint: ",
         ),
         (
             FAILED | {"reason": ExitReason.SHORTAGE, "num_shortages": MAX_SHORTAGES + 1},

@@ -10,6 +10,7 @@ from paceline import faults
 from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.experiments._attempt_rows import read_attempt
 from paceline.master.experiments._exit_decisions import (
+    MAX_NOT_FORMED,
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
     AttemptFacts,
@@ -18,6 +19,7 @@ from paceline.master.experiments._exit_decisions import (
 )
 from paceline.master.experiments._start_delays import (
     is_lost_runner,
+    is_not_formed,
     is_transient_start,
     num_in_a_row,
 )
@@ -131,6 +133,9 @@ def _facts(
         outcome=attempt.outcome,
         num_runners_lost=num_in_a_row(
             transaction.connection, trial.id, is_lost_runner, MAX_RUNNERS_LOST + 1
+        ),
+        num_not_formed=num_in_a_row(
+            transaction.connection, trial.id, is_not_formed, MAX_NOT_FORMED + 1
         ),
         num_shortages=num_in_a_row(
             transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1

@@ -8,6 +8,8 @@ from paceline.search import ExitReason as SearchExit
 
 # A runner that dies again and again has a cause that another attempt will not cure.
 MAX_RUNNERS_LOST = 5
+# Nodes that do not come together so often in a row have no network between them, or one hangs.
+MAX_NOT_FORMED = 5
 # What keeps attempts from starting so often, for about five minutes, will not pass by itself.
 MAX_SHORTAGES = 10
 
@@ -21,7 +23,9 @@ class AttemptFacts:
         acknowledged: The code was told to checkpoint and leave, and saw it.
         kind: That of the attempt's error, None if there was none.
         retries: How often a transient error was followed by another attempt.
-        num_runners_lost: Attempts in a row, this one the last, whose runner died.
+        num_runners_lost: Attempts in a row, this one the last, whose runner died; those before one
+            that stored a checkpoint do not count.
+        num_not_formed: Attempts in a row, this one the last, whose nodes did not come together.
         num_shortages: Attempts in a row, this one the last, that could not start for a transient
             reason, such as want of something that the machine may have again.
         is_repeated: The attempt before it failed the same way, and this one stored no checkpoint.
@@ -39,6 +43,7 @@ class AttemptFacts:
     early_exit: str | None
     outcome: str | None
     num_runners_lost: int
+    num_not_formed: int
     num_shortages: int
     is_repeated: bool
     text: str
@@ -75,9 +80,7 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
     if facts.reason is ExitReason.RUNNER_LOST:
         return _judge_lost_runner(facts)
     if facts.reason is ExitReason.NOT_FORMED:
-        return _tried_again(
-            facts, f"The attempt gave its slots back: {facts.text}; it is tried again in a while."
-        )
+        return _judge_not_formed(facts)
     if facts.reason in (ExitReason.START_FAILED, ExitReason.SHORTAGE):
         if facts.kind is ErrorKind.TRANSIENT:
             return _judge_shortage(facts)
@@ -127,11 +130,29 @@ def _judge_stopping(facts: AttemptFacts) -> ExitDecision:
 
 def _judge_lost_runner(facts: AttemptFacts) -> ExitDecision:
     if facts.num_runners_lost > MAX_RUNNERS_LOST:
-        return _failed(facts, f"The runner died {facts.num_runners_lost} times in a row.")
+        return _failed(
+            facts,
+            f"The attempt was lost {facts.num_runners_lost} times in a row: {facts.text}.",
+        )
     return _tried_again(
         facts,
-        "The runner died; the trial goes on from its latest checkpoint, or from the beginning"
-        " without one (not counted as a restart).",
+        f"The attempt was lost ({facts.text}); the trial goes on from its latest checkpoint, or"
+        " from the beginning without one (not counted as a restart).",
+    )
+
+
+def _judge_not_formed(facts: AttemptFacts) -> ExitDecision:
+    if facts.num_not_formed > MAX_NOT_FORMED:
+        return _failed(
+            facts,
+            f"The nodes of the attempt did not come together {facts.num_not_formed} times in a row:"
+            f" {facts.text}. Hint: see to the nodes and the network between them, then continue the"
+            " experiment.",
+        )
+    return _tried_again(
+        facts,
+        f"The attempt gave its slots back ({facts.text}); it is tried again in a while (not counted"
+        " as a restart).",
     )
 
 

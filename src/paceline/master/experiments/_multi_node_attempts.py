@@ -21,6 +21,11 @@ from paceline.messages.attempts import AttemptEnd, runner_id
 from paceline.messages.states import AttemptState, ExitReason
 
 _NODE = re.compile(r"Node (\d{1,4}): (.*)", re.DOTALL)
+# What the launchers tell that have waited for each other in vain.
+_NEVER_MET = re.compile(
+    r"The launchers of all \d+ nodes must come |"
+    r"The launcher of node \d{1,4} was lost: it was not reached within "
+)
 _LAUNCHER_LOST = re.compile(r"The launcher of node (\d{1,4}) was lost: ")
 
 
@@ -184,6 +189,15 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
     assert end is not None
     if not failed:
         return end
+    if not lost and _have_never_met(members, first):
+        return msgspec.structs.replace(
+            end,
+            reason=ExitReason.NOT_FORMED,
+            code=None,
+            signal=None,
+            kind=None,
+            detail=f"{_name(members, first)}: {end.detail}",
+        )
     silent = _LAUNCHER_LOST.match(end.detail or "")
     if silent is not None and not lost and int(silent[1]) < len(members):
         number = int(silent[1])
@@ -207,6 +221,18 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
     else:
         text = ": ".join(filter(None, (_name(members, first), end.detail)))
     return msgspec.structs.replace(end, detail=text)
+
+
+def _have_never_met(members: list[Member], first: int) -> bool:
+    """Tell whether one launcher has waited for others in vain, which did nothing meanwhile."""
+    exits = [one.exit for one in members if one.exit is not None]
+    return _is_in_vain(exits[first]) and all(
+        _is_in_vain(end) or end.reason is ExitReason.KILLED for end in exits
+    )
+
+
+def _is_in_vain(end: AttemptEnd) -> bool:
+    return end.has_failed and _NEVER_MET.match(end.detail or "") is not None
 
 
 def _name(members: list[Member], number: int) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, exists, select
 
 from paceline.master.store import tables
 from paceline.messages.nodes import LOCAL_NODE
@@ -39,19 +39,27 @@ def num_in_a_row(
     has_ended_so: Callable[[dict[str, Any]], bool],
     limit: int,
 ) -> int:
-    """Return how many of a trial's newest attempts ended in some way, `limit` at most."""
-    attempts = tables.attempts
+    """Return how many of a trial's newest attempts ended in some way, `limit` at most.
+
+    One that stored a checkpoint is the first of a row: what was in the way before has passed.
+    """
+    attempts, checkpoints = tables.attempts, tables.checkpoints
+    has_stored = exists().where(
+        checkpoints.c.trial_id == trial_id, checkpoints.c.attempt == attempts.c.number
+    )
     query = (
-        select(attempts.c.exit)
+        select(attempts.c.exit, has_stored.label("has_stored"))
         .where(attempts.c.trial_id == trial_id, attempts.c.exit.is_not(None))
         .order_by(attempts.c.number.desc())
         .limit(limit)
     )
     number = 0
-    for exit_ in connection.execute(query).scalars():
-        if not has_ended_so(exit_):
+    for row in connection.execute(query):
+        if not has_ended_so(row.exit):
             break
         number += 1
+        if row.has_stored:
+            break
     return number
 
 

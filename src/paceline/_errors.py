@@ -15,6 +15,11 @@ class PicklableError(Exception):
         return rebuilt_error, (type(self), self.args, dict(vars(self)))
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line to what is printed of an exception; Python 3.10 keeps it and does not print it."""
+    vars(error).setdefault("__notes__", []).append(text)
+
+
 def rebuilt_error(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
     """Return an exception that is made of its parts, without its `__init__`."""
     error = kind.__new__(kind, *args)

@@ -217,7 +217,7 @@ VARIED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", VARIED)
 def test_samples_that_are_not_alike_are_refused_with_a_hint(case: str) -> None:
     samples, reason = VARIED[case]
-    message = rf"must be alike, but {reason}\. Hint: `map` makes .* `collate` of `to_torch` makes"
+    message = rf"must be alike, but {reason}\. Hint: `map` makes .* `collate` of `to_torch`"
     mapped = data.Dataset(range(2)).map(samples.__getitem__)
     for files in (data.Dataset(samples), data.Dataset(iter(samples)), mapped):
         with pytest.raises((ValueError, TypeError), match=message):

@@ -135,6 +135,17 @@ def test_data_that_do_not_fit_are_refused(
         trained(make_config(**changes))
 
 
+def test_a_first_sample_that_cannot_be_read_is_named(make_config: MakeConfig) -> None:
+    class Broken(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index // index)
+
+    data = Broken(X, CLASSES, NUMBERS)
+    with pytest.raises(ZeroDivisionError) as caught:
+        trained(make_config(training_dataset=data, validation_dataset=data))
+    assert caught.value.__notes__ == ["While reading sample 0 of Broken."]
+
+
 def test_a_stream_is_no_data_set(make_config: MakeConfig) -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:

@@ -77,7 +77,7 @@ def test_data_without_batches_are_refused_and_no_pass_is_endless() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    with pytest.raises(ValueError, match="must return data with batches, but has none"):
+    with pytest.raises(ValueError, match="with batches, but has none. Hint: a generator"):
         list(Pass(place_in(Nothing()), 3, CPU))
 
 

@@ -434,3 +434,45 @@ def test_part_that_could_not_be_stored_is_an_error_if_no_later_checkpoint_is_who
             assert trainer.latest_checkpoint is None
         else:
             assert [each.load() for each in trainer.run(function).checkpoints] == [2]
+
+
+class FaultyData(Dataset[Any]):
+    """Thirteen samples, of which one cannot be read, or kills the process that reads it."""
+
+    def __init__(self, bad: int, *, kills: bool) -> None:
+        self.bad = bad
+        self.kills = kills
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.bad and self.kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([1 / (index - self.bad)])
+
+
+def train_on(config: dict[str, Any]) -> None:
+    model = train.prepare_model(nn.Linear(1, 1))
+    loader = DataLoader(config["data"], batch_size=2, num_workers=config["processes"])
+    for x in train.prepare_data_loader(loader):
+        model(x).sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bad", "rank"), [(0, 0), (5, 2)])
+def test_a_sample_that_cannot_be_read_is_named_with_the_rank_that_reads_it(
+    bad: int, rank: int
+) -> None:
+    with train.Trainer(num_workers=3, max_retries=0) as trainer:
+        with pytest.raises(ZeroDivisionError) as caught:
+            trainer.run(train_on, {"data": FaultyData(bad, kills=False), "processes": 0})
+        assert caught.value.__notes__ == [f"While reading sample {bad} of FaultyData."]
+        told = str(caught.value.__cause__)
+        assert told.startswith(f"\nRank {rank} raised, the first of 3 to fail:")
+        assert re.search(r"test_faults.py.*, line \d+, in train_on", told)
+        assert re.search(r"test_faults.py.*, line \d+, in __getitem__", told)
+        with pytest.raises(RuntimeError, match="exited unexpectedly") as lost:
+            trainer.run(train_on, {"data": FaultyData(bad, kills=True), "processes": 1})
+        assert "a process of the data loader was killed" in str(lost.value.__notes__)
+        assert str(lost.value.__cause__).startswith(f"\nRank {rank} raised, the first of 3")

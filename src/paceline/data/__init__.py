@@ -4,6 +4,7 @@ Importing this loads no torch.
 """
 
 from paceline.data._dataset import Dataset, Fold
+from paceline.data._default_batches import collate_samples
 from paceline.data._errors import (
     DataChangedError,
     DataError,
@@ -21,6 +22,7 @@ __all__ = [
     "Dataset",
     "Fold",
     "StreamPieces",
+    "collate_samples",
     "read",
     "read_images",
     "stream_pieces",

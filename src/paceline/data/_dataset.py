@@ -121,12 +121,12 @@ class Dataset:
 
     def fetch(self, numbers: Sequence[int]) -> Any:
         """Return samples of the whole data set as they were read: a list, or `Columns`."""
-        return self.apply_stages(self._numbered("has numbers").fetch(numbers))
+        return self.apply_stages(self._numbered("has numbers").fetch(numbers), numbers)
 
-    def apply_stages(self, samples: Any) -> Any:
-        """Return what becomes of samples of the source."""
+    def apply_stages(self, samples: Any, numbers: Sequence[int] | None = None) -> Any:
+        """Return what becomes of samples of the source, whose numbers errors name."""
         for stage in self._stages:
-            samples = stage.apply(samples)
+            samples = stage.apply(samples, numbers)
         return samples
 
     # ---- operations ----------------------------------------------------------------------

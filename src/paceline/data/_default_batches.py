@@ -5,7 +5,7 @@ from typing import Any
 
 _HINT = (
     " Hint: `map` makes them alike, such as images of one size, or a number in place of None; or"
-    " `collate` of `to_torch` makes a batch of a list of samples."
+    " `collate` of `to_torch` (`collate_fn` of a DataLoader) makes a batch of a list of samples."
 )
 
 

@@ -1,16 +1,23 @@
 """What is done to samples once they are read."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from paceline._errors import add_note
 
 
 class Stage(ABC):
     """A step between what is read and what a user gets; the number of samples stays."""
 
     @abstractmethod
-    def apply(self, samples: Any) -> Any:
-        """Return the samples that become of some that were fetched together."""
+    def apply(self, samples: Any, numbers: Sequence[int] | None = None) -> Any:
+        """Return the samples that become of some that were fetched together.
+
+        Args:
+            samples: The samples.
+            numbers: Their numbers, for errors.
+        """
 
 
 class Mapped(Stage):
@@ -19,9 +26,17 @@ class Mapped(Stage):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
 
-    def apply(self, samples: Any) -> list[Any]:
+    def apply(self, samples: Any, numbers: Sequence[int] | None = None) -> list[Any]:
         """Return what the function makes of each sample."""
-        return [self._function(sample) for sample in samples]
+        made: list[Any] = []
+        try:
+            for sample in samples:
+                made.append(self._function(sample))
+        except Exception as error:
+            if numbers is not None and len(made) < len(numbers):
+                add_note(error, f"While reading sample {numbers[len(made)]}, in `map`.")
+            raise
+        return made
 
 
 class MappedBatches(Stage):
@@ -30,7 +45,7 @@ class MappedBatches(Stage):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
 
-    def apply(self, samples: Any) -> Any:
+    def apply(self, samples: Any, numbers: Sequence[int] | None = None) -> Any:
         """Return what the function makes of them.
 
         Raises:

@@ -21,7 +21,7 @@ class StagedSource(Source):
     def fetch(self, numbers: Sequence[int]) -> Any:
         samples = self._source.fetch(numbers)
         for stage in self._stages:
-            samples = stage.apply(samples)
+            samples = stage.apply(samples, numbers)
         return samples
 
     def chunk_sizes(self) -> Any:

@@ -341,7 +341,8 @@ def num_launched(*, is_single: bool) -> int:
         starter = "" if place is None else f" that {place.launcher} has started"
         raise ValueError(
             f"`parallelization_type` must be 'multi_node' for the {size} processes{starter}, but is"
-            " 'single_node'."
+            " 'single_node'. Hint:"
+            " parallelization_params=ParallelizationConfig(parallelization_type='multi_node')."
         )
     return size
 

@@ -7,7 +7,10 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, Subset, default_collate
+from torch.utils.data import DataLoader, Subset
+
+from paceline.data import collate_samples
+from paceline.engine.loaders._reading_notes import note_samples
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,11 @@ def form_of(dataset: Any, name: str, num_inputs: int | None, is_leading: bool | 
         # It fetches several by the way of the data set that it is a part of.
         return form_of(dataset.dataset, name, num_inputs, is_leading)
     fetch = getattr(dataset, "__getitems__", None)
-    found = dataset[0] if fetch is None else fetch([0])
+    try:
+        found = dataset[0] if fetch is None else fetch([0])
+    except Exception as error:
+        note_samples(error, dataset, [0])
+        raise
     is_batch = fetch is not None and not (
         isinstance(found, list) and len(found) == 1 and isinstance(found[0], (tuple, list))
     )
@@ -103,7 +110,7 @@ def collate_of(form: SampleForm) -> Collate:
 
 
 def _join_plain(samples: Any) -> list[Any]:
-    batch = default_collate(samples)
+    batch = collate_samples(samples)
     return batch if isinstance(batch, list) else [batch]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch.utils.data
 
 from paceline.engine.devices._random_generators import seed_everything
+from paceline.engine.loaders._reading_notes import note_samples
 
 
 class KeyedShard(list[int]):
@@ -38,11 +39,16 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         if not isinstance(shard, KeyedShard):
             return [sample for part in shard for sample in self.__getitems__(part)]
         seed_everything(shard.seed)
-        fetch_all = getattr(self._dataset, "__getitems__", None)
-        if fetch_all is not None:
-            samples: list[Any] = fetch_all(list(shard))
-            return samples
-        return [self._dataset[index] for index in shard]
+        try:
+            fetch_all = getattr(self._dataset, "__getitems__", None)
+            if fetch_all is not None:
+                samples: list[Any] = fetch_all(list(shard))
+                return samples
+            return [self._dataset[index] for index in shard]
+        except Exception as error:
+            # The traceback does not leave this process.
+            note_samples(error, self._dataset, shard)
+            raise
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]

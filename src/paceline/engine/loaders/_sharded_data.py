@@ -4,6 +4,7 @@ import copy
 import logging
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
 )
 
 from paceline._seeds import mix_seed
-from paceline.data import stream_pieces
+from paceline.data import collate_samples, stream_pieces
 from paceline.engine.devices._random_generators import isolated_randomness
 from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.loaders._epoch_order import (
@@ -28,6 +30,7 @@ from paceline.engine.loaders._epoch_order import (
 )
 from paceline.engine.loaders._loader_signals import SignalsPass
 from paceline.engine.loaders._partitioned_stream import PartitionedStream
+from paceline.engine.loaders._reading_notes import note_samples
 from paceline.engine.loaders._seeded_shards import SeededDataset
 from paceline.engine.loaders._shard_batch_sampler import PlannedShards
 from paceline.engine.loaders._whole_stream import StreamBatch, WholeStream
@@ -85,7 +88,7 @@ class ShardedData:
         self._plan = PlannedShards()
         self._plan.is_joined = joins_shards
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
-        if not self.is_iterable and not len(loader.dataset):  # type: ignore[arg-type]
+        if not self.is_iterable and not num_samples_of(loader.dataset):
             raise ValueError("A data loader must have samples, but its data set is empty.")
         self._clone = loader if self.is_iterable else self._clone_loader()
         if self._clone.num_workers and not isinstance(self._clone.worker_init_fn, SignalsPass):
@@ -145,7 +148,19 @@ class ShardedData:
         plan = self._plan
         plan.order, plan.own_shards, plan.start_batch = order, self.own_shards, start_batch
         plan.seed_parts = (self._seed, epoch)
-        return iter(self._clone)
+        return self._with_notes(iter(self._clone), copy.copy(plan))
+
+    def _with_notes(self, batches: Iterator[Any], plan: PlannedShards) -> Iterator[Any]:
+        """Yield batches; errors of reading name the samples."""
+        num_read = 0
+        try:
+            for batch in batches:
+                num_read += 1
+                yield batch
+        except Exception as error:
+            failed = next(islice(plan, num_read, None), [])
+            note_samples(error, self._loader.dataset, failed)
+            raise
 
     def iterate_stream(
         self, epoch: int = 0, start_batch: int = 0, *, agrees: bool = True
@@ -310,7 +325,25 @@ class ShardedData:
             in_order=True,
             _iterator=None,
         )
+        if clone.collate_fn is default_collate:
+            # Its errors do not say in what the samples differ.
+            clone.collate_fn = collate_samples
         return clone
+
+
+def num_samples_of(dataset: Any) -> int:
+    """Return the number of samples of a map-style data set.
+
+    Raises:
+        TypeError: It has no length, and is no `IterableDataset`.
+    """
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            "The data set of a loader must have a length and samples by number, or be a"
+            f" torch.utils.data.IterableDataset, but got {type(dataset).__name__}. Hint:"
+            " `paceline.data.Dataset(it).to_torch(batch_size)` makes a loader of any iterable."
+        )
+    return len(dataset)
 
 
 def _is_shuffled(sampler: Any) -> bool | None:

@@ -228,7 +228,11 @@ class Pass:
                 return
             # A stream may have ended right where the last pass did, but no two in a row.
             if num_taken == num_taken_before:
-                raise ValueError("`data_creator` must return data with batches, but has none.")
+                raise ValueError(
+                    "`data_creator` must return data with batches, but has none. Hint: a generator"
+                    " has none after its first pass; return a data set, or an object whose"
+                    " `__iter__` begins anew."
+                )
             num_taken_before = num_taken
 
     def _awaited(self, batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.engine.loaders._sharded_data import num_samples_of
 from paceline.engine.train_functions._prepared_loader import PreparedLoader
 
 if TYPE_CHECKING:
@@ -43,11 +44,12 @@ def check_enough_samples(loader: Any, num_workers: int) -> None:
     """Refuse data of which some worker would never get any.
 
     Raises:
+        TypeError: The data set has no length, and is no stream.
         ValueError: There are fewer samples than workers.
     """
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return
-    num_samples = len(loader.dataset)
+    num_samples = num_samples_of(loader.dataset)
     if num_samples < num_workers:
         hint = "use fewer workers."
         if not num_samples:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import sys
 import time
@@ -348,6 +349,22 @@ def test_strategy_must_find_a_number() -> None:
         run(lambda config: train.save_checkpoint(epoch=1), checkpoint_strategy=strategy)
     with pytest.raises(ValueError, match="goes by 'loss', which must be a number, but got 'low'"):
         run(lambda config: train.save_checkpoint(loss="low"), checkpoint_strategy=strategy)
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_the_checkpoint_in_one_of_ray_tune_is_found(tmp_path: Path, has_files: bool) -> None:
+    trainer = train.Trainer(num_workers=0)
+    (stored,) = trainer.run(lambda: train.save_checkpoint(step=3)).checkpoints
+    of_tune = tmp_path / "checkpoint_000002"
+    of_tune.mkdir()
+    if has_files:
+        shutil.copytree(stored.path, of_tune / stored.uuid)
+    facts = {"uuid": stored.uuid, "url": None if has_files else stored.url, "recent": {}}
+    (of_tune / "paceline.json").write_text(json.dumps(facts))
+    assert train.Checkpoint.from_path(of_tune).load()["step"] == 3
+    (of_tune / "paceline.json").write_text(json.dumps({**facts, "uuid": None, "url": None}))
+    with pytest.raises(FileNotFoundError, match="must have one of the train function"):
+        train.Checkpoint.from_path(of_tune)
 
 
 def test_checkpoints_of_other_doors_are_refused(work_here: Path) -> None:

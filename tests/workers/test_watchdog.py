@@ -1,6 +1,10 @@
 """The judgement whether ranks wait in vain."""
 
+import re
 import socket
+import sys
+import threading
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.workers.pools._packed_call import PackedCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations
-from paceline.workers.pools._thread_progress import Progress
+from paceline.workers.pools._thread_progress import Progress, ProgressMeter
 from paceline.workers.pools._watchdog import DetectedHang, Observation, detect_hang
 from paceline.workers.pools._worker_pool import PendingCall
 
@@ -168,3 +172,21 @@ def test_a_rank_that_has_just_returned_may_have_been_where_others_wait() -> None
         verdict = detect_hang(observations(call, workers), CERTAIN_S, TIMEOUT_S)
         assert verdict is not None
         assert verdict.is_certain
+
+
+def test_code_that_waits_in_pythons_library_is_named_by_the_users_line() -> None:
+    leave = threading.Event()
+
+    def wait_for_it() -> None:
+        leave.wait()
+
+    thread = threading.Thread(target=wait_for_it)
+    thread.start()
+    try:
+        while sys._current_frames()[thread.ident].f_code.co_filename != threading.__file__:  # type: ignore[index]
+            time.sleep(0.001)
+        place = ProgressMeter(thread).measure().place
+    finally:
+        leave.set()
+        thread.join()
+    assert re.fullmatch(r"test_watchdog\.py:\d+ in wait_for_it", place)

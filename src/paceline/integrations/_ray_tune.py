@@ -13,7 +13,6 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from paceline import train
 
-_FACTS_FILE = "paceline.json"
 _RUN_FOLDER = "paceline_run"
 _RESTORED_FOLDER = "paceline_restored"
 # A trial goes on from its newest checkpoint. The other one is for a failure while that is stored.
@@ -90,14 +89,14 @@ class TrainTrainable(tune.Trainable):
                 facts["url"] = checkpoint.url
             else:
                 _copy(checkpoint.path, Path(checkpoint_dir) / checkpoint.uuid)
-        (Path(checkpoint_dir) / _FACTS_FILE).write_text(json.dumps(facts))
+        (Path(checkpoint_dir) / train.Checkpoint.tune_file).write_text(json.dumps(facts))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
         """Have the function go on from what `save_checkpoint` has stored."""
         self._end_run()
         self._begin_anew()
         directory = Path(checkpoint_dir)
-        facts = json.loads((directory / _FACTS_FILE).read_text())
+        facts = json.loads((directory / train.Checkpoint.tune_file).read_text())
         self._known = {int(number): metrics for number, metrics in facts["recent"].items()}
         self._told_uuid = facts["uuid"]
         if facts["url"] is not None:

@@ -1,9 +1,10 @@
 """A run's checkpoints, as its driver sees them."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline import core
 from paceline.journal import decode_value
@@ -19,7 +20,10 @@ class Checkpoint:
         uuid: Its name.
         storage: Where it is.
         metadata: What is known of it without reading it.
+        tune_file: The file in a checkpoint of Ray Tune that says which one it has, or where.
     """
+
+    tune_file: ClassVar[str] = "paceline.json"
 
     uuid: str
     storage: str
@@ -30,7 +34,8 @@ class Checkpoint:
         """Return the checkpoint in a directory, or the newest whole one of a run directory.
 
         Args:
-            path: The directory, or the `url` of a checkpoint in an object store.
+            path: The directory; that of a checkpoint of Ray Tune; or the `url` of a checkpoint in
+                an object store.
 
         Raises:
             CheckpointNotFoundError: There is none.
@@ -39,6 +44,14 @@ class Checkpoint:
             ValueError: It is no checkpoint of a train function, or no URL of one.
         """
         location = Path(os.path.abspath(path))
+        if (location / cls.tune_file).exists():
+            facts = json.loads((location / cls.tune_file).read_text())
+            if facts["uuid"] is None:
+                raise FileNotFoundError(
+                    f"The checkpoint of Ray Tune in {str(location)!r} must have one of the train"
+                    " function, but that had saved none before."
+                )
+            path = facts["url"] or location / facts["uuid"]
         if (location / "run.json").exists():
             storage, uuid = core.restorable_checkpoint(location)
             if uuid is None:

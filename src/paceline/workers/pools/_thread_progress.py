@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import sysconfig
 import threading
 import time
 from contextlib import suppress
@@ -11,6 +12,8 @@ from types import FrameType
 from typing import NamedTuple
 
 _OWN_CODE = str(Path(__file__).parents[2]) + os.sep
+_PYTHONS_CODE = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _IN_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 # What the gradients of data-parallel modules are reduced in.
 _BACKWARD = "_engine_run_backward"
@@ -149,16 +152,25 @@ def _operation(frame: FrameType) -> str:
 
 
 def _place(frame: FrameType) -> str:
-    """Return where the user's code is, as far as that can be told from torch's and ours."""
+    """Return where the user's code is, as far as that can be told from other code.
+
+    That is Python's, torch's and ours.
+    """
     ours: FrameType | None = None
     outer: FrameType | None = frame
     while outer is not None:
         path = outer.f_code.co_filename
         if path.startswith(_OWN_CODE):
             ours = ours or outer
-        elif f"{os.sep}torch{os.sep}" not in path:
+        elif f"{os.sep}torch{os.sep}" not in path and not _is_pythons(path):
             break
         outer = outer.f_back
     seen = outer or ours or frame
     name = os.path.basename(seen.f_code.co_filename)
     return f"{name}:{seen.f_lineno} in {seen.f_code.co_name}"
+
+
+def _is_pythons(path: str) -> bool:
+    """Tell whether code is in Python's library, or built in."""
+    is_there = path.startswith(_PYTHONS_CODE) and not any(part in path for part in _PACKAGES)
+    return is_there or path.startswith("<frozen ")

@@ -6,7 +6,7 @@ import signal
 import socket
 import stat
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from paceline._checked_secrets import DamagedSecretError, read_secret
 from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import CommandError
 from paceline.cli._options import Json
+
+if TYPE_CHECKING:
+    from paceline.client import Client
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -153,17 +156,18 @@ def _serve(
 
 @app.command("list")
 def list_nodes(json: Json = False) -> None:
-    """List the nodes of the master, with their slots and what runs there."""
+    """List the nodes of the master, with their slots and the trials that run there."""
     from paceline.cli._connection import connect
     from paceline.cli._output import format_bytes, format_moment, print_json, print_table
 
     with connect() as client:
         nodes = client.nodes()
+        trials = {} if json else _trials_by_node(client)
     if json:
         print_json(nodes)
         return
     print_table(
-        ["Node", "State", "Pool", "Slots", "Device", "Memory", "Address", "Attempts", "Seen"],
+        ["Node", "State", "Pool", "Slots", "Device", "Memory", "Address", "Trials", "Seen"],
         [
             (
                 node.name,
@@ -173,7 +177,7 @@ def list_nodes(json: Json = False) -> None:
                 node.device_kind,
                 format_bytes(node.memory_bytes),
                 node.address,
-                ", ".join(map(str, node.attempts)),
+                ", ".join(map(str, sorted(trials.get(node.name, ())))),
                 format_moment(node.seen_at),
             )
             for node in nodes
@@ -181,6 +185,14 @@ def list_nodes(json: Json = False) -> None:
         right=["Slots", "Memory"],
         empty="No other machine has registered. `paceline runner` on one does.",
     )
+
+
+def _trials_by_node(client: "Client") -> dict[str, set[int]]:
+    trials: dict[str, set[int]] = {}
+    for slot in client.slots():
+        if slot.trial_id is not None:
+            trials.setdefault(slot.node, set()).add(slot.trial_id)
+    return trials
 
 
 @app.command("drain")

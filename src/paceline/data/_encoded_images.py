@@ -28,7 +28,10 @@ class BatchMemory:
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        # Only CPython with its global lock counts all references at once, so that a count tells
+        # whether somebody holds a batch. Elsewhere each batch gets new memory.
+        has_exact_counts = sys.implementation.name == "cpython" and _has_global_lock()
+        self._most = most if has_exact_counts else 0
         self._lock = threading.Lock()
         self._kept: list[Any] = []
         # A tensor, and whatever shares its memory, holds the array that it was made of.
@@ -49,6 +52,10 @@ class BatchMemory:
             if len(kept) < self._most:
                 kept.append(array)
             return array
+
+
+def _has_global_lock() -> bool:
+    return getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def decoded(sample: Mapping[str, Any]) -> dict[str, Any]:

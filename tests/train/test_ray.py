@@ -77,6 +77,21 @@ def test_a_trainer_takes_the_connected_cluster_and_survives_a_lost_worker(
         train.Trainer(num_workers=9).run(fit, {})
 
 
+def test_a_group_waits_for_resources_as_long_as_it_may(ray_cluster: Any) -> None:
+    from ray.util import placement_group, remove_placement_group
+
+    others = placement_group([{"memory_bank": 2}])
+    assert others.wait(60)
+    elastic = train.ElasticConfig(max_wait_s=0.5)
+    with train.Trainer(1, resources_per_worker={"memory_bank": 1}, elastic=elastic) as trainer:
+        with pytest.raises(
+            train.NotEnoughWorkersError, match=r"must find their resources within 0\.5 s, but"
+        ):
+            trainer.start()
+        remove_placement_group(others)
+        assert trainer.execute(train.world_size) == [1]
+
+
 def await_end(pid: int) -> None:
     deadline = time.monotonic() + 60
     while psutil.pid_exists(pid):

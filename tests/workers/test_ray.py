@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,66 @@ def test_workers_on_two_nodes_act_like_those_on_one(
     monkeypatch.setattr(_ray_pool, "own_versions", lambda: {"Python": "3.4.1", "torch": "0.1"})
     with pytest.raises(NodesDifferError, match=r"node 127\.0\.0\.1 has Python .* instead of 3\.4"):
         pool.start(1)
+
+
+def asked_for(name: str) -> float:
+    """Return how much of a resource of Ray its autoscaler is asked for."""
+    from ray._private.worker import global_worker
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+
+    state = get_cluster_resource_state(global_worker.gcs_client)
+    single = [(one.request, one.count) for one in state.pending_resource_requests]
+    grouped = [(one, 1) for group in state.pending_gang_resource_requests for one in group.requests]
+    return sum(one.resources_bundle.get(name, 0.0) * number for one, number in single + grouped)
+
+
+def test_an_autoscaler_is_asked_for_the_nodes_of_workers_without_room(
+    ray_cluster: Any, wait_until: WaitUntil
+) -> None:
+    def add_node() -> Any:
+        # As of a launcher. Nobody else adds nodes here.
+        variables = {"RAY_NODE_TYPE_NAME": "small"}
+        return ray_cluster.add_node(num_cpus=1, resources={"grown": 1}, env_vars=variables)
+
+    nodes = [add_node()]
+    pool = RayPool(2, resources_per_worker={"grown": 1})
+    with ThreadPoolExecutor() as thread, ExitStack() as stack:
+        stack.callback(pool.shutdown)
+        start = thread.submit(pool.start)
+        wait_until(lambda: asked_for("grown") == 2)
+        nodes.append(add_node())
+        start.result()
+        assert pool.submit(os.getpid).wait() == [process.pid for process in pool.processes]
+        for _ in range(2):
+            pool.request(3)
+        wait_until(lambda: asked_for("grown") == 1)
+        assert (pool.capacity(), pool.reserve(3)) == (2, 2)
+        pool.cancel_reservation()
+        wait_until(lambda: asked_for("grown") == 0)
+    for node in nodes:
+        ray_cluster.remove_node(node, allow_graceful=False)
+
+
+CLIENT = """
+from paceline import train
+for cluster in ("auto", "ray", "ray://127.0.0.1:1"):
+    try:
+        train.Trainer(num_workers=1, cluster=cluster)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_an_address_of_ray_clients_is_refused_at_once(run_python: Callable[..., Any]) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("NOT TESTED: Ray is not installed")
+    done = run_python(CLIENT, RAY_ADDRESS="ray://127.0.0.1:1")
+    auto, ray, address = done.stdout.splitlines()
+    assert auto == ray
+    assert auto.startswith("NotOfferedError A driver of workers on Ray must run on a node of the")
+    assert "but RAY_ADDRESS is 'ray://127.0.0.1:1', which is for Ray clients. Hint: start" in auto
+    assert address.startswith("ValueError `cluster` must be one of 'auto', 'local', 'ray', but got")
+    assert 'Hint: cluster="ray" takes the Ray cluster that RAY_ADDRESS names' in address
 
 
 def test_missing_ray_is_an_error_that_says_what_to_install(

@@ -84,7 +84,13 @@ from paceline.workers.processes._worker_spec import (
 )
 from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._launch_nodes import LaunchNodes
-from paceline.workers.remote._ray_cluster import RayConnection, import_ray, join_ray
+from paceline.workers.remote._ray_bundles import why_waiting
+from paceline.workers.remote._ray_cluster import (
+    RayConnection,
+    import_ray,
+    join_ray,
+    told_resources,
+)
 
 if TYPE_CHECKING:
     from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
@@ -187,6 +193,8 @@ __all__ = [
     "signal_name",
     "stop_fork_server",
     "thread_environment",
+    "told_resources",
+    "why_waiting",
     "write_part",
 ]
 

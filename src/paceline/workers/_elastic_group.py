@@ -1,6 +1,7 @@
 """Warm workers that are formed, and formed again, with as many as can run."""
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from paceline._waiting import sleep
 from paceline.workers._errors import (
     NotEnoughWorkersError,
     PlacementError,
+    PlacementTimeoutError,
     WorkerFailedError,
     WorkerStartError,
 )
@@ -28,6 +30,8 @@ T = TypeVar("T")
 
 # How often to look for more workers that must be reserved, in seconds.
 _PREPARE_INTERVAL_S = 1.0
+# How long an elastic group waits for room that seemed to be free, in seconds.
+_PLACEMENT_S = 60.0
 
 
 class ElasticGroup(ABC):
@@ -139,6 +143,12 @@ class ElasticGroup(ABC):
         try:
             self._start(step.num_workers)
         except PlacementError as error:
+            is_fixed = self._limits.least == self._limits.most
+            if is_fixed and isinstance(error, PlacementTimeoutError):
+                # It has waited as long as it may.
+                raise NotEnoughWorkersError(
+                    f"{error} Hint: {self._hint}", step.num_workers, self._capacity()
+                ) from error
             if step.num_workers == self._limits.least:
                 raise
             logger.warning("%s Starting with %d worker(s).", error, self._limits.least)
@@ -180,6 +190,8 @@ class ElasticGroup(ABC):
         can_grow = num_staying < self._limits.most and self._attempts.is_due(now)
         if not can_grow and not num_leaving:
             return None
+        if can_grow:
+            self._pool.request(self._num_wanted)
         capacity = self._capacity() if can_grow else num_staying
         wanted = self._elastic.next_size(capacity, num_leaving) or num_staying
         if wanted > num_staying:
@@ -212,6 +224,7 @@ class ElasticGroup(ABC):
             self._is_misled = False
             capacity = min(capacity, self._limits.least)
         if capacity < self._limits.least:
+            self._pool.request(self._num_wanted)
             return capacity
         wanted = self._elastic.wanted(capacity)
         _log_spare(wanted, capacity, self._limits)
@@ -222,8 +235,19 @@ class ElasticGroup(ABC):
         # Without enough of them the start waits for the others.
         return min(capacity, certain) if certain >= self._limits.least else capacity
 
+    @property
+    def _num_wanted(self) -> int:
+        """How many workers there are to be if all can run."""
+        most = self._limits.most
+        if most == math.inf:
+            most = self._elastic.num_useful or self._limits.least
+        return self._elastic.wanted(int(most))
+
     def _start(self, num_workers: int) -> None:
-        pool = self._pool
+        pool, limits = self._pool, self._limits
+        # Instead of waiting for long, an elastic group starts with fewer workers.
+        is_fixed = limits.least == limits.most
+        pool.placement_timeout_s = limits.max_wait_s if is_fixed else _PLACEMENT_S
         pool.start(num_workers)
         try:
             self._set_up()

@@ -16,6 +16,10 @@ class PlacementError(WorkerStartError):
     """Raised when resources that seemed to be free could not be had in time."""
 
 
+class PlacementTimeoutError(PlacementError):
+    """Raised when resources were not there in time, as others have them or no node came."""
+
+
 class WorkerFailedError(PicklableError, RuntimeError):
     """Raised when a worker ended without an exception that the driver could raise.
 

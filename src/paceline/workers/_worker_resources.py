@@ -19,7 +19,7 @@ from paceline.workers.pools._ray_pool import RayPool
 from paceline.workers.pools._worker_pool import WorkerPool
 from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._rank_environment import num_cores
-from paceline.workers.remote._ray_cluster import import_ray, is_ray_connected
+from paceline.workers.remote._ray_cluster import check_no_client, import_ray, is_ray_connected
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class WorkerSettings:
             strategy: How Ray spreads the workers over nodes.
 
         Raises:
-            ResourcesError: The Ray cluster can never run so many workers.
+            ResourcesError: The Ray cluster can never run so many workers, and adds no nodes.
         """
         resources = self.resources
         common: dict[str, Any] = {
@@ -216,15 +216,24 @@ def chosen_cluster(cluster: Any, *, can_join: bool = False) -> str:
 
     Raises:
         ImportError: Ray is wanted and not installed.
+        NotOfferedError: This process is a Ray client, or ``RAY_ADDRESS`` is for one.
         ValueError: The cluster is unknown.
     """
-    one_of("auto", "local", "ray")("cluster", cluster)
+    try:
+        one_of("auto", "local", "ray")("cluster", cluster)
+    except ValueError as error:
+        if ":" not in str(cluster):
+            raise
+        raise ValueError(
+            f'{error} Hint: cluster="ray" takes the Ray cluster that RAY_ADDRESS names, such as'
+            " RAY_ADDRESS=HEAD:6379, in a script on a node of it."
+        ) from None
     if cluster == "auto" and can_join:
         return "joined"
     if cluster == "auto":
         cluster = "ray" if is_ray_connected() else "local"
     if cluster == "ray":
-        import_ray()
+        check_no_client(import_ray())
     return str(cluster)
 
 

@@ -84,8 +84,8 @@ class RayPool(ServedPool):
         collective_timeout_s: How long ranks may wait for others in a collective operation, in
             seconds.
         preload: Modules that workers need at once.
-        placement_timeout_s: How long to wait for resources that others use at the moment, in
-            seconds.
+        placement_timeout_s: How long to wait for resources that others use at the moment, and for
+            nodes that an autoscaler may add, in seconds.
         strategy: How Ray spreads the workers over nodes: "PACK", "SPREAD", "STRICT_PACK" or
             "STRICT_SPREAD".
 
@@ -127,7 +127,7 @@ class RayPool(ServedPool):
         self._gpus_per_worker = gpus_per_worker
         self._bundle = {"CPU": float(cpus_per_worker), **(resources_per_worker or {})}
         self._preload = tuple(preload)
-        self._placement_timeout_s = placement_timeout_s
+        self.placement_timeout_s = placement_timeout_s
         self._strategy = strategy
         self._connection: RayConnection | None = None
         self._has_run = False
@@ -149,8 +149,8 @@ class RayPool(ServedPool):
         """Check that the cluster as a whole could run the workers.
 
         Raises:
-            ResourcesError: It never can, with its present nodes, or the placement group that this
-                process runs in has too few free bundles.
+            ResourcesError: It never can, with its present nodes and no autoscaler, or the placement
+                group that this process runs in has too few free bundles.
         """
         self._hosts().check_possible(self._num_workers)
 
@@ -163,6 +163,10 @@ class RayPool(ServedPool):
     def reserve(self, num_workers: int) -> int:
         """Begin to create actors for more workers; see `WorkerPool.reserve`."""
         return self._hosts().reserve(num_workers)
+
+    def request(self, num_workers: int) -> None:
+        """Have an autoscaler add nodes for more workers; see `WorkerPool.request`."""
+        self._hosts().request(num_workers)
 
     def cancel_reservation(self) -> None:
         """Give back actors without workers; see `WorkerPool.cancel_reservation`."""
@@ -195,7 +199,6 @@ class RayPool(ServedPool):
                 connection,
                 self._bundle,
                 self._strategy,
-                self._placement_timeout_s,
                 self._sample_order(),
             )
         for host, worker in self._working:
@@ -220,7 +223,7 @@ class RayPool(ServedPool):
         hosts = self._hosts()
         if not self._has_run:
             hosts.check_possible(self._num_workers)
-        return hosts.take(self._num_workers)
+        return hosts.take(self._num_workers, self.placement_timeout_s)
 
     def _ask_hosts(
         self, ray: Any, taken: Sequence[HostActor], sources: Sources, deadline: float

@@ -111,9 +111,11 @@ class WorkerPool(ABC):
     Attributes:
         needs_reservation: Whether somebody else may take the place of a worker that could run, so
             that more workers must be reserved before they are counted on.
+        placement_timeout_s: How long a start may wait for room that others use, in seconds.
     """
 
     needs_reservation = False
+    placement_timeout_s = 60.0
 
     @property
     @abstractmethod
@@ -156,8 +158,15 @@ class WorkerPool(ABC):
         """
         return num_workers
 
+    def request(self, num_workers: int) -> None:  # noqa: B027 - most pools have nothing to do here
+        """Ask for room for more workers than could run, where something adds machines for them.
+
+        Args:
+            num_workers: How many there are to be, the living ones of this pool included.
+        """
+
     def cancel_reservation(self) -> None:  # noqa: B027 - most pools have nothing to do here
-        """Give back what `reserve` has set aside and no worker has used."""
+        """Give back what `reserve` or `request` has set aside and no worker has used."""
 
     @abstractmethod
     def start(self, num_workers: int | None = None) -> None:

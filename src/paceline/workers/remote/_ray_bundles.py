@@ -71,6 +71,30 @@ class Bundles:
         )
 
 
+def why_waiting(
+    connection: RayConnection,
+    bundle: Resources,
+    num_bundles: int,
+    strategy: str,
+    group_id: str,
+) -> str:
+    """Return why a placement group has no place in the cluster yet, as a phrase."""
+    nodes = connection.total()
+    if strategy == "STRICT_SPREAD":
+        num_fit = sum(num_fitting([node], bundle) > 0 for node in nodes)
+    else:
+        num_fit = num_fitting(nodes, bundle)
+    may_grow = connection.may_grow()
+    if num_fit >= num_bundles:
+        return "others use its resources now" + "; its autoscaler may add nodes" * may_grow
+    lack = f"its {len(nodes)} node(s) have room for {num_fit}"
+    if not may_grow:
+        return lack
+    if connection.is_infeasible(group_id):
+        return f"{lack}, and its autoscaler has no nodes for the others"
+    return f"{lack}; its autoscaler may add nodes"
+
+
 def given_bundles(ray: Any, wanted: Resources) -> Bundles | None:
     """Return what has room in the placement group that this process runs in; None outside one."""
     group = ray.util.get_current_placement_group()

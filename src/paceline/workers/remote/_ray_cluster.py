@@ -1,10 +1,13 @@
 """The Ray cluster that a driver is connected to, or starts for itself on this machine."""
 
+import json
 import logging
 import math
 import os
+import socket
 import sys
 import threading
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,9 +15,14 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+CLIENT_SCHEME = "ray://"
 _AUTH_VARIABLE = "RAY_AUTH_MODE"
+# Where the first autoscaler of Ray tells its state, and how the second one tells that of a node.
+_STATUS_KEY = b"__autoscaling_status"
+_DEAD = 2
 # How far sums of fractions of a GPU may be off.
 _EPSILON = 1e-6
+_ANSWER_S = 10.0
 
 Resources = Mapping[str, float]
 
@@ -44,24 +52,50 @@ def is_ray_connected() -> bool:
     return bool(os.environ.get(ADDRESS_VARIABLE))
 
 
+def check_no_client(ray: Any) -> None:
+    """Check that this process is on a node of the cluster that it is connected to, or told of.
+
+    Args:
+        ray: Ray itself.
+
+    Raises:
+        NotOfferedError: It is a Ray client, or would be one.
+    """
+    if ray.is_initialized():
+        is_client, what = (
+            ray.util.client.ray.is_connected(),
+            "this process is a Ray client (ray://)",
+        )
+    else:
+        address = os.environ.get(ADDRESS_VARIABLE, "")
+        is_client = address.startswith(CLIENT_SCHEME)
+        what = f"{ADDRESS_VARIABLE} is {address!r}, which is for Ray clients"
+    if is_client:
+        from paceline.core import NotOfferedError
+
+        raise NotOfferedError(
+            f"A driver of workers on Ray must run on a node of the cluster, but {what}. Hint: start"
+            f" the script on the head node with {ADDRESS_VARIABLE}=HEAD:6379, the port of `ray"
+            " start --head`, or submit it as a Ray job."
+        )
+
+
 def join_ray(address: str, namespace: str) -> Any:
     """Connect this process to a cluster, unless it is connected to one, and return Ray.
 
     Args:
         address: What another process of the cluster has as its `gcs_address`.
         namespace: The namespace of Ray.
+
+    Raises:
+        ConnectionError: Nobody answers there, or the cluster needs a token.
     """
     ray = import_ray()
     if not ray.is_initialized():
         # Ray would look for a cluster of the loopback address at another one.
         is_on_loopback = address.startswith("127.")
         with _on_loopback() if is_on_loopback else nullcontext():
-            ray.init(
-                address=address,
-                namespace=namespace,
-                log_to_driver=False,
-                configure_logging=False,
-            )
+            _join(ray, address, namespace=namespace)
     return ray
 
 
@@ -82,26 +116,19 @@ class RayConnection:
 
     Raises:
         ImportError: Ray is not installed.
+        ConnectionError: Nobody answers at ``RAY_ADDRESS``, or the cluster needs a token.
         NotOfferedError: This process is a Ray client, which is on no node of the cluster.
     """
 
     def __init__(self) -> None:
         self.ray = ray = import_ray()
+        check_no_client(ray)
         with _own.lock:
             if not ray.is_initialized():
                 _connect(ray)
             elif _own.num_users:
                 _own.num_users += 1
             self._is_user = _own.num_users > 0
-        if ray.util.client.ray.is_connected():
-            from paceline.core import NotOfferedError
-
-            self.close()
-            raise NotOfferedError(
-                "A driver of workers on Ray must run on a node of the cluster, but this process is"
-                " a Ray client (ray://). Hint: submit the script as a Ray job, or start it on the"
-                " head node."
-            )
 
     def close(self) -> None:
         """Give up this use; the last one ends a Ray that was started here."""
@@ -119,6 +146,39 @@ class RayConnection:
         # Ray has no public function for it, and older releases have none at all.
         ask = getattr(self.ray._private.state.state, "get_draining_nodes", dict)
         return frozenset(ask())
+
+    def may_grow(self) -> bool:
+        """Tell whether an autoscaler may add nodes for what is asked for.
+
+        Launchers such as `ray up` and KubeRay name the kinds of their nodes. In a cluster without
+        an autoscaler, nodes have no kind, or Ray makes up one for each.
+        """
+        nodes = self._status().cluster_resource_state.node_states
+        if any(node.ray_node_type_name for node in nodes if node.status != _DEAD):
+            return True
+        told = self._gcs.internal_kv_get(_STATUS_KEY, None, timeout=_ANSWER_S)
+        report = json.loads(told or "{}").get("autoscaler_report") or {}
+        return any(not kind.startswith("node_") for kind in report.get("active_nodes", ()))
+
+    def is_infeasible(self, group_id: str) -> bool:
+        """Tell whether the autoscaler says that it has no nodes for a placement group.
+
+        It says so also while others use all the nodes that it may have. The first autoscaler of Ray
+        says nothing.
+        """
+        requests = self._status().autoscaling_state.infeasible_gang_resource_requests
+        return any(group_id in request.details for request in requests)
+
+    @property
+    def _gcs(self) -> Any:
+        return self.ray._private.worker.global_worker.gcs_client
+
+    def _status(self) -> Any:
+        from ray.core.generated import autoscaler_pb2
+
+        reply = autoscaler_pb2.GetClusterStatusReply()  # type: ignore[attr-defined] # generated
+        reply.ParseFromString(self._gcs.get_cluster_status(timeout_s=_ANSWER_S))
+        return reply
 
     def total(self) -> list[Resources]:
         """Return what each living node has that will not be taken away."""
@@ -164,8 +224,7 @@ def added_up(nodes: list[Resources], names: list[str]) -> dict[str, float]:
 
 def _connect(ray: Any) -> None:
     if os.environ.get(ADDRESS_VARIABLE):
-        # Ray reads the variable itself.
-        ray.init(log_to_driver=False, configure_logging=False)
+        _join(ray, os.environ[ADDRESS_VARIABLE])
         return
     _own.old_auth = os.environ.get(_AUTH_VARIABLE)
     # Whoever reaches a cluster without a token may run code on it.
@@ -185,6 +244,25 @@ def _connect(ray: Any) -> None:
         raise
     _own.num_users = 1
     logger.info("Started Ray on this machine.")
+
+
+def _join(ray: Any, address: str, **options: Any) -> None:
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "//" not in host:
+        # Ray itself goes on trying for minutes.
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+        except OSError as error:
+            raise ConnectionError(f"No Ray cluster answers at {address} ({error}).") from error
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
+    except ConnectionError as error:
+        if "InvalidAuthToken" not in "".join(traceback.format_exception(error)):
+            raise
+        raise ConnectionError(
+            f"The Ray cluster at {address} needs its token. Hint: {_AUTH_VARIABLE}=token, and the"
+            " token of the cluster in ~/.ray/auth_token."
+        ) from error
 
 
 def _end(ray: Any) -> None:

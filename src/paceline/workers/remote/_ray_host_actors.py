@@ -1,5 +1,6 @@
 """The actors that host a pool's workers on a Ray cluster, and the resources set aside for them."""
 
+import logging
 import sys
 import threading
 import time
@@ -7,9 +8,9 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from paceline.workers._errors import PlacementError, ResourcesError
+from paceline.workers._errors import PlacementError, PlacementTimeoutError, ResourcesError
 from paceline.workers.remote._ray_actor_class import COMPARED, make_actor_class
-from paceline.workers.remote._ray_bundles import Bundles, given_bundles
+from paceline.workers.remote._ray_bundles import Bundles, given_bundles, why_waiting
 from paceline.workers.remote._ray_cluster import (
     RayConnection,
     Resources,
@@ -18,6 +19,8 @@ from paceline.workers.remote._ray_cluster import (
     told_resources,
 )
 from paceline.workers.remote._ray_worker_host import HostOrder
+
+logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 0.05
 _PLACE_INTERVAL_S = 1.0
@@ -68,11 +71,12 @@ class RayHosts:
     such as that of a Ray Tune trial, they take its free bundles and nothing beyond. None is placed
     on a node that will be taken away, and the next start gives back those that are on one.
 
+    The autoscaler of a cluster adds nodes for actors and placement groups that have no room.
+
     Args:
         connection: The cluster.
         wanted: The resources of each.
         strategy: How Ray spreads those that are placed together.
-        timeout_s: How long to wait for resources that others use, in seconds.
         sample: Such an order as actors will get that are reserved while workers run.
     """
 
@@ -81,7 +85,6 @@ class RayHosts:
         connection: RayConnection,
         wanted: Resources,
         strategy: str,
-        timeout_s: float,
         sample: HostOrder,
     ) -> None:
         self._sample = sample
@@ -89,11 +92,11 @@ class RayHosts:
         self._ray = connection.ray
         self._wanted = wanted
         self._strategy = strategy
-        self._timeout_s = timeout_s
         self._given = given_bundles(connection.ray, wanted)
         self._bundles = self._given
         self._hosts: list[HostActor] = []
         self._leaving: Collection[str] = ()
+        self._num_asked_for = 0
         self._kind: Any = None
         self._lock = threading.RLock()
 
@@ -109,28 +112,32 @@ class RayHosts:
         return min(num_ready + len(free) + others, sys.maxsize)
 
     def check_possible(self, num_workers: int) -> None:
-        """Check that so many could run if nobody else used anything.
+        """Check that so many could run if nobody else used anything, or nodes may be added.
 
         Raises:
             ResourcesError: They never can.
         """
-        each = told_resources(self._wanted)
         if self._given is not None:
             if len(self._given.indices) < num_workers:
                 raise ResourcesError(self._given.describe_lack(num_workers, self._wanted))
-            return
+        elif not (self._fit_on_nodes(num_workers) or self._connection.may_grow()):
+            raise self._lack(num_workers)
+
+    def _fit_on_nodes(self, num_workers: int) -> bool:
+        return num_fitting(self._connection.total(), self._wanted) >= num_workers
+
+    def _lack(self, num_workers: int, why: str = "") -> ResourcesError:
+        each = told_resources(self._wanted)
         nodes = self._connection.total()
-        if num_fitting(nodes, self._wanted) >= num_workers:
-            return
         wanted = {name: amount * num_workers for name, amount in self._wanted.items()}
         leaving = self._connection.leaving()
         but = f", without the {len(leaving)} that will be taken away," if leaving else ""
-        raise ResourcesError(
+        return ResourcesError(
             f"{num_workers} worker(s) with {each} each need"
             f" {told_resources(wanted)}, but the {len(nodes)} node(s) of this Ray cluster{but} have"
             f" {told_resources(added_up(nodes, list(wanted)))}, on which"
-            f" {num_fitting(nodes, self._wanted)} of them fit. Hint: fewer workers, or less for"
-            " each."
+            f" {num_fitting(nodes, self._wanted)} of them fit.{why} Hint: fewer workers, or less"
+            " for each."
         )
 
     # ---- taking --------------------------------------------------------------------------
@@ -151,17 +158,48 @@ class RayHosts:
                 self._request(num_workers - len(ready))
             return len(ready)
 
+    def request(self, num_workers: int) -> None:
+        """Have actors wait in the queue of Ray, so that an autoscaler adds nodes for them.
+
+        They count once they have answered, as those that were reserved.
+        """
+        with self._lock:
+            is_together = self._given is not None or self._strategy.startswith("STRICT_")
+            if is_together or not self._connection.may_grow():
+                return
+            self._leaving = self._connection.leaving()
+            self._look()
+            kept = [host for host in self._hosts if host.node not in self._leaving]
+            missing = num_workers - len(kept) - self._num_empty_bundles()
+            if missing > 0 and num_workers != self._num_asked_for:
+                self._num_asked_for = num_workers
+                logger.warning(
+                    "Asking the autoscaler of the Ray cluster for room for %d more worker(s) with"
+                    " %s each.",
+                    missing,
+                    told_resources(self._wanted),
+                )
+            for _ in range(missing):
+                self._create(is_reserve=True)
+
     def cancel(self) -> None:
         """Give back what `reserve` has begun, but for actors that have worked."""
         with self._lock:
             for host in [host for host in self._hosts if not host.has_worked]:
                 self._drop(host)
 
-    def take(self, num_workers: int) -> list[HostActor]:
+    def take(self, num_workers: int, timeout_s: float) -> list[HostActor]:
         """Return actors for so many workers, once they are there; the others are given back.
 
+        Args:
+            num_workers: How many workers.
+            timeout_s: How long to wait for resources that others use, and for nodes that an
+                autoscaler may add, in seconds.
+
         Raises:
-            PlacementError: Their resources were not there in time, or an actor did not start.
+            PlacementError: Their resources were not there, as `PlacementTimeoutError` in time, or
+                an actor did not start.
+            ResourcesError: The autoscaler cannot add the nodes that are missing.
         """
         with self._lock:
             self._leaving = self._connection.leaving()
@@ -173,10 +211,10 @@ class RayHosts:
                 is_anew = len(self._look()) < num_workers
             if is_anew:
                 self.release()
-                self._place(num_workers)
+                self._place(num_workers, timeout_s)
             else:
                 self.reserve(num_workers)
-        taken = self._await(num_workers, is_anew)
+        taken = self._await(num_workers, _START_S if is_anew else timeout_s, is_anew)
         with self._lock:
             for host in taken:
                 host.has_worked = True
@@ -279,6 +317,13 @@ class RayHosts:
             return []
         return self._bundles.free(self._connection, [host.bundle for host in self._hosts])
 
+    def _num_empty_bundles(self) -> int:
+        """Return how many bundles have no actor; Ray moves those whose node was lost."""
+        if self._bundles is None:
+            return 0
+        used = [host for host in self._hosts if host.bundle is not None]
+        return max(0, len(self._bundles.indices) - len(used))
+
     def _num_fitting(self) -> int:
         return num_fitting(self._connection.available(), self._wanted)
 
@@ -292,7 +337,7 @@ class RayHosts:
         for host in surplus:
             self._drop(host)
 
-    def _place(self, num_workers: int) -> None:
+    def _place(self, num_workers: int, timeout_s: float) -> None:
         """Place actors together."""
         if self._given is not None:
             free = self._free_bundles()
@@ -302,36 +347,58 @@ class RayHosts:
                 self._create(index, is_reserve=False)
             return
         self._bundles = Bundles.of_own(self._wanted, num_workers, self._strategy)
-        self._await_bundles(num_workers)
+        self._await_bundles(num_workers, timeout_s)
         for index in range(num_workers):
             self._create(index, is_reserve=False)
 
-    def _await_bundles(self, num_workers: int) -> None:
-        """Wait for resources that others have, unless nodes are gone that had them."""
+    def _await_bundles(self, num_workers: int, timeout_s: float) -> None:
+        """Wait for resources that others have, or nodes that may be added.
+
+        Not if nodes are gone that had them.
+        """
         assert self._bundles is not None
         began = time.monotonic()
+        is_told = False
         while not self._bundles.group.wait(_PLACE_INTERVAL_S):
-            is_over = time.monotonic() - began > self._timeout_s
-            if is_over or num_fitting(self._connection.total(), self._wanted) < num_workers:
-                raise self._shortage(num_workers)
+            may_grow, fits = self._connection.may_grow(), self._fit_on_nodes(num_workers)
+            if not (fits or may_grow):
+                raise PlacementError(self._describe_shortage(num_workers, timeout_s))
+            if time.monotonic() - began > timeout_s:
+                raise PlacementTimeoutError(self._describe_shortage(num_workers, timeout_s))
+            group_id = self._bundles.group.id.hex()
+            if not fits and self._connection.is_infeasible(group_id):
+                raise self._lack(num_workers, " Its autoscaler cannot add the others.")
+            if not is_told:
+                is_told = True
+                logger.warning(
+                    "%d worker(s) with %s each wait for up to %.3g s for room on the Ray cluster:"
+                    " %s.",
+                    num_workers,
+                    told_resources(self._wanted),
+                    timeout_s,
+                    why_waiting(
+                        self._connection, self._wanted, num_workers, self._strategy, group_id
+                    ),
+                )
 
-    def _await(self, num_workers: int, is_anew: bool) -> list[HostActor]:
+    def _await(self, num_workers: int, timeout_s: float, is_anew: bool) -> list[HostActor]:
         """Wait until so many are ready, and return them."""
-        deadline = time.monotonic() + (_START_S if is_anew else self._timeout_s)
+        deadline = time.monotonic() + timeout_s
         while len(ready := self._look()) < num_workers:
             if is_anew and len(self._hosts) < num_workers:
                 raise PlacementError("The actors of all workers must start, but one did not.")
             if time.monotonic() > deadline:
-                raise self._shortage(num_workers)
+                kind = PlacementError if is_anew else PlacementTimeoutError
+                raise kind(self._describe_shortage(num_workers, timeout_s))
             if not is_anew:
                 self.reserve(num_workers)
             time.sleep(_LOOK_INTERVAL_S)
         return ready[:num_workers]
 
-    def _shortage(self, num_workers: int) -> PlacementError:
+    def _describe_shortage(self, num_workers: int, timeout_s: float) -> str:
         available = added_up(self._connection.available(), list(self._wanted))
-        return PlacementError(
+        return (
             f"{num_workers} worker(s) with {told_resources(self._wanted)} each must"
-            f" find their resources within {self._timeout_s:g} s, but the Ray"
+            f" find their resources within {timeout_s:g} s, but the Ray"
             f" cluster has {told_resources(available)} to give."
         )

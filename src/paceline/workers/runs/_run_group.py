@@ -146,6 +146,12 @@ class TrainGroup(ElasticGroup):
         """Start no more workers than have something to do; None if that is not known."""
         self._elastic.num_useful = num_workers
 
+    @property
+    def _num_wanted(self) -> int:
+        ask = self.settings.elastic.capacity
+        wanted = super()._num_wanted
+        return wanted if ask is None else self._elastic.wanted(min(wanted, ask()))
+
     def _make_pool(self) -> WorkerPool:
         return self.settings.make_pool(
             self._limits.least,

@@ -75,6 +75,10 @@ def test_the_files_of_the_guide_are_valid(tmp_path: Path, monkeypatch: pytest.Mo
         ("pools: {a: {starter: slurm, slot: 3}}", r"pools\.a\.slot: Extra inputs"),
         ("pools: {a: {starter: slurm, options: {signal_before: 0}}}", r"options\.signal_before"),
         ("pools: {a: {starter: ray}}", r"pools\.a\.options\.: .*either `address` or `start: true`"),
+        (
+            "pools: {a: {starter: ray, options: {address: 'ray://head:10001'}}}",
+            r"such as head:6379, but got that of a Ray client \(ray://head:10001\)",
+        ),
         ("pools: {'a b': {starter: slurm}}", r"a b"),
         ("pools: {a: {starter: ssh, options: {hosts: ['-oProxyCommand=x']}}}", r"hosts\.0"),
     ],
@@ -135,6 +139,7 @@ class NotedStarter(Starter):
         self.groups: list[int] = []
         self.jobs: dict[str, bool] = {}
         self.fails = False
+        self.waiting: str | None = None
 
     def start(self, order: RunnerOrder) -> None:
         if self.fails:
@@ -148,6 +153,9 @@ class NotedStarter(Starter):
 
     def runners(self) -> dict[str, bool]:
         return dict(self.jobs)
+
+    def why_waiting(self) -> str | None:
+        return self.waiting
 
     def cancel(self, name: str) -> None:
         del self.jobs[name]
@@ -308,6 +316,23 @@ def test_a_starter_that_fails_is_told_and_rests(
 
 def reasons(served: Any) -> list[str]:
     return [entry["detail"] for entry in served.http.get("/queue").json()]
+
+
+def test_a_waiting_trial_says_what_its_runner_waits_for(
+    served: Any, runners: PoolRunners, starter: NotedStarter, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    served.create(resources={"pool": "p"})
+    served.schedule()
+    starter.waiting = "The cluster is full."
+    for _ in range(3):
+        runners._look_after("p", PoolNeed(sizes=(1,)))
+    assert reasons(served)[0].endswith(" The cluster is full.")
+    told = [record.getMessage() for record in caplog.records]
+    assert told.count("Pool p: The cluster is full.") == 1
+    starter.waiting = None
+    runners._look_after("p", PoolNeed(sizes=(1,)))
+    assert "The cluster is full" not in reasons(served)[0]
 
 
 @pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "never-registers"])

@@ -1,11 +1,14 @@
 """Runners that a master starts on a real Ray cluster of several nodes."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from starter_contract import Cluster, Pool, StarterContract
+
+from paceline.master.starters._ray_process import RayRunners
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,28 @@ def cluster(ray_cluster: Any) -> RayNodes:
 
 class TestRay(StarterContract):
     pass
+
+
+def test_runners_that_wait_are_told_with_what_the_cluster_lacks(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    options = {
+        "address": ray_cluster.address, "namespace": "paceline-test", "pool": "far",
+        "directory": str(tmp_path), "strategy": "STRICT_SPREAD", "bundle": {"memory_bank": 1},
+    }  # fmt: skip
+    runners = RayRunners(options)
+    order = {"token": "", "certificate": None, "command": ["false"]}
+    runners.start([{**order, "name": name} for name in ("far-1", "far-2")])
+    try:
+        told = runners.runners()
+        assert told["runners"] == {"far-1": False, "far-2": False}
+        assert told["waiting"] == [
+            "The Ray cluster has no room for 2 runner(s) with 1 memory_bank each, each on another"
+            " node, yet: its 2 node(s) have room for 1."
+        ]
+    finally:
+        runners.cancel("far-2")
+    assert runners.runners() == {"runners": {}, "failed": {}, "waiting": []}
 
 
 @pytest.mark.slow

@@ -44,7 +44,10 @@ def list_queue(
         )
         shown = list(islice(found, limit))
         facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
-    failures = {name: master.pool_runners.failure(name) for name in master.pool_runners.names()}
+    started = master.pool_runners
+    failures = {
+        name: started.failure(name) or started.why_waiting(name) for name in started.names()
+    }
     addresses = {node.id: f"{node.name} ({node.facts.address})" for node in master.nodes.all()}
     return [
         _queue_entry(

@@ -64,6 +64,7 @@ class PoolRunners:
         self._group_of: dict[str, dict[str, str]] = {name: {} for name in pools}
         self._rest_until = dict.fromkeys(pools, 0.0)
         self._failures: dict[str, str] = {}
+        self._waits: dict[str, str | None] = dict.fromkeys(pools)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool-runners", daemon=True)
 
@@ -90,6 +91,10 @@ class PoolRunners:
         It is a sentence with the reason. None if that is not so, or once one has registered.
         """
         return self._failures.get(pool)
+
+    def why_waiting(self, pool: str) -> str | None:
+        """Return why runners of a pool wait in their cluster; None if that is not known."""
+        return self._waits.get(pool)
 
     def possible_slots(self) -> list[NodeSlots]:
         """Return the slots that the pools could have, whether anything runs there or not."""
@@ -133,6 +138,7 @@ class PoolRunners:
     def _make_pass(self, name: str, need: PoolNeed | None) -> None:
         pool, starter = self._pools[name]
         known = starter.runners()
+        self._note_wait(name, starter.why_waiting())
         nodes = self._present(name)
         present = nodes.keys()
         starting, registered = self._starting[name], self._registered[name]
@@ -203,6 +209,11 @@ class PoolRunners:
             )
             self._failures[pool] = why
             logger.warning("Pool %s: %s", pool, why)
+
+    def _note_wait(self, pool: str, why: str | None) -> None:
+        if why not in (None, self._waits[pool]):
+            logger.info("Pool %s: %s", pool, why)
+        self._waits[pool] = why
 
     def _cancel(self, pool: str, runners: Sequence[str]) -> None:
         _, starter = self._pools[pool]

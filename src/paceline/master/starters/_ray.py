@@ -39,6 +39,11 @@ class RayOptions(Section):
     def _check_cluster(self) -> "RayOptions":
         if (self.address is None) != self.start:
             raise ValueError("`options` must have either `address` or `start: true`")
+        if self.address is not None and self.address.startswith("ray://"):
+            raise ValueError(
+                "`address` must be that of the cluster, such as head:6379, but got that of a Ray"
+                f" client ({self.address}): the machine of the master must be a node"
+            )
         return self
 
 
@@ -55,6 +60,7 @@ class RayStarter(Starter):
 
     def __init__(self, pool: str, cluster_id: str, directory: str, options: Section) -> None:
         super().__init__(pool, cluster_id, directory, options)
+        self._waiting: str | None = None
         self._program = RequestProgram(
             "Ray",
             [sys.executable, "-m", "paceline.master.starters._ray_process", self._settings()],
@@ -74,8 +80,13 @@ class RayStarter(Starter):
         if answer["failed"]:
             why = [f"The runner {name} failed. {text}" for name, text in answer["failed"].items()]
             raise StarterError(" ".join(why))
+        self._waiting = " ".join(answer["waiting"]) or None
         found: dict[str, bool] = answer["runners"]
         return found
+
+    def why_waiting(self) -> str | None:
+        """Return what the placement groups that wait lack."""
+        return self._waiting
 
     def cancel(self, name: str) -> None:
         """Remove the placement group of a runner that waits."""

@@ -5,7 +5,6 @@ Ray takes seconds to import, prints, and may end the process that has lost its c
 
 import json
 import os
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from paceline.master.starters import _ray_guard
 from paceline.master.starters._ray_actor import make_actor_class
-from paceline.workers import RayConnection, join_ray
+from paceline.workers import RayConnection, join_ray, told_resources, why_waiting
 
 _ANSWER_S = 5.0
 
@@ -34,22 +33,20 @@ class RayRunners:
         self._prefix = f"{options['namespace']}:{options['pool']}:"
         self._guard = Path(_ray_guard.__file__).read_text()
         self._handles: dict[str, Any] = {}
-        self._own: RayConnection | None = None
-        if options["address"] is None:
+        self._is_own = options["address"] is None
+        if self._is_own:
             # Ray joins the cluster that this names.
             os.environ.pop("RAY_ADDRESS", None)
-            self._own = RayConnection()
-            self._ray = self._own.ray
         else:
-            _check_reachable(options["address"])
-            self._ray = join_ray(options["address"], options["namespace"])
+            join_ray(options["address"], options["namespace"])
+        self._connection = RayConnection()
+        self._ray = self._connection.ray
 
     def close(self) -> None:
         """Leave the cluster, which ends if it was started here."""
-        if self._own is None:
+        self._connection.close()
+        if not self._is_own:
             self._ray.shutdown()
-        else:
-            self._own.close()
 
     def start(self, orders: list[dict[str, Any]]) -> None:
         """Ask for a placement group and its actors; they wait for it in the cluster."""
@@ -84,11 +81,12 @@ class RayRunners:
             )
 
     def runners(self) -> dict[str, Any]:
-        """Return which runners wait or run, and why others have failed since the last request."""
-        found, failed = {}, {}
+        """Return which runners wait or run, why they wait, and why others have failed just now."""
+        found, failed, waiting = {}, {}, []
         for group_id, names, state in self._groups():
             if state == "PENDING":
                 found.update(dict.fromkeys(names, False))
+                waiting.append(self._describe_wait(group_id, len(names)))
                 continue
             alive, errors = self._look_at(names)
             found.update(dict.fromkeys(alive, True))
@@ -97,13 +95,21 @@ class RayRunners:
                 self._remove(group_id, names)
         for name in self._handles.keys() - found.keys():
             del self._handles[name]
-        return {"runners": found, "failed": failed}
+        return {"runners": found, "failed": failed, "waiting": list(dict.fromkeys(waiting))}
 
     def cancel(self, name: str) -> None:
         """Remove the group of a runner if it still waits."""
         for group_id, names, state in self._groups():
             if name in names and state == "PENDING":
                 self._remove(group_id, names)
+
+    def _describe_wait(self, group_id: str, num_runners: int) -> str:
+        bundle, strategy = self._options["bundle"], self._options["strategy"]
+        why = why_waiting(self._connection, bundle, num_runners, strategy, group_id)
+        each = f"with {told_resources(bundle)} each"
+        if num_runners > 1 and strategy == "STRICT_SPREAD":
+            each += ", each on another node,"
+        return f"The Ray cluster has no room for {num_runners} runner(s) {each} yet: {why}."
 
     def _groups(self) -> list[tuple[str, list[str], str]]:
         """Return the id, the runners and the state of each placement group of the pool."""
@@ -157,16 +163,6 @@ class RayRunners:
             with suppress(ValueError):
                 self._ray.kill(self._actor(name))
         remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
-
-
-def _check_reachable(address: str) -> None:
-    """Check that somebody answers, as Ray itself goes on trying for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "//" not in host:
-        try:
-            socket.create_connection((host, int(port)), _ANSWER_S).close()
-        except OSError as error:
-            raise ConnectionError(f"No Ray cluster answers at {address} ({error}).") from error
 
 
 def _creation_error(text: str) -> str | None:

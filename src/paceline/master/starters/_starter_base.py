@@ -106,6 +106,10 @@ class Starter(ABC):
         """Say where the output of a runner is, for a person who looks for it."""
         return f"{self.directory}/{name}/runner.log on its machine"
 
+    def why_waiting(self) -> str | None:
+        """Return why runners wait, as of the last `runners`; None if that is not known."""
+        return None
+
     def cancel(self, name: str) -> None:
         """Cancel a runner that waits, and with it those of its group."""
         return

@@ -91,7 +91,7 @@ def why_waiting(
     if not may_grow:
         return lack
     if connection.is_infeasible(group_id):
-        return f"{lack}, and its autoscaler has no nodes for the others"
+        return f"{lack}, and its autoscaler can add none that fits"
     return f"{lack}; its autoscaler may add nodes"
 
 

@@ -191,7 +191,7 @@ class ElasticGroup(ABC):
         if not can_grow and not num_leaving:
             return None
         if can_grow:
-            self._pool.request(self._num_wanted)
+            self._request()
         capacity = self._capacity() if can_grow else num_staying
         wanted = self._elastic.next_size(capacity, num_leaving) or num_staying
         if wanted > num_staying:
@@ -224,7 +224,7 @@ class ElasticGroup(ABC):
             self._is_misled = False
             capacity = min(capacity, self._limits.least)
         if capacity < self._limits.least:
-            self._pool.request(self._num_wanted)
+            self._request()
             return capacity
         wanted = self._elastic.wanted(capacity)
         _log_spare(wanted, capacity, self._limits)
@@ -234,6 +234,11 @@ class ElasticGroup(ABC):
             self._attempts.begin(time.monotonic())
         # Without enough of them the start waits for the others.
         return min(capacity, certain) if certain >= self._limits.least else capacity
+
+    def _request(self) -> None:
+        """Have room made for all workers, where a cluster can."""
+        if self._pool.needs_reservation:
+            self._pool.request(self._num_wanted)
 
     @property
     def _num_wanted(self) -> int:

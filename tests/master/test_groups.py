@@ -7,7 +7,9 @@ import pytest
 from sqlalchemy import select
 
 import paceline
+from paceline.master.experiments import Leases
 from paceline.master.store import tables
+from paceline.messages.attempts import runner_id
 from paceline.messages.nodes import PROTOCOL
 
 LEASE_S = 60.0
@@ -233,6 +235,20 @@ def test_a_node_whose_program_ends_without_a_launcher_is_an_error_of_the_program
     group.end(0, code=2, detail=NOT_THERE)
     assert group.attempts[0].exit["reason"] == "exited"
     assert group.trial["restarts"] == 1
+
+
+def test_a_runner_that_is_silent_or_dies_is_named_by_its_node(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group.begin_all()
+    monkeypatch.setattr(Leases, "is_over", lambda _self, id_: id_ == runner_id(1, 1))
+    group.run()
+    group.end(1, reason="runner_lost", code=None)
+    group.end(0, **IS_ENDED)
+    assert group.attempts[0].exit["detail"] == "Node 1 (second): the runner died"
+    notes = "\n".join(line.text for line in group.master.core.logs.read(1))
+    assert "The runner of Node 1 (second) gave no sign of life for " in notes
+    assert "The attempt was lost (Node 1 (second): the runner died); the trial goes on" in notes
 
 
 def test_all_members_are_preempted_when_the_runner_of_one_leaves(group: Group) -> None:

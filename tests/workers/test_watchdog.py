@@ -190,3 +190,19 @@ def test_code_that_waits_in_pythons_library_is_named_by_the_users_line() -> None
         leave.set()
         thread.join()
     assert re.fullmatch(r"test_watchdog\.py:\d+ in wait_for_it", place)
+
+
+@pytest.mark.parametrize(
+    ("progress", "text"),
+    [
+        (Progress(), "has told nothing of itself"),
+        (Progress(0.0, False, place="train.py:1 in f"), "has been at train.py:1 in f for 0 s"),
+        (Progress(6.0, True, place="train.py:1 in f"), "has waited for 6 s, at train.py:1 in f"),
+        (
+            Progress(6.0, False, "barrier", place="train.py:1 in f"),
+            "has been in `barrier` for 6 s, at train.py:1 in f",
+        ),
+    ],
+)
+def test_what_a_worker_is_at_is_one_phrase(progress: Progress, text: str) -> None:
+    assert progress.describe() == text

@@ -213,7 +213,7 @@ def test_what_is_not_the_codes_fault_costs_no_restart(bench: Any, reason: ExitRe
 @pytest.mark.parametrize(
     ("reason", "text"),
     [
-        (ExitReason.RUNNER_LOST, "The attempt was lost 6 times in a row: runner lost"),
+        (ExitReason.RUNNER_LOST, "The attempt was lost 6 times in a row: the runner died"),
         (ExitReason.NOT_FORMED, "did not come together 6 times in a row: not formed"),
     ],
 )

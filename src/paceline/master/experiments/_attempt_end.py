@@ -38,6 +38,7 @@ from paceline.search import ExitReason as SearchExit
 
 faults.register("master.attempt.ended")
 
+NO_RUNNER = "the runner died"
 # A search replaces trials that refuse their hyperparameters; so many in a row mean that it would
 # do so for ever.
 _MAX_INVALID_IN_A_ROW = 100
@@ -93,6 +94,8 @@ def describe_end(end: AttemptEnd, error: str | None) -> str:
     details = error or end.detail
     if details and end.reason is ExitReason.START_FAILED:
         return details  # which says more than that, and stands behind words that say it
+    if end.reason is ExitReason.RUNNER_LOST:
+        return details or NO_RUNNER
     return f"{how}: {details}" if details else how
 
 

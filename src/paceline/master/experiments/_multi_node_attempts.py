@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Row
 
-from paceline.master.experiments._attempt_end import describe_end, end_attempt
+from paceline.master.experiments._attempt_end import NO_RUNNER, describe_end, end_attempt
 from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import NotFoundError
@@ -31,7 +31,10 @@ _LAUNCHER_LOST = re.compile(r"The launcher of node (\d{1,4}) was lost: ")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runner:
-    """A runner that an attempt has or is to have; `id` tells it from others of the attempt."""
+    """A runner that an attempt has or is to have; `id` tells it from others of the attempt.
+
+    `place` names its node if the attempt has several.
+    """
 
     id: int
     attempt_id: int
@@ -40,6 +43,7 @@ class Runner:
     number: int
     should_kill: bool
     control_version: int
+    place: str = ""
 
 
 def runners_of(attempt: Row[Any]) -> list[Runner]:
@@ -54,6 +58,7 @@ def runners_of(attempt: Row[Any]) -> list[Runner]:
             number=attempt.number,
             should_kill=bool(attempt.should_kill),
             control_version=attempt.control_version,
+            place=_name(members, number) if members else "",
         )
         for number in range(len(members) or 1)
         if not members or members[number].exit is None
@@ -219,7 +224,8 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
     if told is not None and int(told[1]) < len(members):
         text = f"{_name(members, int(told[1]))}: {told[2]}"
     else:
-        text = ": ".join(filter(None, (_name(members, first), end.detail)))
+        why = end.detail or (NO_RUNNER if end.reason is ExitReason.RUNNER_LOST else None)
+        text = ": ".join(filter(None, (_name(members, first), why)))
     return msgspec.structs.replace(end, detail=text)
 
 

@@ -97,8 +97,9 @@ class RunnerWatch:
     def _end_silent(self, runner: Runner) -> bool:
         if runner.id in self._killed_at:
             return self._kill(runner)
+        of_node = f" of {runner.place}" if runner.place else ""
         text = (
-            f"The runner gave no sign of life for {self._leases.length_s:g} s"
+            f"The runner{of_node} gave no sign of life for {self._leases.length_s:g} s"
             " (`paceline up --runner-timeout`) and is ended with the attempt's processes."
         )
         logger.warning("Attempt %d: %s", runner.attempt_id, text)

@@ -48,6 +48,8 @@ class Progress(NamedTuple):
         """Return one phrase, such as "has waited in `barrier` for 6 s, at train.py:12 in main"."""
         if not self.place:
             return "has told nothing of itself"
+        if not self.is_waiting and not self.operation:
+            return f"has been at {self.place} for {self.stuck_s:.3g} s"
         verb = "waited" if self.is_waiting else "been"
         where = f" in `{self.operation}`" if self.operation else ""
         return f"has {verb}{where} for {self.stuck_s:.3g} s, at {self.place}"

@@ -1,5 +1,6 @@
 """Attempts on several nodes, as the master sees them; runners are played by the tests."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from sqlalchemy import select
 
 import paceline
-from paceline.master.experiments import Leases
+from paceline.master.experiments import Leases, _start_delays
 from paceline.master.store import tables
 from paceline.messages.attempts import runner_id
 from paceline.messages.nodes import PROTOCOL
@@ -287,6 +288,26 @@ def test_slots_are_given_back_if_a_node_does_not_begin(group: Group) -> None:
     [waiting] = group.master.http.get("/queue").json()
     assert (waiting["trial_id"], waiting["reason"]) == (1, "pausing")
     assert (group.trial["restarts"], group.trial["retries"]) == (0, 1)
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_the_node_that_lacked_something_rests_and_others_are_used(
+    group: Group, monkeypatch: pytest.MonkeyPatch, member: int
+) -> None:
+    monkeypatch.setattr(_start_delays, "_FIRST_PAUSE_S", 60.0)
+    group.submit()
+    group.launches()
+    now = time.time()
+    group.end(member, reason="shortage", code=None, time=now, detail="no space left")
+    group.end(1 - member, **IS_ENDED, time=now)
+    group.register("third", address="third.lab", host="third")
+    for name in group.nodes:
+        group.poll(name)
+    group.run()
+    first, second = group.attempts
+    short, other = first.members[member]["name"], first.members[1 - member]["name"]
+    assert first.exit["detail"] == f"Node {member} ({short}): no space left"
+    assert {one["name"] for one in second.members} == {other, "third"}
 
 
 def test_each_node_counts_its_own_lines_of_output(group: Group) -> None:

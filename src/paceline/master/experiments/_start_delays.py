@@ -77,10 +77,16 @@ def pausing_nodes(connection: Connection, now: float) -> dict[int, float]:
     whatever its trial. Other nodes have it.
     """
     resting = {}
-    for node_id in {row.node_id for row in _failed_lately(connection, now, is_transient_start)}:
+    failed = {
+        node_id
+        for row in _failed_lately(connection, now, is_transient_start)
+        for node_id, exit_ in _exits_by_node(row).items()
+        if exit_ is not None and is_transient_start(exit_)
+    }
+    for node_id in failed:
         until = _rests_until(connection, now, node_id)
         if now < until:
-            resting[node_id or LOCAL_NODE] = until
+            resting[node_id] = until
     return resting
 
 
@@ -105,7 +111,9 @@ def _failed_lately(
     connection: Connection, now: float, has_ended_so: Callable[[dict[str, Any]], bool]
 ) -> list[Any]:
     attempts = tables.attempts.c
-    query = select(attempts.trial_id, attempts.node_id, attempts.ended_at, attempts.exit).where(
+    query = select(
+        attempts.trial_id, attempts.node_id, attempts.members, attempts.ended_at, attempts.exit
+    ).where(
         attempts.ended_at > now - _LONGEST_PAUSE_S,
         # Attempts of runs made without a master tell nothing of a node.
         attempts.run_attempt.is_(None),
@@ -114,12 +122,21 @@ def _failed_lately(
     return [row for row in connection.execute(query) if has_ended_so(row.exit)]
 
 
-def _rests_until(connection: Connection, now: float, node_id: int | None) -> float:
+def _exits_by_node(attempt: Any) -> dict[int, dict[str, Any] | None]:
+    """Return how an attempt ended on each of its nodes; None where it has not."""
+    if attempt.members is None:
+        return {attempt.node_id or LOCAL_NODE: attempt.exit}
+    return {member["node_id"]: member["exit"] for member in attempt.members}
+
+
+def _rests_until(connection: Connection, now: float, node_id: int) -> float:
     attempts = tables.attempts.c
+    is_own = attempts.node_id.is_(None) if node_id == LOCAL_NODE else attempts.node_id == node_id
     query = (
-        select(attempts.ended_at, attempts.exit)
+        select(attempts.node_id, attempts.members, attempts.ended_at, attempts.exit)
         .where(
-            attempts.node_id.is_(None) if node_id is None else attempts.node_id == node_id,
+            # The node of an attempt on several is that of rank 0.
+            is_own | attempts.members.is_not(None),
             attempts.run_attempt.is_(None),
             attempts.state != AttemptState.PENDING.value,
         )
@@ -128,9 +145,15 @@ def _rests_until(connection: Connection, now: float, node_id: int | None) -> flo
     )
     num_shortages, last = 0, 0.0
     for row in connection.execute(query):
-        if row.exit is None or not is_transient_start(row.exit):
+        exits = _exits_by_node(row)
+        if node_id not in exits:
+            continue
+        exit_ = exits[node_id]
+        if exit_ is not None and exit_["reason"] == ExitReason.KILLED.value and len(exits) > 1:
+            continue  # Another node had failed, which tells nothing of this one.
+        if exit_ is None or not is_transient_start(exit_):
             break
         num_shortages += 1
-        last = max(last, row.ended_at)
+        last = max(last, row.ended_at or 0.0)
     # A clock that was set back would make the pause longer.
     return last + pause_after(num_shortages) if last <= now else 0.0

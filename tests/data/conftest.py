@@ -1,6 +1,8 @@
-"""Files of numbered samples, and a cache directory of their own."""
+"""Files of numbered samples, a store of them, and a cache directory of their own."""
 
-from collections.abc import Callable
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+_SPEC = importlib.util.spec_from_file_location(
+    "object_server", Path(__file__).with_name("object_server.py")
+)
+assert _SPEC is not None
+object_server: Any = importlib.util.module_from_spec(_SPEC)
+assert _SPEC.loader is not None
+_SPEC.loader.exec_module(object_server)
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +61,20 @@ def parquet(tmp_path: Path) -> Callable[..., Path]:
 def table() -> Callable[[int, int], Any]:
     """Return a function that makes a table of samples that say which they are."""
     return _numbered
+
+
+@pytest.fixture
+def server(parquet: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a server of objects, with three files of 25 samples."""
+    server = object_server.ObjectServer(parquet(25, 25, 25))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield server
+    server.closing.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()

@@ -1,6 +1,6 @@
 """The order of samples in files: each once an epoch, whatever the workers, from any place on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from paceline import data
 from paceline.data._partitioned_order import PartitionedOrder, PartitionShards
+from paceline.data._sample_source import Source
 from paceline.engine import ShardedData, shards_of_worker
 
 
@@ -91,6 +92,45 @@ def test_workers_share_global_batches_and_resume(parquet: Callable[..., Path]) -
     # The same data through torch's own loader have the same order in a run.
     plain = torch.utils.data.DataLoader(files.shuffle(window=20), batch_size=4, shuffle=True)
     assert [sum(each, []) for each in batches(plain, 0, 1)] == alone
+
+
+class NotingSource(Source):
+    """Samples that are their own numbers, in pieces of 10,000; it notes what it is asked for."""
+
+    def __init__(self, num_pieces: int) -> None:
+        self.sizes = np.full(num_pieces, 10_000)
+        self.fetched: list[list[int]] = []
+        self.pieces: set[int] = set()
+
+    def __len__(self) -> int:
+        return int(self.sizes.sum())
+
+    def fetch(self, numbers: Sequence[int]) -> list[int]:
+        self.fetched.append(list(numbers))
+        return list(numbers)
+
+    def chunk_sizes(self) -> Any:
+        return self.sizes
+
+    def window(self) -> int:
+        return 1000
+
+    def expect(self, now: Any, later: Any) -> None:
+        self.pieces.update((np.concatenate([now, later]) // 10_000).tolist())
+
+
+def test_a_resume_among_ten_million_samples_asks_for_nothing_that_lies_before() -> None:
+    source = NotingSource(1000)
+    loader = data.Dataset(source).shuffle().to_torch(batch_size=64)
+    sharded = ShardedData(loader, num_shards=3, own_shards=range(1, 2), seed=1, joins_shards=True)
+    order = sharded.order(0)
+    assert order is not None
+    assert order.num_batches == 52_084
+    batch = next(sharded.iterate(0, 50_000))
+    assert source.fetched == [batch.tolist()]
+    # Those of the present window, and of the next one.
+    assert len(source.pieces) <= 4
+    assert batch.tolist() == list(order.shard(50_000, 1))
 
 
 def test_loader_outside_of_a_run_has_an_order_for_each_epoch(parquet: Callable[..., Path]) -> None:

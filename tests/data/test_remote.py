@@ -1,14 +1,12 @@
 """Data sets of files in a store of objects: good and bad days of the store."""
 
-import importlib.util
 import os
 import pickle
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +17,8 @@ from paceline import data, train
 from paceline.data._disk_cache import DiskCache
 from paceline.storage import storage_from
 
-_SPEC = importlib.util.spec_from_file_location(
-    "object_server", Path(__file__).with_name("object_server.py")
-)
-assert _SPEC is not None
-object_server: Any = importlib.util.module_from_spec(_SPEC)
-assert _SPEC.loader is not None
-_SPEC.loader.exec_module(object_server)
-
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture
-def server(parquet: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a server of objects, with three files of 25 samples."""
-    server = object_server.ObjectServer(parquet(25, 25, 25))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    yield server
-    server.closing.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def ids(files: Any) -> list[int]:
@@ -185,7 +158,7 @@ def test_a_worker_that_is_killed_while_it_reads_ahead_loses_no_sample(
     server: Any, cache: Path, tmp_path: Path
 ) -> None:
     server.delay_s = 0.05
-    bucket = f"s3://{object_server.BUCKET}/*.parquet"
+    bucket = "s3://bucket/*.parquet"
     found = {}
     with train.Trainer(num_workers=2, max_retries=1) as trainer:
         for victim in (None, 0, 1):

@@ -134,6 +134,82 @@ def test_every_sample_of_a_stream_is_trained_once_an_epoch_whoever_dies(
     assert fit_on(mixed, num_workers, **disturbed) == straight
 
 
+class Slots(Ledger):
+    """A scheduler that lends three slots, two after a loss, and three again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capacity = 3
+        self.sizes: list[int] = []
+
+    def __call__(self) -> int:
+        return self.capacity
+
+    def handle_checkpoint(self, checkpoint: train.Checkpoint) -> None:
+        Path("stored").touch()
+
+    def handle_restart(self, error: Exception, generation: int) -> None:
+        self.capacity = 2
+
+    def handle_resize(self, num_workers: int, generation: int) -> None:
+        self.sizes.append(num_workers)
+        self.capacity = 3
+
+
+def read_from_store(config: dict[str, Any]) -> int:
+    """Read an epoch; a rank dies while it reads ahead, and then the group waits to grow."""
+    from paceline.data import _chunk_cache
+
+    train.enable_reproducibility(3)
+    model = train.prepare_model(torch.nn.Linear(1, 1))
+    loader = train.get_dataset().get_shard().to_torch(batch_size=4, shuffle=True)
+    step = begun_at = (train.load_checkpoint() or {"step": 0})["step"]
+    for batch in loader:
+        is_due = train.world_rank() == config["victim"] and step > 0 and not Path("dead").exists()
+        if is_due and any(cache._under_way for cache in _chunk_cache._open_caches):
+            Path("dead").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(batch["x"].float().unsqueeze(1)).sum().backward()
+        step += 1
+        counts = session().gradients._weight > 0
+        train.report(step=step, samples=batch["id"].tolist() if counts else [])
+        train.save_checkpoint(step=step)
+        while not Path("stored").exists():
+            time.sleep(0.01)
+        while train.world_size() == 2 and step == begun_at + 1:
+            # The checkpoint must bring in the third worker.
+            time.sleep(0.01)
+    return begun_at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_group_that_shrinks_and_grows_reads_every_sample_of_a_store_once(
+    server: Any, victim: int
+) -> None:
+    server.delay_s = 0.1
+    files = data.read("s3://bucket/*.parquet").shuffle(window=4)
+    steps, begun_at = {}, {}
+    for rank in (None, victim):
+        Path("stored").unlink(missing_ok=True)
+        slots = Slots()
+        elastic = train.ElasticConfig(capacity=slots)
+        with train.Trainer(num_workers=(2, 3), max_retries=1, elastic=elastic) as trainer:
+            results = trainer.run(
+                read_from_store,
+                {"victim": rank},
+                dataset=files.pipeline(length=2),
+                callbacks=[slots],
+            )
+        steps[rank], begun_at[rank] = slots.steps(), list(results)
+    assert slots.sizes == [2, 3]
+    assert steps[victim] == steps[None]
+    assert sorted(sum(steps[None], [])) == list(range(75))
+    # It went on within the epoch, after the loss and again after it had grown.
+    assert begun_at[None] == [0, 0, 0]
+    assert min(begun_at[victim]) > 1
+
+
 class Pieces(torch.utils.data.IterableDataset[float]):
     """Four shards of three numbers, which remembers what was read of it."""
 
@@ -209,6 +285,17 @@ def test_one_worker_reads_a_generator_without_a_warning() -> None:
     (batches, _, texts), *_ = trainer.run(read_generator, {"reader": run_reader})
     assert sum(batches, []) == [float(number) for number in range(8)]
     assert texts == []
+
+
+def test_a_fold_without_samples_is_refused_by_name() -> None:
+    some, none = data.Dataset([1]), data.Dataset([])
+    trainer = train.Trainer(num_workers=0)
+    for given, name in (
+        ([some, (some, none)], r"dataset\[1\]\[1\]"),
+        ([data.Fold(some, some), data.Fold(some, none)], r"dataset\[1\]\.validation"),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` has none. Hint: fewer folds"):
+            trainer.run(lambda config: None, dataset=given)
 
 
 def one_epoch(config: dict[str, Any]) -> list[Any]:

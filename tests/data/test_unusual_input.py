@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from paceline import data
+from paceline.data._file_locations import place_of
 
 
 def write(path: Path, **columns: Any) -> Path:
@@ -54,6 +55,16 @@ def test_suffixes_may_be_in_capitals_and_what_a_glob_finds_may_be_a_directory(
 def test_urls_that_cannot_be_read_say_what_to_do(url: str, message: str) -> None:
     with pytest.raises((ValueError, data.DataError), match=message):
         data.read(url)
+
+
+def test_a_bucket_may_have_a_dot_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for url, parts in (
+        ("s3://my.data", ("s3://my.data", "")),
+        ("s3://my.data/a.parquet", ("s3://my.data", "a.parquet")),
+    ):
+        place, pattern = place_of(url)
+        assert (place.url, pattern) == parts
 
 
 def test_a_directory_of_compressed_files_and_an_index_of_none_are_refused(tmp_path: Path) -> None:
@@ -183,8 +194,13 @@ def test_sizes_of_parts_may_be_numbers_of_numpy() -> None:
 
 
 def test_nothing_is_no_batch_shuffled_or_not(tmp_path: Path) -> None:
-    empty = write(tmp_path / "a.parquet", x=pa.array([], pa.int64()))
-    for nothing in (data.Dataset([]), data.read(empty), data.Dataset([1]).filter(lambda n: False)):
+    (tmp_path / "a.jsonl").touch()
+    for nothing in (
+        data.Dataset([]),
+        data.read(write(tmp_path / "a.parquet", x=pa.array([], pa.int64()))),
+        data.read(tmp_path / "a.jsonl"),
+        data.Dataset([1]).filter(lambda n: False),
+    ):
         assert list(nothing.to_torch(2)) == list(nothing.shuffle().to_torch(2)) == []
         with pytest.raises(ValueError, match="number of samples, which is 0"):
             nothing.to_cv(2)

@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from paceline.runner import AttemptDirectory
+from paceline.runner._attempt_run import _why
+from paceline.workers import WorkerExit
 
 PRINT_ENVIRONMENT = """
 import json, os, shutil, sys
@@ -404,3 +406,18 @@ raise SystemExit({code})
     if code:
         assert told[0].removesuffix(".") in trial["error"]
         assert "1 more" in trial["error"]
+
+
+@pytest.mark.parametrize(
+    ("exit_", "text"),
+    [
+        (WorkerExit(rank=0, code=1, error="ValueError: no"), "ValueError: no"),
+        (
+            WorkerExit(rank=0, code=137, silence="is stopped (SIGSTOP)"),
+            "The entrypoint is stopped (SIGSTOP)",
+        ),
+        (WorkerExit(rank=0, code=1), None),
+    ],
+)
+def test_why_an_entrypoint_ended_is_a_sentence(exit_: WorkerExit, text: str | None) -> None:
+    assert _why(exit_) == text

@@ -3,8 +3,10 @@
 Needs root.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +330,53 @@ def test_a_trial_goes_on_after_kill_9_of_any_process_of_any_of_its_machines(
     assert trial.data.restarts == 1
     text = machines.attempts(experiment)[0].exit.error
     assert f"Rank {victims[0][1]} was ended by SIGKILL" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "rank", "cause"),
+    [
+        ("runner", 2, r"Node 2 \(.\): the runner died"),
+        # On a busy machine, the runner may be first to end what is stopped.
+        ("launcher", 0, r"Node 0 \(.\): The (launcher of node 0 was lost|entrypoint is stopped)"),
+        ("launcher", 2, r"Node 2 \(.\): The (launcher of node 2 was lost|entrypoint is stopped)"),
+        ("rank", 0, r"Node 0 \(.\): Rank 0 is stopped \(SIGSTOP\)"),
+        ("machine", 2, r"Node 2 \(.\): the runner gave no sign of life and could not be ended"),
+    ],
+)
+def test_a_trial_goes_on_without_what_stands_still_and_names_it(
+    what: str, rank: int, cause: str, machines: Machines
+) -> None:
+    machines.add("a", "b", "c")
+    options = "--heartbeat-timeout-s 4"
+    experiment = machines.submit(waits="training", max_restarts=1, launcher_options=options)
+    name, pid = machines.await_hold(1)[rank]
+    machines.add("spare")
+    node = machines.nodes[name]
+    runner = node.runner(1)
+    [launcher] = [p for p in runner.children() if not is_helper(p) and is_launcher(p)]
+    stopped = {
+        "runner": [runner], "launcher": [launcher], "rank": [psutil.Process(pid)],
+        "machine": [psutil.Process(node.process.pid), runner, launcher, psutil.Process(pid)],
+    }[what]  # fmt: skip
+    for process in stopped:
+        process.suspend()
+    wait_until(lambda: len(machines.attempts(experiment)) == 2, machines.told)
+    machines.go_on(2)
+    machines.check(experiment)
+    assert re.match(cause, machines.attempts(experiment)[0].exit.error), machines.told()
+    if what != "launcher":
+        [trial] = experiment.trials()
+        assert trial.data.restarts == (what == "rank")
+    for process in stopped:
+        with suppress(psutil.Error):
+            process.resume()
+    wait_until(lambda: not any(n.training() for n in machines.nodes.values()), machines.told)
+    machines.check(experiment)
+
+
+def is_launcher(process: psutil.Process) -> bool:
+    return "paceline.launch.torch_distributed" in " ".join(process.cmdline())
 
 
 def is_helper(process: psutil.Process) -> bool:

@@ -221,7 +221,7 @@ class AttemptRun:
                 # Only a shell around it, or what came after, was ended by the signal.
                 return make_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
-        detail = exit_.error or exit_.silence
+        detail = _why(exit_)
         if self._group.has_others:
             detail = self._directory.run.read_launch_error() or detail
         return make_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
@@ -335,6 +335,12 @@ class AttemptRun:
             environment.pop(THREADS_MARK, None)
         environment[RUN_DIRECTORY_VARIABLE] = str(self._directory.run.path)
         return environment
+
+
+def _why(exit_: WorkerExit) -> str | None:
+    if exit_.error is None and exit_.silence is not None:
+        return f"The entrypoint {exit_.silence}"
+    return exit_.error
 
 
 def _is_ours(exit_: WorkerExit) -> bool:

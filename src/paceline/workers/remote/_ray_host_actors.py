@@ -4,10 +4,11 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from paceline._waiting import join
 from paceline.workers._errors import PlacementError, PlacementTimeoutError, ResourcesError
 from paceline.workers.remote._ray_actor_class import COMPARED, make_actor_class
 from paceline.workers.remote._ray_bundles import Bundles, given_bundles, why_waiting
@@ -28,6 +29,8 @@ _PLACE_INTERVAL_S = 1.0
 _PING_S = 0.5
 # How long Ray may take to start actors that have their resources.
 _START_S = 120.0
+# How long Ray may take to take resources back.
+_RELEASE_S = 10.0
 
 
 class HostActor:
@@ -234,12 +237,28 @@ class RayHosts:
         with self._lock:
             hosts, self._hosts = self._hosts, []
             bundles, self._bundles = self._bundles, self._given
-            if not self._ray.is_initialized():
+            own = None if bundles is self._given else bundles
+            if not self._ray.is_initialized() or not (hosts or own):
                 return
+            # Without its head node, Ray waits for a minute and then ends this process.
+            thread = threading.Thread(
+                target=self._give_back, args=(hosts, own), name="paceline-release", daemon=True
+            )
+            thread.start()
+            join(thread, _RELEASE_S)
+            if thread.is_alive():
+                logger.warning(
+                    "The Ray cluster did not take back the resources of the workers within %g s, as"
+                    " its head node may be gone. Ray takes them back when this process ends.",
+                    _RELEASE_S,
+                )
+
+    def _give_back(self, hosts: Sequence[HostActor], own: Bundles | None) -> None:
+        with suppress(Exception):
             for host in hosts:
                 self._ray.kill(host.actor)
-            if bundles is not None and bundles is not self._given:
-                bundles.remove()
+            if own is not None:
+                own.remove()
 
     # ---- one actor -----------------------------------------------------------------------
 

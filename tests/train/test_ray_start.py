@@ -1,16 +1,18 @@
 """A script joins a cluster that `ray start --head` has started, as the guide to Ray says."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from paceline._listening import PortReservation
@@ -35,30 +37,29 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def started_cluster(tmp_path: Path, clean_environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Start Ray as on a head node, and return the environment with its address."""
+@contextmanager
+def started(
+    directory: Path, port: int, environment: dict[str, str], *options: str
+) -> Iterator[dict[str, str]]:
+    """Start Ray as on a head node, and yield the environment with its address."""
     # Importing it here would change variables of this process.
     if find_spec("ray") is None:
         pytest.skip("NOT TESTED: Ray is not installed")
-    with PortReservation() as reservation:
-        port = reservation.port
     command = [
         *(sys.executable, "-c", "from ray.scripts.scripts import main; main()"),
         *("start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1"),
-        *("--num-cpus=2", "--include-dashboard=false"),
-        "--dashboard-agent-listen-port=0",
+        *("--include-dashboard=false", "--dashboard-agent-listen-port=0", *options),
     ]
     token = "a-token-for-tests-alone-and-nothing-else"
-    environment = {**clean_environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    with (tmp_path / "ray.log").open("w") as log:
+    environment = {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    with (directory / "ray.log").open("w") as log:
         head = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, start_new_session=True
         )
     deadline = time.monotonic() + 180
-    while "Ray runtime started" not in (tmp_path / "ray.log").read_text():
-        assert head.poll() is None, (tmp_path / "ray.log").read_text()
-        assert time.monotonic() < deadline, (tmp_path / "ray.log").read_text()
+    while "Ray runtime started" not in (directory / "ray.log").read_text():
+        assert head.poll() is None, (directory / "ray.log").read_text()
+        assert time.monotonic() < deadline, (directory / "ray.log").read_text()
         time.sleep(0.2)
     yield {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
     head.terminate()
@@ -66,6 +67,18 @@ def started_cluster(tmp_path: Path, clean_environment: dict[str, str]) -> Iterat
     # What Ray started has the group of its own.
     with suppress(ProcessLookupError):
         os.killpg(head.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with PortReservation() as reservation:
+        return reservation.port
+
+
+@pytest.fixture
+def started_cluster(tmp_path: Path, clean_environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """Start Ray as on a head node, and return the environment with its address."""
+    with started(tmp_path, free_port(), clean_environment, "--num-cpus=2") as environment:
+        yield environment
 
 
 @pytest.mark.slow
@@ -115,3 +128,158 @@ def test_a_search_starts_ray_once_for_all_of_its_trials(
         timeout=240,
     )
     assert "trials: completed-1 completed-1" in done.stdout, done.stderr
+
+
+WITHOUT_HEAD = """
+import os, sys, time
+from pathlib import Path
+from paceline import train
+
+def fit(config):
+    Path("begun").touch()
+    while not Path("struck").exists():
+        time.sleep(0.1)
+    train.report(rank=train.world_rank())
+    return train.world_size()
+
+if __name__ == "__main__":
+    with train.Trainer(num_workers=2) as trainer:
+        print("sizes:", *trainer.run(fit, {}))
+    print("went on", flush=True)
+    # Ray ends a process that has lost its cluster for a minute.
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_and_its_trainer_end_after_the_head_was_killed(
+    started_cluster: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(WITHOUT_HEAD)
+    with (tmp_path / "printed").open("w") as printed:
+        script = subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path, env=started_cluster, stdout=printed, stderr=printed,
+        )  # fmt: skip
+    deadline = time.monotonic() + 180
+    while not (tmp_path / "begun").exists():
+        assert script.poll() is None, (tmp_path / "printed").read_text()
+        assert time.monotonic() < deadline, (tmp_path / "printed").read_text()
+        time.sleep(0.1)
+    port = started_cluster["RAY_ADDRESS"].rpartition(":")[2]
+    [server] = [
+        process
+        for process in psutil.process_iter(["name", "cmdline"])
+        if process.info["name"] == "gcs_server" and f"--gcs_server_port={port}" in process.cmdline()
+    ]
+    server.kill()
+    (tmp_path / "struck").touch()
+    assert script.wait(120) == 0, (tmp_path / "printed").read_text()
+    told = (tmp_path / "printed").read_text()
+    assert "sizes: 2 2" in told
+    assert "as its head node may be gone" in told
+    assert "went on" in told
+
+
+GROW = """
+import time
+import ray
+from paceline import train
+
+def fit(config):
+    step = (train.load_checkpoint() or {"step": 0})["step"]
+    while train.world_size() < 2 or step < 3:
+        time.sleep(0.2)
+        step += 1
+        train.report(step=step)
+        train.save_checkpoint(step=step)
+    return train.world_size()
+
+if __name__ == "__main__":
+    elastic = train.ElasticConfig(max_wait_s=2)
+    with train.Trainer(2, resources_per_worker={"nowhere": 1}, elastic=elastic) as trainer:
+        try:
+            trainer.start()
+        except train.NotEnoughWorkersError as error:
+            print(error)
+    # Each worker takes the one "lab" of a node.
+    with train.Trainer(num_workers=(1, 2), resources_per_worker={"lab": 1}) as trainer:
+        print("sizes:", *trainer.run(fit, {}))
+    while sum(node["Alive"] for node in ray.nodes()) > 1:
+        time.sleep(0.5)
+    print("nodes are gone")
+"""
+
+
+@pytest.fixture
+def autoscaling_cluster(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> Iterator[dict[str, str]]:
+    """Start a head node without resources, and an autoscaler that adds nodes on this machine."""
+    port, memory = free_port(), 80 * 1024**2
+    lists = (
+        *("initialization_commands", "setup_commands", "head_setup_commands"),
+        *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
+        *("cluster_synced_files", "rsync_exclude", "rsync_filter"),
+    )
+    kind = {"CPU": 1, "lab": 1, "object_store_memory": memory}
+    config = {
+        "cluster_name": "grows",
+        "max_workers": 2,
+        "provider": {
+            "type": "fake_multinode",
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "gcs_address": f"127.0.0.1:{port}",
+        },
+        "available_node_types": {
+            "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "small": {"resources": kind, "node_config": {}, "min_workers": 0, "max_workers": 2},
+        },
+        "head_node_type": "head",
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 0.05,
+        "auth": {"ssh_user": "nobody"},
+        "docker": {},
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+        **{name: [] for name in lists},
+    }
+    (tmp_path / "cluster.json").write_text(json.dumps(config))
+    environment = {
+        **clean_environment,
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_FAKE_CLUSTER": "1",
+        # As `ray up` sets it.
+        "RAY_NODE_TYPE_NAME": "head",
+        # The wheel of Ray lacks a file that the second one reads for such nodes.
+        "RAY_enable_autoscaler_v2": "0",
+        "RAY_worker_niceness": "0",
+    }
+    options = ["--num-cpus=0", f"--object-store-memory={memory}"]
+    options.append(f"--autoscaling-config={tmp_path / 'cluster.json'}")
+    with started(tmp_path, port, environment, *options) as variables:
+        yield variables
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_an_elastic_group_gets_nodes_of_an_autoscaler_which_go_after_the_run(
+    autoscaling_cluster: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(GROW)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path, env=autoscaling_cluster, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert "sizes: 2 2\n" in done.stdout, done.stderr
+    assert "nodes are gone" in done.stdout
+    assert "2 worker(s) with 1 CPU, 1 nowhere each must find their resources within 2 s" in (
+        done.stdout
+    )
+    assert "room on the Ray cluster: its 1 node(s) have room for 0; its autoscaler may add" in (
+        done.stderr
+    )
+    assert "room for 2 more worker(s) with 1 CPU, 1 lab each" in done.stderr

@@ -171,7 +171,9 @@ class Master:
             shutil.copy(HERE / name, code)
         config = {
             "name": "proof",
-            "entrypoint": "python -m paceline.launch.torch_distributed paceline_trial.py",
+            # Its own restarts are there while the master is dead.
+            "entrypoint": "python -m paceline.launch.torch_distributed --max-restarts 1000"
+            " paceline_trial.py",
             "hyperparameters": {"global_batch_size": 8},
             "searcher": {
                 "name": "single",

@@ -9,7 +9,6 @@ from paceline.workers import (
     RestartPolicy,
     WorkerFailedError,
     WorkersLostError,
-    offered_restarts,
 )
 
 KILLED = WorkerFailedError("Rank 1 was ended by SIGKILL.", 1, signal=signal.SIGKILL)
@@ -75,13 +74,3 @@ def test_a_failure_that_is_not_followed_by_a_restart_is_raised() -> None:
         policy.check(KILLED, 0)
     with pytest.raises(ValueError, match="boom"):
         policy.check(raised(ValueError("boom")), 0)
-
-
-def test_under_a_master_its_own_restarts_count(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("PACELINE_RUN_DIR", raising=False)
-    assert offered_restarts(3) == 3
-    monkeypatch.setenv("PACELINE_RUN_DIR", "/somewhere")
-    assert offered_restarts(3) == offered_restarts(0) == 0
-    assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -31,7 +31,8 @@ _READ_TIMEOUT_S = 300.0
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 # What an error says that is still there later.
-_REFUSALS = ("credential", "Credential", "AccessDenied", "403", "AZURE_STORAGE_ACCOUNT")
+_REFUSAL = re.compile("403 Forbidden|AccessDenied|[Cc]redential|AZURE_STORAGE_ACCOUNT")
+_ADDRESS = re.compile(r"\w+://\S+")
 _MACHINE_CREDENTIALS = "/latest/api/token"
 _NO_CREDENTIALS = (
     " Hint: no credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
@@ -226,7 +227,7 @@ class Objects(Place):
                     raise
                 except CheckpointError as error:
                     file = self.name_of(name)
-                    hint = self._hint_of(error)
+                    hint = self._hint_of(error, name)
                     if hint is not None:
                         raise DataError(
                             f"The file {file!r} cannot be read. {error}{hint}"
@@ -239,13 +240,14 @@ class Objects(Place):
             sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _hint_of(self, error: CheckpointError) -> str | None:
+    def _hint_of(self, error: CheckpointError, name: str) -> str | None:
         """Return how to mend what will not pass by itself; None if it may."""
         text = str(error)
         if _MACHINE_CREDENTIALS in text:
             # A machine of a cloud gets credentials for the asking, which may fail for a while.
             return None if self._has_answered else _NO_CREDENTIALS
-        return "" if any(each in text for each in _REFUSALS) else None
+        # Names of files and numbers of ports say nothing about the cause.
+        return "" if _REFUSAL.search(_ADDRESS.sub("", text.replace(name, ""))) else None
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:

@@ -42,7 +42,6 @@ from paceline.workers import (
     WorkerVariables,
     is_port_free,
     num_cores,
-    offered_restarts,
 )
 
 logger = logging.getLogger("paceline.launch")
@@ -109,7 +108,7 @@ def _run(
         WorkerStartError: One cannot be started.
     """
     limits, capacity = _limits(options.num_workers, options.tensor_parallel_size)
-    restarts = offered_restarts(options.max_restarts)
+    restarts = options.max_restarts if attempt is None else _restarts_on_nodes(options)
     policy = RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
     sizes = () if attempt is None else attempt.sizes_for(options)
     num_workers = sum(sizes) or limits.least
@@ -156,6 +155,17 @@ def _exit_code(error: CollectiveMismatchError | WorkerFailedError, is_interrupte
         return _INTERRUPTED
     # A worker that hung was killed.
     return 128 + (error.signal or signal.SIGKILL)
+
+
+def _restarts_on_nodes(options: LaunchOptions) -> int:
+    # The next group may need files that only the next attempt of the master fetches.
+    if options.max_restarts:
+        logger.warning(
+            "`--max-restarts` is %d, but a trial on several nodes is started again by its master"
+            " alone: `max_restarts` of the experiment's configuration.",
+            options.max_restarts,
+        )
+    return 0
 
 
 def _nodes(

@@ -134,7 +134,7 @@ class ExitReason(str, Enum):
     """Why an attempt ended, as its runner saw it.
 
     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
-    processes or memory. NOT_FORMED tells that the nodes of an attempt did not all begin in time.
+    processes or memory. NOT_FORMED tells that the nodes of an attempt did not come together.
     """
 
     EXITED = "exited"

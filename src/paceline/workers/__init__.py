@@ -28,7 +28,7 @@ from paceline.workers._kept_state import (
     read_parts,
     write_part,
 )
-from paceline.workers._launcher_run import LaunchGroup, LaunchRun, offered_restarts
+from paceline.workers._launcher_run import LaunchGroup, LaunchRun
 from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers._recovering_group import RecoveringGroup
 from paceline.workers._restart_policy import (
@@ -184,7 +184,6 @@ __all__ = [
     "noted_signals",
     "num_cores",
     "num_gpus",
-    "offered_restarts",
     "prepare_joined",
     "prepare_start",
     "rank_environment",

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.workers._launcher_run import LaunchGroup, LaunchRun, offered_restarts
+from paceline.workers._launcher_run import LaunchGroup, LaunchRun
 from paceline.workers._restart_policy import ElasticLimits, RestartPolicy
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._served_pool import ServedPool, pack_call
@@ -61,9 +61,7 @@ def call_in_workers(
         )
 
     group = LaunchGroup(ElasticLimits.of(num_workers), make_pool)
-    policy = RestartPolicy(
-        offered_restarts(max_restarts), option="max_restarts", retries_errors=True
-    )
+    policy = RestartPolicy(max_restarts, option="max_restarts", retries_errors=True)
     runner = LaunchRun(group, policy)
     packed = pack_call(function, args, kwargs, SharedBuffers())
     try:

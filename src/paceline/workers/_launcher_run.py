@@ -1,7 +1,6 @@
 """Run one call of a worker group to its end, with its signals, losses and growth."""
 
 import logging
-import os
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +34,6 @@ _LEAVE_S = 5.0
 # process waits is seen then at the latest.
 _INTERVAL_S = 0.2
 _END_INTERVAL_S = 0.01
-_MASTERS_VARIABLE = "PACELINE_RUN_DIR"
 
 # Numbers are signals that arrived; None is the end of the call. Messages come from other nodes.
 _Events = SimpleQueue[int | NodeMessage | None]
@@ -342,15 +340,3 @@ def _failure_of(call: PendingCall) -> Exception | None:
 
 def _values_of(call: PendingCall) -> list[Any]:
     return [] if _failure_of(call) is not None else call.wait() or []
-
-
-def offered_restarts(max_restarts: int) -> int:
-    """Return how many restarts there are here: none under a master, whose own they are."""
-    if max_restarts and os.environ.get(_MASTERS_VARIABLE):
-        logger.warning(
-            "%d restart(s) were asked for, but under a master its own count: `max_restarts` of the"
-            " experiment's configuration.",
-            max_restarts,
-        )
-        return 0
-    return max_restarts

@@ -1818,7 +1818,7 @@ export interface components {
          * @description Why an attempt ended, as its runner saw it.
          *
          *     SHORTAGE tells that the machine lacked what a start needs: disk space, inodes, open files,
-         *     processes or memory. NOT_FORMED tells that the nodes of an attempt did not all begin in time.
+         *     processes or memory. NOT_FORMED tells that the nodes of an attempt did not come together.
          * @enum {string}
          */
         ExitReason: "exited" | "killed" | "preemption_timeout" | "start_failed" | "shortage" | "runner_lost" | "not_formed";

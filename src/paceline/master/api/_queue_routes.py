@@ -211,7 +211,7 @@ def _too_large(
 def _pausing(cluster: Cluster, result: SchedulingResult, now: float) -> str:
     until = cluster.pausing_trials.get(result.waiting.trial_id)
     if until is not None:
-        why = "Its runner died several times in a row, or its nodes did not all begin in time"
+        why = "Its runner died several times in a row, or its nodes did not come together"
     else:
         until = min(cluster.pausing_nodes.values(), default=now)
         why = "An attempt could not start on the node that it needs"

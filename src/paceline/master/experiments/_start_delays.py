@@ -21,7 +21,7 @@ def is_lost_runner(exit_: dict[str, Any]) -> bool:
 
 
 def is_not_formed(exit_: dict[str, Any]) -> bool:
-    """Tell whether an attempt ended because its nodes did not all begin in time."""
+    """Tell whether an attempt ended because its nodes did not come together."""
     return bool(exit_["reason"] == ExitReason.NOT_FORMED.value)
 
 
@@ -93,7 +93,7 @@ def pausing_nodes(connection: Connection, now: float) -> dict[int, float]:
 def pausing_trials(connection: Connection, now: float) -> dict[int, float]:
     """Return of the trials that lost their runner several times in a row until when they rest.
 
-    A trial is tried again at once after the first time. One whose nodes did not all begin in time
+    A trial is tried again at once after the first time. One whose nodes did not come together
     rests after that, too.
     """
     resting: dict[int, float] = {}

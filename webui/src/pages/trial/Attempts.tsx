@@ -68,7 +68,7 @@ const REASONS: Record<string, string> = {
   start_failed: "could not start",
   shortage: "could not start for want of disk space, files, processes or memory",
   runner_lost: "was lost with its runner",
-  not_formed: "gave its slots back, as its nodes did not all begin in time",
+  not_formed: "gave its slots back, as its nodes did not come together",
 };
 
 /** Return the slots of an attempt, by node unless it ran on the master's own machine. */

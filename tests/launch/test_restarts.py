@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core import RunState, list_runs
+from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.testing._compare_runs import compare_runs
 from paceline.testing._run_results import read_facts
 
@@ -96,9 +97,16 @@ def test_a_program_that_fails_each_time_is_started_no_third_time(
     assert "as the workers failed the same way twice with no checkpoint in between" in result.stderr
 
 
-def test_restarts_come_to_an_end(launch: Launch, script: Script) -> None:
+@pytest.mark.parametrize("is_in_an_attempt", [False, True])
+def test_restarts_come_to_an_end(
+    launch: Launch, script: Script, tmp_path: Path, is_in_an_attempt: bool
+) -> None:
     name = script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    result = launch("--max-restarts", "2", name)
+    variables = {}
+    if is_in_an_attempt:
+        info = RunInfo(run_id="r", name="n", created=0.0, checkpoint_storage="/c", slot_ids=[0])
+        variables[RUN_DIRECTORY_VARIABLE] = str(RunDirectory.create(tmp_path / "run", info).path)
+    result = launch("--max-restarts", "2", name, **variables)
     assert result.returncode == 128 + 9
     assert result.stderr.count("Rank 0 was ended by SIGKILL") == 3
     assert "No restart is left of 2." in result.stderr

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 LENGTH = 12
 SCRIPT = """
 import os, signal, time
@@ -56,6 +58,7 @@ with pytorch.init() as context:
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_are_lost_while_the_master_is_away_are_started_again(
     make_master: Any,
     write_context: Callable[..., Path],

@@ -48,22 +48,29 @@ class Trial(pytorch.PyTorchTrial):
     def build_validation_data_loader(self):
         return pytorch.DataLoader(torch.ones(3, 1, dtype=torch.float64), batch_size=1)
 
-with pytorch.init() as context:
-    trial = Trial(context)
-    pytorch.Trainer(trial, context).fit(
-        checkpoint_period=pytorch.Batch(2), reporting_period=pytorch.Batch(1)
-    )
-    weights = [value.item().hex() for value in trial.model.parameters()]
-(NOTES / f"done-{trial.rank}").write_text(" ".join(weights))
+def main():
+    with pytorch.init() as context:
+        trial = Trial(context)
+        pytorch.Trainer(trial, context).fit(
+            checkpoint_period=pytorch.Batch(2), reporting_period=pytorch.Batch(1)
+        )
+        weights = [value.item().hex() for value in trial.model.parameters()]
+    (NOTES / f"done-{trial.rank}").write_text(" ".join(weights))
+
+if __name__ == "__main__":
+    main() if "RANK" in os.environ else pytorch.launch(main, 3, max_restarts=2)
 """
+LAUNCHER = "python -m paceline.launch.torch_distributed --max-restarts 2 train.py"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("entrypoint", [LAUNCHER, "python train.py"])
 def test_ranks_that_are_lost_while_the_master_is_away_are_started_again(
     make_master: Any,
     write_context: Callable[..., Path],
     tmp_path: Path,
     wait_until: Callable[..., None],
+    entrypoint: str,
 ) -> None:
     master = make_master(9).start()
     code = write_context(SCRIPT)
@@ -73,7 +80,7 @@ def test_ranks_that_are_lost_while_the_master_is_away_are_started_again(
         notes.mkdir()
         config = {
             "name": "restarts",
-            "entrypoint": "python -m paceline.launch.torch_distributed --max-restarts 2 train.py",
+            "entrypoint": entrypoint,
             "max_restarts": 0,
             "hyperparameters": {"global_batch_size": 3},
             "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": LENGTH}},

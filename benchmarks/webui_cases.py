@@ -189,7 +189,7 @@ def _master(home: Path, *options: object) -> Iterator[Client]:
 def _browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    names = ("chromium", "chromium-browser", "google-chrome")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, chromium_sandbox=os.geteuid() != 0)

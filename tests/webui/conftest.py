@@ -15,6 +15,8 @@ from paceline.master.api._web_ui_files import ASSETS_PATH
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+# It takes a third of the processor time, and shows no tab as hidden.
+_SHELL = "chromium-headless-shell"
 _PATIENCE_MS = 60_000
 
 # Trains until a file `finish` appears beside it, so that a test decides how long it takes.
@@ -130,22 +132,34 @@ def master_of(
     return partial(MasterProcess, (master_server, command_server))
 
 
-# Not for the session: while it is there, the thread has an event loop, which others mind.
-@pytest.fixture(scope="module")
-def browser(_built: None) -> Iterator[Any]:
-    """Return a Chromium."""
+def _start(*names: str, channel: str | None = None) -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     playwright.expect.set_options(timeout=_PATIENCE_MS)
-    path = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    path = next(filter(None, map(shutil.which, names)), None)
+    channel = None if path else channel
     with playwright.sync_playwright() as driver:
         try:
             chromium = driver.chromium.launch(
-                executable_path=path, chromium_sandbox=os.geteuid() != 0
+                executable_path=path, channel=channel, chromium_sandbox=os.geteuid() != 0
             )
         except playwright.Error as error:
             pytest.skip(f"NOT TESTED: no browser starts ({error}). Hint: make browser")
         yield chromium
         chromium.close()
+
+
+# Not for the session: while it is there, the thread has an event loop, which others mind.
+@pytest.fixture(scope="module")
+def browser(_built: None) -> Iterator[Any]:
+    """Return a Chromium for pages that are in front."""
+    yield from _start(_SHELL, *_BROWSERS)
+
+
+@pytest.fixture(scope="module")
+def browser_with_tabs(_built: None) -> Iterator[Any]:
+    """Return a Chromium in which tabs can be hidden."""
+    # Playwright starts its headless shell unless it is asked for the whole browser.
+    yield from _start(*_BROWSERS, channel="chromium")
 
 
 @pytest.fixture

@@ -133,9 +133,9 @@ class Tabs:
 
 
 @pytest.fixture
-def tabs(browser: Any, own: Any) -> Iterator[Tabs]:
+def tabs(browser_with_tabs: Any, own: Any) -> Iterator[Tabs]:
     """Return the tabs of a browser that is signed in."""
-    opened = Tabs(browser, own)
+    opened = Tabs(browser_with_tabs, own)
     yield opened
     opened.close()
 

@@ -23,14 +23,14 @@ from torch.utils.data import TensorDataset
 
 from paceline import pytorch
 from paceline.engine.checkpoints import _background_saver, _host_copies
-from paceline.engine.state import _capture_trained_objects
+from paceline.engine.state import _models_and_optimizers
 from paceline.engine.training import _resumable_training, _training_state
 
 _PERIOD, _WORK_S, _NUM_WARM = 10, 0.005, 5
 _PARTS: list[tuple[str, Any, str]] = [
     ("save", _resumable_training.ResumableTraining, "save"),
     ("  capture the state", _training_state.TrainingState, "capture"),
-    ("    generators", _capture_trained_objects, "capture_random_state"),
+    ("    generators", _models_and_optimizers, "capture_random_state"),
     ("    models, optimizers, settings", _training_state.TrainingState, "_shared"),
     ("  copy and start the thread", _background_saver.CheckpointSaver, "save"),
     ("    collect and copy", _host_copies.HostCopies, "copy"),

@@ -246,8 +246,8 @@ def run_creators(
     model: Model, loader: DataLoader[Any], num_steps: int, place: Place = ON_CPU
 ) -> None:
     """Train by the default function of creators, in this process as in its one worker."""
-    from paceline.creators import _worker_functions
-    from paceline.creators._argument_checks import make_spec
+    from paceline.creators import _replica_functions
+    from paceline.creators._creators_arguments import make_spec
     from paceline.creators._replica_spec import PassOrder
     from paceline.workers import PortReservation
 
@@ -280,8 +280,8 @@ def run_creators(
         before = dict(os.environ)
         os.environ |= {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.port)}
         try:
-            _worker_functions.set_up(spec)
-            _worker_functions.train(PassOrder(num_steps, is_profiled=False, info={}))
+            _replica_functions.set_up(spec)
+            _replica_functions.train(PassOrder(num_steps, is_profiled=False, info={}))
         finally:
             os.environ.clear()
             os.environ |= before

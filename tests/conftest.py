@@ -212,7 +212,7 @@ def master_server() -> Iterator[MasterServer]:
 
 # What most commands load, and their libraries on the first use.
 _OF_COMMANDS = (
-    *("paceline.cli._app", "paceline.cli._follow_experiment", "paceline.cli._output"),
+    *("paceline.cli._app", "paceline.cli._experiment_follower", "paceline.cli._console_output"),
     *("paceline.client", "paceline.config", "paceline.display", "paceline.messages.resources"),
     *("certifi", "encodings.idna", "h11", "httpcore", "httpx", "pathspec"),
     *("pydantic.type_adapter", "typer._adapters", "yaml"),

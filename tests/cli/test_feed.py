@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli._event_lines import Feed
+from paceline.cli._event_feed import Feed
 from paceline.messages.resources import Event, Experiment
 from paceline.messages.states import ExperimentState
 

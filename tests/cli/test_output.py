@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import _output
+from paceline.cli import _console_output
 from paceline.cli._log_printing import format_line
 from paceline.messages.resources import LogLine
 
@@ -26,12 +26,13 @@ from paceline.messages.resources import LogLine
     ],
 )
 def test_values_are_short(value: Any, expected: str) -> None:
-    assert _output.format_number(value) == expected
+    assert _console_output.format_number(value) == expected
 
 
 def test_nested_values_have_dotted_names() -> None:
     assert (
-        _output.format_values({"a": {"b": 1, "c": {"d": 2.5}}, "e": "x"}) == "a.b=1 a.c.d=2.5 e=x"
+        _console_output.format_values({"a": {"b": 1, "c": {"d": 2.5}}, "e": "x"})
+        == "a.b=1 a.c.d=2.5 e=x"
     )
 
 
@@ -40,7 +41,7 @@ def test_nested_values_have_dotted_names() -> None:
     [(0.4, "0s"), (59.9, "59s"), (61, "1m 1s"), (7500, "2h 5m"), (180_000, "2d 2h")],
 )
 def test_durations_have_two_units(seconds: float, expected: str) -> None:
-    assert _output.format_duration(seconds) == expected
+    assert _console_output.format_duration(seconds) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,12 +49,14 @@ def test_durations_have_two_units(seconds: float, expected: str) -> None:
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 1024**4, "3.0 TiB")],
 )
 def test_sizes_are_binary(size: int, expected: str) -> None:
-    assert _output.format_bytes(size) == expected
+    assert _console_output.format_bytes(size) == expected
 
 
 def test_a_table_in_a_pipe_is_plain_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
     long = "x" * 150
-    _output.print_table(["Name", "Count"], [(long, 3), ("[red]markup", None)], right=["Count"])
+    _console_output.print_table(
+        ["Name", "Count"], [(long, 3), ("[red]markup", None)], right=["Count"]
+    )
     output = capsys.readouterr().out
     assert long in output
     assert "[red]markup" in output
@@ -64,9 +67,9 @@ def test_a_table_in_a_pipe_is_plain_and_whole(capsys: pytest.CaptureFixture[str]
 def test_a_long_name_is_shortened_to_what_the_other_columns_leave(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_output, "_PIPE_WIDTH", 40)
+    monkeypatch.setattr(_console_output, "_PIPE_WIDTH", 40)
     row = [1, "a-name-of-several-words-in-one", "3s ago"]
-    _output.print_table(["ID", "Name", "Created"], [row], shortened=["Name"])
+    _console_output.print_table(["ID", "Name", "Created"], [row], shortened=["Name"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) <= 40
@@ -78,12 +81,12 @@ def test_a_long_name_is_shortened_to_what_the_other_columns_leave(
 def test_a_sentence_goes_on_in_further_lines_beside_shortened_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_output, "_PIPE_WIDTH", 80)
+    monkeypatch.setattr(_console_output, "_PIPE_WIDTH", 80)
     why = (
         "It needs more slots than there are, and this is why: " + "the runner is away " * 5 + "end"
     )
     row = ["default", "a-name-of-several-words-in-one", why]
-    _output.print_table(["Pool", "Name", "Why"], [row], shortened=["Name"], wrapped="Why")
+    _console_output.print_table(["Pool", "Name", "Why"], [row], shortened=["Name"], wrapped="Why")
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "default  a-name-of-several-words-" in lines[2]
@@ -91,7 +94,7 @@ def test_a_sentence_goes_on_in_further_lines_beside_shortened_names(
 
 
 def test_an_empty_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    _output.print_table(["Name"], [], empty="No trials yet.")
+    _console_output.print_table(["Name"], [], empty="No trials yet.")
     assert capsys.readouterr().out == "No trials yet.\n"
 
 

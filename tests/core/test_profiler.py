@@ -212,7 +212,7 @@ def test_a_sampler_that_hangs_does_not_keep_the_process(
         return {"cpu_percent": 1.0}
 
     monkeypatch.setattr(SystemSampler, "take", hang)
-    monkeypatch.setattr("paceline.core._profiler._JOIN_S", 0.1)
+    monkeypatch.setattr("paceline.core._profiler_context._JOIN_S", 0.1)
     with core.init() as context:
         context.profiler.on(0.1, 1)
         hanging.wait()

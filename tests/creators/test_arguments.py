@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from paceline.creators import BATCH_SIZE, PyTorchTrainer, ResourcesError
-from paceline.creators._argument_checks import chosen_precision, make_spec
+from paceline.creators._creators_arguments import chosen_precision, make_spec
 from paceline.creators._function_parameters import Given, HookWorker, call_hook, call_with
 
 

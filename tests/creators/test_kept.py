@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from paceline.creators import PyTorchTrainer, _worker_functions
+from paceline.creators import PyTorchTrainer, _replica_functions
 from paceline.engine import join_pass_state
 from paceline.workers import KeptState, MemoryFile, read_parts
 
@@ -136,7 +136,7 @@ def test_a_file_that_the_chief_cannot_write_is_done_without(are_same: Same) -> N
         expected = trainer.state_dict()
         # As if it belonged to somebody else, or no memory were left for it.
         for path in ("/proc/self/no_such_file", "/dev/full"):
-            parts = trainer._group._call(_worker_functions.state, path)
+            parts = trainer._group._call(_replica_functions.state, path)
             kept = KeptState(parts, MemoryFile())
             assert are_same(join_pass_state(read_parts(kept.path, kept.parts)), expected)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.engine.gradients import _signal_with_gradients
-from paceline.engine.gradients._signal_with_gradients import TravellingSignal
+from paceline.engine.gradients import _travelling_signal
+from paceline.engine.gradients._travelling_signal import TravellingSignal
 
 CPU = torch.device("cpu")
 
@@ -93,7 +93,7 @@ def test_a_sum_of_its_own_is_made_after_half_a_second_or_50_steps(
         return sum_up(words, **options)
 
     monkeypatch.setattr(dist, "all_reduce", note)
-    monkeypatch.setattr(_signal_with_gradients, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(_travelling_signal, "time", SimpleNamespace(monotonic=lambda: now))
     signal = TravellingSignal(CPU, lag)
 
     def periods_of(num: int, step_s: float) -> list[int]:

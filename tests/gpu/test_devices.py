@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.launch.torch_distributed import _num_gpus
-from paceline.runner.node._devices import find_devices
+from paceline.runner.node._slots_and_gpus import find_devices
 from paceline.workers import num_gpus
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: needs a GPU")

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import launch as launch_package
 from paceline.core import _notices_to_parent
-from paceline.workers.processes import _program
+from paceline.workers.processes import _worker_program
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]
@@ -198,5 +198,5 @@ if __name__ == "__main__":
 
 
 def test_the_wrapper_and_core_name_the_same_variable() -> None:
-    assert _program.CHANNEL_VARIABLE == _notices_to_parent._CHANNEL_VARIABLE
+    assert _worker_program.CHANNEL_VARIABLE == _notices_to_parent._CHANNEL_VARIABLE
     assert launch_package.__all__ == []

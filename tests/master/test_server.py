@@ -23,7 +23,7 @@ from paceline.master import (
 )
 from paceline.master._home_directory import Home
 from paceline.master.api._web_ui_files import has_web_ui
-from paceline.runner.node._devices import find_devices
+from paceline.runner.node._slots_and_gpus import find_devices
 
 SERVE = """
 import sys

@@ -19,7 +19,7 @@ from paceline.journal import AttemptFinished, JournalWriter, RecordsDropped, seg
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory
-from paceline.runner._attempt_end import make_end
+from paceline.runner._attempt_end_report import make_end
 from paceline.runner._master_link import encode
 
 SLEEP = "import time\ntime.sleep(120)\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runner.node._devices import find_devices, gpu_names
+from paceline.runner.node._slots_and_gpus import find_devices, gpu_names
 
 # As NVIDIA's guide for MIG shows them: two devices of one GPU, and a GPU that is not divided.
 MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-e86cb44c-6756-fd30-cd4a-1e6da3caf9b0)

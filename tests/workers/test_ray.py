@@ -29,8 +29,8 @@ from paceline.workers import (
 )
 from paceline.workers.pools import _ray_pool, _shared_memory
 from paceline.workers.remote._listener import Listener, join
-from paceline.workers.remote._ray_actor_class import differences
 from paceline.workers.remote._ray_cluster import num_fitting
+from paceline.workers.remote._ray_worker_actor import differences
 from paceline.workers.remote._script_directory import mark_of, pack, unpack
 
 # The workers cannot import the tests.

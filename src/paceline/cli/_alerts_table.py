@@ -26,7 +26,7 @@ class Alert(Protocol):
 
 def print_alerts(alerts: Sequence[Alert]) -> None:
     """Print alerts, if there are any."""
-    from paceline.cli._output import console, format_moment, print_table
+    from paceline.cli._console_output import console, format_moment, print_table
 
     if not alerts:
         return

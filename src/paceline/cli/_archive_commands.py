@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli._options import ExperimentId
+from paceline.cli._command_options import ExperimentId
 
 
 def archive(experiment: ExperimentId) -> None:
@@ -34,8 +34,8 @@ def delete(
     This deletes its metrics, logs and checkpoints.
     """
     from paceline.cli._connection import connect
+    from paceline.cli._console_output import format_bytes
     from paceline.cli._errors import CommandError
-    from paceline.cli._output import format_bytes
     from paceline.cli._state_words import num_trials_text
 
     with connect() as client:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli._command_options import Home, Json, home_of
 from paceline.cli._errors import CommandError, report_error
-from paceline.cli._options import Home, Json, home_of
 
 if TYPE_CHECKING:
     from paceline.master.upkeep import Backup, BackupResult, RestoreResult
@@ -85,7 +85,7 @@ def _follow(made: "Backup", home: Path, every: float, keep: int | None, *, json:
 def _tell(result: "BackupResult", *, json: bool) -> None:
     import sys
 
-    from paceline.cli._output import format_bytes, print_json_line
+    from paceline.cli._console_output import format_bytes, print_json_line
 
     content = result.content
     if json:
@@ -148,7 +148,7 @@ def restore(
 
 
 def _restore_copy(copy: Path, *, json: bool) -> None:
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
     from paceline.master.upkeep import restore_copy
 
     moved_to = restore_copy(copy)
@@ -162,7 +162,7 @@ def _restore_copy(copy: Path, *, json: bool) -> None:
 
 
 def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
-    from paceline.cli._output import format_bytes, format_moment, print_json
+    from paceline.cli._console_output import format_bytes, format_moment, print_json
 
     content = result.content
     if json:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from paceline.cli import _export_command
+from paceline.cli._command_options import Json, Uuid
 from paceline.cli._errors import CommandError
-from paceline.cli._options import Json, Uuid
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +36,7 @@ def list_checkpoints(
 ) -> None:
     """List the checkpoints of an experiment, latest first."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_bytes, print_json, print_table, state_text
+    from paceline.cli._console_output import format_bytes, print_json, print_table, state_text
 
     with connect() as client:
         found = client.get_experiment(experiment).checkpoints(sort_by="metric" if best else "steps")
@@ -61,7 +61,7 @@ def list_checkpoints(
 def describe(uuid: Uuid, json: Json = False) -> None:
     """Show the metadata and files of a checkpoint."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import (
+    from paceline.cli._console_output import (
         console,
         format_bytes,
         format_moment,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli._command_options import AllLogs, ConfigFile, Follow, Json, Overrides
 from paceline.cli._errors import CommandError
-from paceline.cli._options import AllLogs, ConfigFile, Follow, Json, Overrides
 
 if TYPE_CHECKING:
     from paceline.client import Client, Experiment
@@ -76,7 +76,7 @@ def create(
             submitted = config.read_text(encoding="utf-8")
             experiment = _submit(client, checked, submitted, directory, paused, json)
         if follow:
-            from paceline.cli._follow_experiment import Follower, FollowOptions
+            from paceline.cli._experiment_follower import Follower, FollowOptions
 
             options = FollowOptions(all_logs=logs, is_json=json)
             raise typer.Exit(Follower(experiment, client, options).follow())
@@ -110,7 +110,7 @@ def _submit(
     paused: bool,
     json: bool,
 ) -> "Experiment":
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
 
     experiment = client.create_experiment(config, directory, not paused, submitted_config=submitted)
     for warning in experiment.data.warnings:
@@ -125,7 +125,7 @@ def _submit(
 
 
 def _what_was_sent(directory: Path | None) -> str:
-    from paceline.cli._output import format_bytes
+    from paceline.cli._console_output import format_bytes
     from paceline.client import list_context
 
     if directory is None:

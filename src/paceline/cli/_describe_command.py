@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli._options import ExperimentId, Json
+from paceline.cli._command_options import ExperimentId, Json
 
 if TYPE_CHECKING:
     from paceline.client import Client, Experiment, Trial
@@ -22,7 +22,7 @@ def describe(
 ) -> None:
     """Show an experiment with its best trial and its rungs."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import console, print_json
+    from paceline.cli._console_output import console, print_json
 
     with connect() as client:
         found = client.get_experiment(experiment)
@@ -107,7 +107,7 @@ def _print_facts(
     nodes: str | None,
     problems: str | None,
 ) -> None:
-    from paceline.cli._output import (
+    from paceline.cli._console_output import (
         format_duration,
         format_moment,
         format_number,
@@ -153,7 +153,7 @@ def _print_facts(
 
 
 def _print_rungs(experiment: "Experiment") -> None:
-    from paceline.cli._output import console, print_table
+    from paceline.cli._console_output import console, print_table
 
     rows = []
     for number, bracket in enumerate(experiment.search().brackets, start=1):

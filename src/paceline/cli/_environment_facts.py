@@ -11,7 +11,7 @@ _SHORT = 10
 
 def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bool) -> None:
     """Print the environment of the newest attempt in short, or those of all as they are."""
-    from paceline.cli._output import console, print_facts
+    from paceline.cli._console_output import console, print_facts
 
     known = [one for one in environments if one.environment is not None]
     if is_whole:
@@ -24,7 +24,7 @@ def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bo
 def _print_whole(environments: "list[AttemptEnvironment]") -> None:
     import yaml
 
-    from paceline.cli._output import console
+    from paceline.cli._console_output import console
 
     found: list[dict[str, Any]] = []
     # Equal ones are told once.

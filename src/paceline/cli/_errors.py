@@ -46,7 +46,7 @@ def report_error(message: str) -> None:
     """Print an error to stderr: what is wrong in red, the hint below it."""
     from rich.text import Text
 
-    from paceline.cli._output import error_console
+    from paceline.cli._console_output import error_console
 
     console = error_console()
     for line in message.strip().splitlines():

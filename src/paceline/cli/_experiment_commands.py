@@ -6,11 +6,7 @@ import typer
 
 from paceline.cli._archive_commands import archive, delete, unarchive
 from paceline.cli._checkpoint_commands import list_checkpoints
-from paceline.cli._create_command import create
-from paceline.cli._describe_command import describe, note_of_end
-from paceline.cli._errors import CommandError
-from paceline.cli._fork_commands import download, fork
-from paceline.cli._options import (
+from paceline.cli._command_options import (
     AllLogs,
     ExperimentId,
     Follow,
@@ -21,6 +17,10 @@ from paceline.cli._options import (
     Tail,
     Timestamps,
 )
+from paceline.cli._create_command import create
+from paceline.cli._describe_command import describe, note_of_end
+from paceline.cli._errors import CommandError
+from paceline.cli._fork_commands import download, fork
 from paceline.cli._queue_commands import set_max_slots, set_priority, set_weight
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def list_experiments(
 ) -> None:
     """List experiments, newest first."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_age, print_json, print_table, state_text
+    from paceline.cli._console_output import format_age, print_json, print_table, state_text
     from paceline.cli._state_words import experiment_word, progress_text
 
     with connect() as client:
@@ -151,7 +151,7 @@ def logs(
 
 
 def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
-    from paceline.cli._follow_experiment import Follower, FollowOptions
+    from paceline.cli._experiment_follower import Follower, FollowOptions
 
     raise typer.Exit(Follower(experiment, client, FollowOptions(**options)).follow())
 
@@ -248,7 +248,7 @@ def continue_experiment(
         found, changes = client.get_experiment(experiment), nested_overrides(overrides)
         follower = None
         if follow:
-            from paceline.cli._follow_experiment import Follower, FollowOptions
+            from paceline.cli._experiment_follower import Follower, FollowOptions
 
             # It begins before the command, so that it sees all that the command leads to.
             follower = Follower(found, client, FollowOptions(all_logs=logs, is_from_now=True))
@@ -266,7 +266,7 @@ def list_trials(
 ) -> None:
     """List the trials of an experiment (short: lt)."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_values, print_json, print_table, state_text
+    from paceline.cli._console_output import format_values, print_json, print_table, state_text
     from paceline.cli._state_words import word_of
 
     with connect() as client:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli._options import AllLogs, ExperimentId, Follow, Overrides
+from paceline.cli._command_options import AllLogs, ExperimentId, Follow, Overrides
 
 
 def fork(
@@ -29,7 +29,7 @@ def fork(
         made = found.fork(nested_overrides(overrides), activate=not paused)
         typer.echo(f"Created experiment {made.id} ({made.name}) from experiment {experiment}.")
         if follow:
-            from paceline.cli._follow_experiment import Follower, FollowOptions
+            from paceline.cli._experiment_follower import Follower, FollowOptions
 
             raise typer.Exit(Follower(made, client, FollowOptions(all_logs=logs)).follow())
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli._options import Home, Json, home_of
+from paceline.cli._command_options import Home, Json, home_of
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Check the home of a master.")
 
@@ -38,7 +38,7 @@ def check(
     The master may run or not. The exit code is 0 if there is no difference, or if all are fixed,
     and 1 otherwise.
     """
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
     from paceline.master import upkeep
 
     directory = home_of(home)

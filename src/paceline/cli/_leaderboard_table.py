@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.cli._output import flatten, format_number, make_table
+from paceline.cli._console_output import flatten, format_number, make_table
 from paceline.cli._state_words import num_trials_text
 
 if TYPE_CHECKING:

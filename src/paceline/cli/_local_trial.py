@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # A script without a master has no use for one, and no business with its secret.
 _PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
-# Read by every trainer, see `engine/training/_experiment_config.py`; importing that loads torch.
+# Read by every trainer, see `engine/training/_fit_defaults.py`; importing that loads torch.
 _TEST_MODE_VARIABLE = "PACELINE_TEST_MODE"
 _SHELLS = ("sh", "dash", "bash", "ash", "busybox", "ksh", "zsh")
 _NOT_EXECUTABLE, _NOT_FOUND, _SIGNALLED = 126, 127, 128
@@ -53,7 +53,7 @@ def run_locally(
     run = _create_run(config) if resume is None else _open_run(resume)
     info = run.read_info()
     assert info.trial is not None
-    from paceline.cli._output import format_values
+    from paceline.cli._console_output import format_values
 
     typer.echo(f"Run directory: {run.path}", err=True)
     if info.trial.hparams:

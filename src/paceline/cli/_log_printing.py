@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli._output import print_json_line
+from paceline.cli._console_output import print_json_line
 
 if TYPE_CHECKING:
     from paceline.messages.resources import LogLine
@@ -42,7 +42,7 @@ def format_line(line: "LogLine", *, timestamps: bool = False, show_trial: bool =
     """Return a line with what is asked for in front of it."""
     prefix = ""
     if timestamps:
-        from paceline.cli._output import format_moment
+        from paceline.cli._console_output import format_moment
 
         prefix += f"{format_moment(line.time)} "
     if show_trial:

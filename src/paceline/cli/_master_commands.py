@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._network_interfaces import LOOPBACK, listening_address
+from paceline.cli._command_options import Home, Json, home_of
 from paceline.cli._errors import CommandError
-from paceline.cli._options import Home, Json, home_of
 
 if TYPE_CHECKING:
     from paceline.client import MasterFile
@@ -313,7 +313,7 @@ def status(json: Json = False) -> None:
     import time
 
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_duration, print_facts, print_json
+    from paceline.cli._console_output import format_duration, print_facts, print_json
     from paceline.client import MasterUnreachableError, home_directory
     from paceline.messages.status import MasterStatus
 
@@ -342,7 +342,7 @@ def status(json: Json = False) -> None:
 
 def _status_facts(info: "MasterStatus") -> list[tuple[str, Any]]:
     """Return what a master tells that knows of its status; earlier ones do not."""
-    from paceline.cli._output import format_bytes
+    from paceline.cli._console_output import format_bytes
 
     def by_state(numbers: dict[str, int]) -> str:
         parts = [f"{number:,} {state.lower()}" for state, number in sorted(numbers.items())]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli._options import Json
+from paceline.cli._command_options import Json
 from paceline.cli._runner_commands import read_labels
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ _Pool = Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool.")]
 def list_pools(json: Json = False) -> None:
     """List the pools that have nodes or settings, or whose runners the master starts."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import print_json, print_table
+    from paceline.cli._console_output import print_json, print_table
 
     with connect() as client:
         pools = client.pools()

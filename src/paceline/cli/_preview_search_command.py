@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli._options import ConfigFile, Json, Overrides
+from paceline.cli._command_options import ConfigFile, Json, Overrides
 
 if TYPE_CHECKING:
     from paceline.config import ExperimentConfig
@@ -15,7 +15,7 @@ def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = F
     The command prints the number of trials and their lengths. It needs no master. A real search can
     differ a little, because the order of reports can affect its decisions.
     """
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
     from paceline.config import load_config
     from paceline.search import preview
 
@@ -43,7 +43,7 @@ def _as_json(config: "ExperimentConfig", result: "Preview") -> dict[str, Any]:
 
 
 def _print(config: "ExperimentConfig", result: "Preview") -> None:
-    from paceline.cli._output import console, print_table
+    from paceline.cli._console_output import console, print_table
 
     unit = _unit(config)
     total = sum(row.trials for row in result.rows)

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from paceline.cli._command_options import ExperimentId, Json, Limit
 from paceline.cli._errors import CommandError
-from paceline.cli._options import ExperimentId, Json, Limit
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,7 +24,7 @@ def list_jobs(
 ) -> None:
     """List the trials that wait for slots, the next one first, and why each waits."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_age, print_json, print_table
+    from paceline.cli._console_output import format_age, print_json, print_table
 
     with connect() as client:
         queue = client.queue(pool=pool, limit=limit)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline._checked_secrets import DamagedSecretError, read_secret
+from paceline.cli._command_options import Json
 from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import CommandError
-from paceline.cli._options import Json
 
 if TYPE_CHECKING:
     from paceline.client import Client
@@ -158,7 +158,7 @@ def _serve(
 def list_nodes(json: Json = False) -> None:
     """List the nodes of the master, with their slots and the trials that run there."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_bytes, format_moment, print_json, print_table
+    from paceline.cli._console_output import format_bytes, format_moment, print_json, print_table
 
     with connect() as client:
         nodes = client.nodes()

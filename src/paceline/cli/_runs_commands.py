@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._command_options import Json
 from paceline.cli._errors import CommandError
-from paceline.cli._options import Json
 
 if TYPE_CHECKING:
     from paceline.core import RunSummary
@@ -37,7 +37,7 @@ def list_run_directories(
     json: Json = False,
 ) -> None:
     """List the runs in a directory, newest first."""
-    from paceline.cli._output import format_age, print_json, print_table
+    from paceline.cli._console_output import format_age, print_json, print_table
     from paceline.core import list_runs
 
     if directory is not None and not directory.is_dir():
@@ -113,7 +113,7 @@ def show(
 @app.command("time")
 def show_time(run: RunPath, json: Json = False) -> None:
     """Show what the time of a run went to: training, starts, lost work."""
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
     from paceline.cli._time_tables import print_time
     from paceline.core import time_shares_of_run
 
@@ -148,7 +148,7 @@ def find_run(run: Path) -> Path:
 
 
 def _print_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
-    from paceline.cli._output import format_moment, format_values, print_facts
+    from paceline.cli._console_output import format_moment, format_values, print_facts
 
     print_facts(
         [
@@ -172,7 +172,7 @@ def _likely_cause(summary: "RunSummary") -> str | None:
 
 
 def _print_rows(rows: list[tuple[str, Any]]) -> None:
-    from paceline.cli._output import console, format_values, print_table
+    from paceline.cli._console_output import console, format_values, print_table
 
     console().print()
     print_table(
@@ -235,7 +235,7 @@ def _as_json(run: "RunSummary") -> dict[str, Any]:
 
 
 def _print_json(run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]) -> None:
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
     from paceline.core import read_alerts, read_history
     from paceline.journal import encode_metrics
 

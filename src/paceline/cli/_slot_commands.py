@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli._options import Json
+from paceline.cli._command_options import Json
 
 if TYPE_CHECKING:
     from paceline.messages.resources import Slot
@@ -24,7 +24,7 @@ _Slot = Annotated[int, typer.Argument(metavar="SLOT", min=0, help="Number of the
 def list_slots(json: Json = False) -> None:
     """List the slots with their trials."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import print_json, print_table
+    from paceline.cli._console_output import print_json, print_table
 
     with connect() as client:
         slots = client.slots()

@@ -28,7 +28,7 @@ _MEANINGS = {
 
 def print_time(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
     """Print the shares of a time that are not zero, and the goodput."""
-    from paceline.cli._output import console, format_duration, print_table
+    from paceline.cli._console_output import console, format_duration, print_table
 
     rows: list[tuple[Any, ...]] = [
         (

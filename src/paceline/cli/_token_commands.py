@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from paceline.cli._options import Json
+from paceline.cli._command_options import Json
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Manage tokens for programs and people."
@@ -43,7 +43,7 @@ def create(
 ) -> None:
     """Make a token and print its secret. The secret is not shown again."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_moment, print_json
+    from paceline.cli._console_output import format_moment, print_json
 
     expires_in_s = _seconds(expires)
     with connect() as client:
@@ -65,7 +65,7 @@ def create(
 def list_tokens(json: Json = False) -> None:
     """List the tokens without their secrets."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_moment, print_json, print_table
+    from paceline.cli._console_output import format_moment, print_json, print_table
 
     with connect() as client:
         tokens = client.list_tokens()

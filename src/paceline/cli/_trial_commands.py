@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli._checkpoint_commands import OutputDirectory
-from paceline.cli._errors import CommandError
-from paceline.cli._options import (
+from paceline.cli._command_options import (
     Follow,
     Json,
     JsonLines,
@@ -20,6 +19,7 @@ from paceline.cli._options import (
     Timestamps,
     TrialId,
 )
+from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline.client import Checkpoint, Trial
@@ -42,8 +42,8 @@ def describe(
     """Show the hyperparameters, metrics and attempts of a trial."""
     from paceline.cli._alerts_table import print_alerts
     from paceline.cli._connection import connect
+    from paceline.cli._console_output import print_json
     from paceline.cli._environment_facts import print_environments
-    from paceline.cli._output import print_json
     from paceline.cli._state_words import word_of
 
     with connect() as client:
@@ -62,7 +62,7 @@ def describe(
 
 
 def _print_facts(data: "TrialData", state: str) -> None:
-    from paceline.cli._output import (
+    from paceline.cli._console_output import (
         format_age,
         format_number,
         format_values,
@@ -106,7 +106,7 @@ def _runs_on(data: "TrialData") -> str | None:
 
 
 def _print_summary(data: "TrialData") -> None:
-    from paceline.cli._output import console, print_table
+    from paceline.cli._console_output import console, print_table
 
     rows = [
         (group, name, s.count, s.last, s.min, s.max, s.mean)
@@ -120,7 +120,7 @@ def _print_summary(data: "TrialData") -> None:
 
 
 def _print_attempts(data: "TrialData") -> None:
-    from paceline.cli._output import console, format_duration, print_table
+    from paceline.cli._console_output import console, format_duration, print_table
 
     rows: list[tuple[Any, ...]] = []
     for attempt in data.attempts:
@@ -165,7 +165,7 @@ def metrics(
     Reports that a later attempt repeated appear once.
     """
     from paceline.cli._connection import connect
-    from paceline.cli._output import format_values, print_json_line, print_table
+    from paceline.cli._console_output import format_values, print_json_line, print_table
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -193,7 +193,7 @@ def metrics(
 def show_time(trial: TrialId, json: Json = False) -> None:
     """Show what the time of a trial went to: training, starts, lost work."""
     from paceline.cli._connection import connect
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
     from paceline.cli._time_tables import print_time
 
     with connect() as client:
@@ -257,8 +257,8 @@ def continue_trial(
     """
     from paceline.cli._config_overrides import nested_overrides
     from paceline.cli._connection import connect
-    from paceline.cli._follow_experiment import Follower, FollowOptions
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
+    from paceline.cli._experiment_follower import Follower, FollowOptions
 
     with connect() as client:
         changes = nested_overrides(overrides)

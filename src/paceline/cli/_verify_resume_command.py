@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli._command_options import Json
 from paceline.cli._errors import report_error
-from paceline.cli._options import Json
 
 if TYPE_CHECKING:
     from paceline.testing import FaultOutcome, Verdict
@@ -159,7 +159,7 @@ def _progress_on_stderr() -> Iterator[None]:
 
 
 def _print(verdict: "Verdict") -> None:
-    from paceline.cli._output import console, print_table
+    from paceline.cli._console_output import console, print_table
 
     print_table(
         ["Fault", "Came at step", "Resumed from", "Trained again", "Result"],
@@ -197,7 +197,7 @@ def _result_text(outcome: "FaultOutcome") -> Any:
 
 
 def _print_json(verdict: "Verdict") -> None:
-    from paceline.cli._output import print_json
+    from paceline.cli._console_output import print_json
 
     print_json(
         {

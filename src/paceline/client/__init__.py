@@ -6,6 +6,16 @@ names (`PACELINE_HOME`, or `PACELINE_MASTER` with `PACELINE_TOKEN`); `Client` na
 
 from paceline.client._checkpoint import Checkpoint, DownloadMode
 from paceline.client._client import Client
+from paceline.client._client_functions import (
+    checkpoint,
+    create_experiment,
+    experiment,
+    get_checkpoint,
+    get_experiment,
+    get_trial,
+    list_experiments,
+    trial,
+)
 from paceline.client._code_context import (
     DEFAULT_IGNORES,
     IGNORE_FILE,
@@ -32,16 +42,6 @@ from paceline.client._master_location import (
     home_directory,
     read_master_file,
     read_token,
-)
-from paceline.client._module_functions import (
-    checkpoint,
-    create_experiment,
-    experiment,
-    get_checkpoint,
-    get_experiment,
-    get_trial,
-    list_experiments,
-    trial,
 )
 from paceline.client._sync_run import RunSync, SyncResult
 from paceline.client._trial import Trial

@@ -17,17 +17,18 @@ from paceline.core._attempt_journal import (
     record_start,
     record_time_spent,
 )
-from paceline.core._background_commit import (
+from paceline.core._checkpoint_context import CheckpointContext
+from paceline.core._checkpoint_failures import StoreFailures
+from paceline.core._checkpoint_parts import (
     CheckpointParts,
     commit_checkpoint,
     delete_checkpoint,
 )
-from paceline.core._checkpoint import CheckpointContext
-from paceline.core._checkpoint_failures import StoreFailures
 from paceline.core._cluster_info import ClusterInfo, get_cluster_info
-from paceline.core._context import Context, has_context
 from paceline.core._control_file import ControlFile
-from paceline.core._distributed import DistributedContext
+from paceline.core._core_context import Context, has_context
+from paceline.core._core_init import init
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import (
     DownloadMode,
     EarlyExitReason,
@@ -44,7 +45,6 @@ from paceline.core._errors import (
     NotOfferedError,
     PreemptedError,
 )
-from paceline.core._init import init
 from paceline.core._joined_run import join_run
 from paceline.core._launched_place import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._metric_numbers import numbers_of
@@ -59,8 +59,8 @@ from paceline.core._open_run import (
     open_run,
     resuming_by,
 )
-from paceline.core._preempt import PreemptContext, SignalWatch
-from paceline.core._profiler import ProfilerContext
+from paceline.core._preempt_context import PreemptContext, SignalWatch
+from paceline.core._profiler_context import ProfilerContext
 from paceline.core._report_checks import RESERVED_GROUPS, group_of_rank
 from paceline.core._run_directories import local_directory, run_name
 from paceline.core._run_summaries import (
@@ -74,7 +74,7 @@ from paceline.core._run_summaries import (
     summarize_run,
 )
 from paceline.core._search_decision import DECISION_TIMEOUT_S
-from paceline.core._searcher import SearcherContext, SearcherOperation
+from paceline.core._searcher_context import SearcherContext, SearcherOperation
 from paceline.core._send_to_trackers import TrackingGroup
 from paceline.core._sharded_checkpoint_checks import failing_together
 from paceline.core._storage_argument import GivenStorage, check_given_storage, given_storage

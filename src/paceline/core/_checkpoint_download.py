@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from paceline.core._distributed import DistributedContext
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import DownloadMode
 from paceline.core._sharded_checkpoint_checks import check_selector, failing_together
 from paceline.storage import CheckpointStorage, Selector

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline._atomic_files import write_atomically
-from paceline.core._distributed import DistributedContext
+from paceline.core._distributed_context import DistributedContext
 from paceline.storage import DirectoryStorage, ShardDone, decode_done, done_name
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.core._distributed import DistributedContext
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._errors import DistributedPeerError
 from paceline.storage import Selector
 

@@ -24,7 +24,7 @@ from paceline.core._report_checks import (
     new_metrics,
 )
 from paceline.core._search_decision import SearchDecision
-from paceline.core._tensorboard import PathMangler, PathSelector, TensorboardFiles
+from paceline.core._tensorboard_files import PathMangler, PathSelector, TensorboardFiles
 from paceline.core._time_account import CHECKPOINT, OTHER, VALIDATION, ScriptTimes, TimeEvent
 from paceline.journal import (
     EarlyExitReported,

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import Any
 
 from paceline.creators._function_parameters import HookWorker
+from paceline.creators._pytorch_trainer import PyTorchTrainer
 from paceline.creators._replica_spec import BATCH_SIZE
-from paceline.creators._trainer import PyTorchTrainer
 from paceline.engine import Pass, StateFormatError
 from paceline.storage import CheckpointCorruptError
 from paceline.workers import (

@@ -1,6 +1,6 @@
 """The workers of a trainer: formed, formed again, and called."""
 
-from paceline.creators import _worker_functions
+from paceline.creators import _replica_functions
 from paceline.creators._replica_spec import ReplicaSpec
 from paceline.engine import join_pass_state, split_pass_state
 from paceline.workers import (
@@ -12,9 +12,9 @@ from paceline.workers import (
 )
 
 # An optimizer loads the latter, which would take each worker more than a second.
-_PRELOAD = ("paceline.creators._worker_functions", "torch._dynamo")
+_PRELOAD = ("paceline.creators._replica_functions", "torch._dynamo")
 _STATE = StateFunctions(
-    _worker_functions.state, _worker_functions.load_state, join_pass_state, split_pass_state
+    _replica_functions.state, _replica_functions.load_state, join_pass_state, split_pass_state
 )
 
 
@@ -54,7 +54,7 @@ class ReplicaGroup(RecoveringGroup):
         return self._settings.cluster == "local"
 
     def _set_up(self) -> None:
-        self._call(_worker_functions.set_up, self._spec)
+        self._call(_replica_functions.set_up, self._spec)
         # What was asked for could run, so fewer are a loss that may pass.
         self._elastic.limits = ElasticLimits(least=1, most=self._spec.num_shards)
 

@@ -7,7 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from paceline.creators import _worker_functions
+from paceline.creators import _replica_functions
 from paceline.creators._replica_group import ReplicaGroup
 from paceline.engine import (
     PassRecord,
@@ -131,7 +131,7 @@ class TrainerState:
             NotSendableError: A model cannot be pickled.
             RuntimeError: The trainer was shut down.
         """
-        models = self._group.call(_worker_functions.models)[0]
+        models = self._group.call(_replica_functions.models)[0]
         return models[0] if len(models) == 1 else models
 
     # ---- workers -------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class TrainerState:
             Exception: What the function raised on the rank that failed first.
         """
         # It may change anything.
-        return self._group.call(_worker_functions.call, fn, changes_state=True)
+        return self._group.call(_replica_functions.call, fn, changes_state=True)
 
     @property
     def num_workers(self) -> int:

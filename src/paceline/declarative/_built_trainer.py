@@ -26,6 +26,7 @@ from paceline.declarative._built_parts import (
     require_fields,
 )
 from paceline.declarative._config_classes import TrainingConfig
+from paceline.declarative._configured_trial import ConfiguredTrial
 from paceline.declarative._hyperparameters import with_hyperparameters
 from paceline.declarative._loss_history import LossTracker
 from paceline.declarative._run_files import (
@@ -37,7 +38,6 @@ from paceline.declarative._run_files import (
     read_state,
 )
 from paceline.declarative._saved_outputs import Outputs
-from paceline.declarative._trial import ConfiguredTrial
 from paceline.engine import form_of, loader_of, mover_to, split
 
 logger = logging.getLogger(__name__)

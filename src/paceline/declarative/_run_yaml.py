@@ -11,7 +11,7 @@ from paceline import LOG_FORMAT
 from paceline.config import ConfigError, apply_overrides, parse_yaml
 from paceline.core import launched_place, run_name
 from paceline.declarative._config_classes import PretrainingConfig, TrainingConfig
-from paceline.declarative._trainer import Trainer
+from paceline.declarative._declarative_trainer import Trainer
 
 _KINDS: dict[str, type[TrainingConfig]] = {
     kind.__name__: kind for kind in (TrainingConfig, PretrainingConfig)

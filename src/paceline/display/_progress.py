@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from paceline.display._log_lines import Region
 from paceline.display._progress_line import UNITS, Facts, progress_line, report_line
+from paceline.display._progress_log_lines import Region
 from paceline.display._regions import find_region
 from paceline.display._throughput import Throughput
 

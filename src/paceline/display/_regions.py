@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, TextIO
 
-from paceline.display._log_lines import LogLines, Region, paragraph
+from paceline.display._progress_log_lines import LogLines, Region, paragraph
 
 SWITCH_VARIABLE = "PACELINE_PROGRESS"
 

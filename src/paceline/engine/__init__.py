@@ -17,7 +17,7 @@ from paceline.engine.checkpoints._continuous_saves import (
     ContinuousPeriod,
     ContinuousSaves,
 )
-from paceline.engine.checkpoints._earlier_run import EarlierState, asked_state
+from paceline.engine.checkpoints._earlier_state import EarlierState, asked_state
 from paceline.engine.checkpoints._kept_checkpoints import KeptCheckpoints
 from paceline.engine.devices._data_to_device import (
     TorchData,
@@ -26,13 +26,13 @@ from paceline.engine.devices._data_to_device import (
     release_device_memory,
     to_device,
 )
-from paceline.engine.devices._precision import Precision, unwrapped_forward
-from paceline.engine.devices._process_group import (
+from paceline.engine.devices._device_and_process_group import (
     join_ranks,
     own_device,
     suitable_backend,
     use_own_device,
 )
+from paceline.engine.devices._precision import Precision, unwrapped_forward
 from paceline.engine.devices._random_generators import (
     capture_random_state,
     isolated_randomness,
@@ -55,7 +55,7 @@ from paceline.engine.loaders._sample_collation import collate_of, form_of, loade
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
 from paceline.engine.loop._loop_hooks import TrainsShard
-from paceline.engine.loop._validation import (
+from paceline.engine.loop._validation_over_ranks import (
     MetricSums,
     batches_by_rank,
     evaluate_batches,
@@ -71,14 +71,22 @@ from paceline.engine.parallel._flat_all_reduce import FlatReduction
 from paceline.engine.parallel._fsdp import ShardUnits, check_whole
 from paceline.engine.parallel._horovod import join_horovod
 from paceline.engine.parallel._tensor_plan import TensorPlan, check_plan
-from paceline.engine.passes._captured_state import (
+from paceline.engine.passes._pass_progress import NotedProgress, shown_pass
+from paceline.engine.passes._pass_record import PassRecord
+from paceline.engine.passes._pass_state import (
     capture_pass_state,
     checked_pass_state,
     join_pass_state,
     restore_pass_state,
     split_pass_state,
 )
-from paceline.engine.passes._pass_progress import NotedProgress, shown_pass
+from paceline.engine.passes._pass_state_file import (
+    load_pass_state,
+    read_pass_state,
+    save_pass_state,
+    store_pass_state,
+    write_pass_state,
+)
 from paceline.engine.passes._pass_statistics import (
     LocalMeans,
     PassResult,
@@ -87,18 +95,9 @@ from paceline.engine.passes._pass_statistics import (
 )
 from paceline.engine.passes._pass_times import Measure, StepTimes, measured_pass
 from paceline.engine.passes._passes import DataPosition, Pass
-from paceline.engine.passes._run_record import PassRecord
-from paceline.engine.passes._state_file import (
-    load_pass_state,
-    read_pass_state,
-    save_pass_state,
-    store_pass_state,
-    write_pass_state,
-)
 from paceline.engine.profiling._step_timeline import StepTimeline
 from paceline.engine.profiling._step_timer import ProfilingWindow
 from paceline.engine.profiling._torch_profiler import TraceProfiler
-from paceline.engine.schedule._due_events import Schedule, StopReason
 from paceline.engine.schedule._lr_scheduler import LRScheduler
 from paceline.engine.schedule._lr_scheduler_state import load_scheduler
 from paceline.engine.schedule._train_units import (
@@ -109,13 +108,14 @@ from paceline.engine.schedule._train_units import (
     TrainUnit,
     checked_unit,
 )
-from paceline.engine.state._capture_trained_objects import ModelsAndOptimizers, load_models
+from paceline.engine.schedule._training_schedule import Schedule, StopReason
 from paceline.engine.state._changed_settings import SettingChanges, built_settings
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, load_models
 from paceline.engine.steps._loss_plan import LossPlan, Prediction, accuracy
 from paceline.engine.steps._stepper import ClipGrads, Stepper
 from paceline.engine.tensors._optimizer_parameters import all_parameters
 from paceline.engine.tensors._stored_tensors import whole
-from paceline.engine.train_functions._accelerate import accelerate
+from paceline.engine.train_functions._accelerate_options import accelerate
 from paceline.engine.train_functions._checkpoint_reader import UserStateReader
 from paceline.engine.train_functions._checkpoint_writer import Files
 from paceline.engine.train_functions._prepared_loader import PreparedLoader
@@ -133,7 +133,7 @@ from paceline.engine.training._deepspeed import (
     import_deepspeed,
     join_deepspeed,
 )
-from paceline.engine.training._experiment_config import (
+from paceline.engine.training._fit_defaults import (
     FitDefaults,
     is_test_mode,
     precision_of,
@@ -152,7 +152,7 @@ from paceline.engine.training._training_state import (
 )
 from paceline.engine.weights._export_onnx import export_onnx, require_onnx
 from paceline.engine.weights._export_weights import ExportedWeights, export_dcp, export_weights
-from paceline.engine.weights._load_weights import load_optimizer_state, load_weights
+from paceline.engine.weights._load_weights_and_optimizer import load_optimizer_state, load_weights
 from paceline.engine.weights._whole_and_sharded_tensors import gathered, outline_of, whole_model
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline._late_names import late_names
 
 if TYPE_CHECKING:
-    from paceline.integrations._accelerate import (
+    from paceline.integrations._huggingface_accelerate import (
         AccelerateReports,
         load_accelerator,
         save_accelerator,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The module of each name.
 _PLACES = {
-    "AccelerateReports": "_accelerate",
+    "AccelerateReports": "_huggingface_accelerate",
     "MLflowTracker": "_mlflow",
     "PyTorchTrainable": "_ray_tune_creators",
     "TensorBoardTracker": "_tensorboard",
@@ -31,10 +31,10 @@ _PLACES = {
     "WandbTracker": "_wandb",
     "as_trainable": "_ray_tune_creators",
     "lightning_trainer": "_lightning",
-    "load_accelerator": "_accelerate",
+    "load_accelerator": "_huggingface_accelerate",
     "prepare_lightning": "_lightning",
     "prepare_transformers": "_transformers",
-    "save_accelerator": "_accelerate",
+    "save_accelerator": "_huggingface_accelerate",
     "to_trainable": "_ray_tune",
 }
 

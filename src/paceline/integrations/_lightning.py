@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import train
-from paceline.integrations._missing import required
+from paceline.integrations._required_library import required
 
 required("lightning.pytorch", "prepare_lightning", "lightning")
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
-from paceline.integrations._missing import required
+from paceline.integrations._required_library import required
 
 _STATUS = {Outcome.COMPLETED: "FINISHED", Outcome.PREEMPTED: "KILLED"}
 _RUN_TAG = "paceline.run_id"

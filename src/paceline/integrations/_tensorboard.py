@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
-from paceline.integrations._missing import required
+from paceline.integrations._required_library import required
 
 
 class TensorBoardTracker(Tracker):

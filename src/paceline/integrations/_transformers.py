@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import train
-from paceline.integrations._missing import required
+from paceline.integrations._required_library import required
 
 required("transformers", "prepare_transformers", "transformers")
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
-from paceline.integrations._missing import required
+from paceline.integrations._required_library import required
 
 _STEP = "step"
 

@@ -23,18 +23,18 @@ from paceline.pytorch import samplers
 from paceline.pytorch._batch_inference import torch_batch_process
 from paceline.pytorch._batch_processor import TorchBatchProcessor, TorchBatchProcessorContext
 from paceline.pytorch._batches_and_loaders import DataLoader, TorchData, data_length, to_device
-from paceline.pytorch._callbacks import PyTorchCallback
 from paceline.pytorch._from_checkpoint import (
     CheckpointLoadContext,
     load_trial_from_checkpoint_path,
     load_weights_from_checkpoint_path,
 )
-from paceline.pytorch._init import init
 from paceline.pytorch._launch import launch
+from paceline.pytorch._pytorch_callback import PyTorchCallback
+from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._result import Result
-from paceline.pytorch._trainer import Preempted, Trainer
-from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._trial_context import PyTorchTrialContext
+from paceline.pytorch._trial_init import init
+from paceline.pytorch._trial_trainer import Preempted, Trainer
 from paceline.pytorch.samplers import adapt_batch_sampler
 
 __all__ = [

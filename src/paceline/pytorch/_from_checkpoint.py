@@ -18,7 +18,7 @@ from paceline.engine import (
     read_training,
     read_weights,
 )
-from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._trial_context import PyTorchTrialContext
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.engine import CheckpointMismatchError
+from paceline.pytorch._trial_checkpoint_facts import plain_hparams
 from paceline.pytorch._trial_context import PyTorchTrialContext
-from paceline.pytorch._trial_state import plain_hparams
 
 
 def changed_facts(

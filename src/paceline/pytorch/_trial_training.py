@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from paceline.engine import Position, ResumableTraining, ShardedData, TrainingCallbacks, TrainsShard
-from paceline.pytorch._callbacks import PyTorchCallback
+from paceline.pytorch._pytorch_callback import PyTorchCallback
+from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._resume_checks import changed_facts
-from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._trial_checkpoint_facts import trial_facts
 from paceline.pytorch._trial_context import PyTorchTrialContext
-from paceline.pytorch._trial_state import trial_facts
-from paceline.pytorch._validation import Validator
+from paceline.pytorch._trial_validator import Validator
 
 
 class Training(ResumableTraining):

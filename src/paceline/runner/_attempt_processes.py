@@ -151,7 +151,7 @@ class AttemptProcesses:
     @staticmethod
     def _end_leftovers(directory: AttemptDirectory) -> None:
         # Seldom needed, and it loads more of the runner than the master needs.
-        from paceline.runner._attempt_end import end_leftovers, leave_word, make_end
+        from paceline.runner._attempt_end_report import end_leftovers, leave_word, make_end
 
         end_leftovers(directory)
         leave_word(directory, make_end(ExitReason.RUNNER_LOST))

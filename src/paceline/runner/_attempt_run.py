@@ -13,7 +13,7 @@ from paceline.journal import RUN_DIRECTORY_VARIABLE
 from paceline.messages.attempts import AttemptControl, AttemptEnd, AttemptSpec
 from paceline.messages.states import ExitReason
 from paceline.runner._attempt_directory import AttemptDirectory
-from paceline.runner._attempt_end import (
+from paceline.runner._attempt_end_report import (
     leave_word,
     make_end,
     read_end,

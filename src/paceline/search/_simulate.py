@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.search._messages import (
+from paceline.search._method_config import SearchConfig
+from paceline.search._search import Search
+from paceline.search._search_messages import (
     Create,
     Exited,
     ExitReason,
@@ -18,8 +20,6 @@ from paceline.search._messages import (
     Stop,
     Train,
 )
-from paceline.search._method_config import SearchConfig
-from paceline.search._search import Search
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,17 +6,11 @@ Importing this loads no torch.
 from typing import TYPE_CHECKING
 
 from paceline._late_names import late_names
-from paceline.train._callbacks import (
-    JsonLinesCallback,
-    PrintCallback,
-    ProgressCallback,
-    TensorBoardCallback,
-    TrainingCallback,
-)
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._errors import IncompleteCheckpointError, RunDirectoryError
+from paceline.train._function_trainer import Trainer
 from paceline.train._preparing_functions import (
     accelerate,
     backward,
@@ -30,6 +24,13 @@ from paceline.train._preparing_functions import (
     prepare_optimizer,
 )
 from paceline.train._results import Report, Results
+from paceline.train._run_callbacks import (
+    JsonLinesCallback,
+    PrintCallback,
+    ProgressCallback,
+    TensorBoardCallback,
+    TrainingCallback,
+)
 from paceline.train._run_iterator import RunIterator
 from paceline.train._stepwise_run import StepwiseRun
 from paceline.train._train_functions import (
@@ -46,7 +47,6 @@ from paceline.train._train_functions import (
     world_rank,
     world_size,
 )
-from paceline.train._trainer import Trainer
 from paceline.workers import (
     NodesDifferError,
     NotEnoughWorkersError,

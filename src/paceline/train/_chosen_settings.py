@@ -3,13 +3,13 @@
 from typing import Any
 
 from paceline.core import launched_place
-from paceline.train._argument_checks import chosen_limits
 from paceline.train._config import ElasticConfig, TorchConfig
+from paceline.train._trainer_arguments import chosen_limits
 from paceline.workers import WorkerResources, chosen_cluster
 from paceline.workers.runs import GroupSettings, is_pool_worker
 
 # By its name, as it loads torch.
-_WORKER_FUNCTIONS = "paceline.engine.train_functions._worker_functions"
+_WORKER_FUNCTIONS = "paceline.engine.train_functions._train_function_jobs"
 
 
 def chosen_settings(

@@ -14,10 +14,10 @@ from paceline.journal import (
     RunTail,
 )
 from paceline.storage import CheckpointStorage, Kept
-from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
 from paceline.train._results import Report, report_of
+from paceline.train._run_callbacks import TrainingCallback
 from paceline.workers.runs import METRICS_GROUP, StoredAt
 
 _ENTRIES = 1000

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core import Tracker
-from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
+from paceline.train._run_callbacks import TrainingCallback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from paceline.masterless_search import (
     conduct,
     search_journal,
 )
-from paceline.train._argument_checks import check_function
 from paceline.train._config import CheckpointStrategy
+from paceline.train._function_trainer import Trainer
 from paceline.train._search_results import SearchResults, TrialResult
-from paceline.train._trainer import Trainer
+from paceline.train._trainer_arguments import check_function
 from paceline.workers import RayConnection
 
 if TYPE_CHECKING:

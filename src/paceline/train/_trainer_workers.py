@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from paceline.train._argument_checks import check_alone, make_instance
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._run_iterator import RunIterator
+from paceline.train._trainer_arguments import check_alone, make_instance
 from paceline.train._trainer_table import html_of, table_of, title_of
 from paceline.workers import WorkerOutput
 from paceline.workers.runs import GroupSettings, TrainGroup

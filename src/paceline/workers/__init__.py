@@ -28,7 +28,7 @@ from paceline.workers._kept_state import (
     read_parts,
     write_part,
 )
-from paceline.workers._launcher_run import LaunchGroup, LaunchRun
+from paceline.workers._launch_run import LaunchGroup, LaunchRun
 from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers._recovering_group import RecoveringGroup
 from paceline.workers._restart_policy import (
@@ -55,13 +55,12 @@ from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand, Wor
 from paceline.workers.pools._ray_pool import RayPool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
 from paceline.workers.processes._fork_client import stop_fork_server
+from paceline.workers.processes._join_process_group import join_process_group
 from paceline.workers.processes._leftover_processes import end_marked, kill_leftover
 from paceline.workers.processes._local_worker_group import LocalGroup
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._output_lines import LINE_CHARACTERS, LineSplitter, OutputLine
-from paceline.workers.processes._process_group import join_process_group
 from paceline.workers.processes._process_start import prepare_start
-from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_environment import (
     SHARDS_VARIABLE,
     THREADS_MARK,
@@ -77,6 +76,7 @@ from paceline.workers.processes._rank_info import RankInfo
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers.processes._worker_end import end_without_shutdown
+from paceline.workers.processes._worker_program import PROGRAM_FILE
 from paceline.workers.processes._worker_spec import (
     WorkerExit,
     WorkerSpec,
@@ -94,7 +94,7 @@ from paceline.workers.remote._ray_cluster import (
 
 if TYPE_CHECKING:
     from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
-    from paceline.workers.remote._ray_data import (
+    from paceline.workers.remote._ray_data_shards import (
         RayShards,
         check_ray_data,
         dealt,
@@ -202,10 +202,10 @@ __getattr__ = late_names(
     __name__,
     {
         "ForwardedRun": "remote._forwarded_storage",
-        "RayShards": "remote._ray_data",
-        "check_ray_data": "remote._ray_data",
-        "dealt": "remote._ray_data",
-        "is_ray_dataset": "remote._ray_data",
+        "RayShards": "remote._ray_data_shards",
+        "check_ray_data": "remote._ray_data_shards",
+        "dealt": "remote._ray_data_shards",
+        "is_ray_dataset": "remote._ray_data_shards",
         "ForwardedStorage": "remote._forwarded_storage",
         "StorageRequests": "remote._storage_requests",
     },

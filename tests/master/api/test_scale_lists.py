@@ -235,7 +235,7 @@ def halving(master: Any) -> None:
 def test_rungs_are_those_of_the_search_and_its_inputs_are_not_applied_again(
     make_master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.master.experiments import _search_views, load_search
+    from paceline.master.experiments import _stored_search_views, load_search
 
     master = make_master(num_slots=1)
     halving(master)
@@ -266,7 +266,7 @@ def test_rungs_are_those_of_the_search_and_its_inputs_are_not_applied_again(
 
     assert max(len(rung) for bracket in expected for rung in bracket) > 4
     with monkeypatch.context() as patch:
-        patch.setattr(_search_views, "load_search", None)  # stored when the search ended
+        patch.setattr(_stored_search_views, "load_search", None)  # stored when the search ended
         assert entries() == expected
         for bracket, whole in zip(entries(limit=3), expected, strict=True):
             for rung, all_of_it in zip(bracket, whole, strict=True):
@@ -280,16 +280,16 @@ def test_rungs_are_those_of_the_search_and_its_inputs_are_not_applied_again(
     ).result()
     assert entries() == expected
     with monkeypatch.context() as patch:
-        patch.setattr(_search_views, "load_search", None)
+        patch.setattr(_stored_search_views, "load_search", None)
         assert entries() == expected
 
 
 def test_rungs_of_a_search_that_goes_on_follow_its_inputs(
     make_master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.master.experiments import _search_views
+    from paceline.master.experiments import _stored_search_views
 
-    monkeypatch.setattr(_search_views, "_REST", 0)
+    monkeypatch.setattr(_stored_search_views, "_REST", 0)
     master = make_master(num_slots=1)
     searcher = {"name": "adaptive_asha", "metric": "loss", "max_trials": 4, "max_time": 4,
                 "time_metric": "batches", "max_concurrent_trials": 1}  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from starter_contract import Cluster, Pool, StarterContract, attempts_of
 
 from paceline.master.starters import RunnerOrder, StarterError, _kubernetes_watch, read_pool_file
-from paceline.master.starters._kubernetes import KubernetesOptions, KubernetesStarter
+from paceline.master.starters._kubernetes_starter import KubernetesOptions, KubernetesStarter
 
 pytest.importorskip("kubernetes", reason="NOT TESTED: needs pip install 'paceline[kubernetes]'")
 pytest.importorskip("jsonschema", reason="NOT TESTED: jsonschema is not installed")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.master.starters import StarterError, _ray_guard
-from paceline.master.starters._programs import RequestProgram
+from paceline.master.starters._cluster_programs import RequestProgram
 
 PROGRAM = """
 import json, sys, time

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from starter_contract import Cluster, Pool, StarterContract
 
-from paceline.master.starters._ray_process import RayRunners
+from paceline.master.starters._ray_runners import RayRunners
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_a_cluster_that_the_master_has_started_ends_with_it(
         [helper] = [
             p
             for p in psutil.Process(pool.process.pid).children()
-            if "_ray_process" in str(p.cmdline())
+            if "_ray_runners" in str(p.cmdline())
         ]
         started = helper.children(recursive=True)
         assert any("raylet" in process.name() for process in started)

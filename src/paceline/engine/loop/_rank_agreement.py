@@ -5,8 +5,8 @@ from enum import IntEnum
 
 from paceline.core import Context
 from paceline.engine.loop._loop_hooks import LoopHooks
-from paceline.engine.schedule._due_events import StopReason
 from paceline.engine.schedule._train_units import Position
+from paceline.engine.schedule._training_schedule import StopReason
 from paceline.engine.steps._stepper import Stepper
 
 

@@ -21,8 +21,8 @@ from paceline.engine.metrics._weighted_means import WeightedMeans
 from paceline.engine.profiling._step_timeline import MOVE, REDUCE, WAIT, WHOLE
 from paceline.engine.profiling._step_timer import StepTimer
 from paceline.engine.profiling._torch_profiler import TraceProfiler
-from paceline.engine.schedule._due_events import Schedule, StopReason
 from paceline.engine.schedule._train_units import Position
+from paceline.engine.schedule._training_schedule import Schedule, StopReason
 from paceline.engine.steps._stepper import Stepper
 
 faults.register("engine.batch", "engine.validation")

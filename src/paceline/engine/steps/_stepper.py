@@ -10,7 +10,7 @@ import torch
 from paceline.core import DistributedContext
 from paceline.engine.devices._precision import Precision
 from paceline.engine.gradients._loss_weights import Accumulation
-from paceline.engine.gradients._signal_with_gradients import TravellingSignal
+from paceline.engine.gradients._travelling_signal import TravellingSignal
 from paceline.engine.models._frozen_base import FrozenBase
 from paceline.engine.models._model_options import ModelOptions, ModelWrapper
 from paceline.engine.parallel._data_parallel import DataParallel

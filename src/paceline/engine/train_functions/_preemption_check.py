@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from paceline import core
-from paceline.engine.gradients._signal_with_gradients import TravellingSignal
+from paceline.engine.gradients._travelling_signal import TravellingSignal
 from paceline.journal import RunDirectory
 from paceline.workers import RankInfo
 from paceline.workers.runs import RunSpec, note_listener

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from paceline import core
-from paceline.engine.devices._process_group import own_device
+from paceline.engine.devices._device_and_process_group import own_device
 from paceline.engine.devices._random_generators import seed_everything
 from paceline.engine.train_functions._checkpoint_reader import UserStateReader
 from paceline.engine.train_functions._checkpoint_writer import Files, UserStateWriter

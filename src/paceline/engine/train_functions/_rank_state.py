@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 from paceline.engine.devices._random_generators import capture_random_state, restore_random_state
 from paceline.engine.gradients._accumulated_window import has_stored_tensors
 from paceline.engine.state._buffers_and_gradients import restore_generators
-from paceline.engine.state._capture_trained_objects import ModelsAndOptimizers
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.train_functions._prepared_loader import PreparedLoader
 from paceline.engine.train_functions._user_loop import UserLoop
 

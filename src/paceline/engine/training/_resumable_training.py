@@ -13,7 +13,7 @@ import torch
 from paceline._seeds import mix_seed
 from paceline.engine.checkpoints._background_saver import Destination
 from paceline.engine.checkpoints._best_validation import BestValidation
-from paceline.engine.checkpoints._earlier_run import EarlierState
+from paceline.engine.checkpoints._earlier_state import EarlierState
 from paceline.engine.devices._data_to_device import mover_to
 from paceline.engine.devices._random_generators import restore_random_state, seed_everything
 from paceline.engine.loaders._epoch_order import shards_of_worker
@@ -23,7 +23,7 @@ from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._changed_settings import SettingChanges
-from paceline.engine.training._loop_with_checkpoints import LoopTraining
+from paceline.engine.training._loop_training import LoopTraining
 from paceline.engine.training._registered_models import RegisteredModels
 from paceline.engine.training._training_callbacks import TrainingCallbacks
 from paceline.engine.training._training_state import (

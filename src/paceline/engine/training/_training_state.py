@@ -25,10 +25,10 @@ from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._buffers_and_gradients import restore_generators, summed_gradients
-from paceline.engine.state._capture_trained_objects import ModelsAndOptimizers
 from paceline.engine.state._changed_settings import SettingChanges
 from paceline.engine.state._data_identity import check_identity
 from paceline.engine.state._epoch_sizes import epoch_sizes, note_epoch_sizes
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.state._sharded_tensor_pieces import Divided
 from paceline.engine.steps._stepper import Stepper
 from paceline.engine.tensors._stored_tensors import whole

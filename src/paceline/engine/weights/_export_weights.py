@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 from paceline.engine.tensors._safetensors_file import write_tensor_file
 from paceline.engine.tensors._stored_tensors import StoredTensor
 from paceline.engine.weights._dcp_files import write_dcp
-from paceline.engine.weights._load_weights import INDEX_NAME, stored_optimizer, stored_weights
+from paceline.engine.weights._load_weights_and_optimizer import (
+    INDEX_NAME,
+    stored_optimizer,
+    stored_weights,
+)
 from paceline.storage import CheckpointCorruptError
 
 _BLOCK_BYTES = 2**24

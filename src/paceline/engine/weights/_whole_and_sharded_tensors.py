@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine.state._capture_trained_objects import divided
+from paceline.engine.state._models_and_optimizers import divided
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import fitted

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, experiment_row, write
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, experiment_row, write
 from paceline.master.experiments import (
     RefusedError,
     check_not_over,

@@ -11,8 +11,8 @@ from sqlalchemy import select
 
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, checkpoint_row, write
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, checkpoint_row, write
 from paceline.master.experiments import (
     delete_files,
     delete_matching_files,

@@ -21,8 +21,8 @@ from paceline.config import (
 from paceline.master._master import Master
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, experiment_row
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, experiment_row
 from paceline.messages import views
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, members, open_archive
 

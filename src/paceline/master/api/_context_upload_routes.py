@@ -13,10 +13,10 @@ from fastapi.responses import FileResponse
 from paceline._atomic_files import replacing
 from paceline._private_files import open_private
 from paceline.journal import sync_directory
-from paceline.master.api._auth import IdentityOf
+from paceline.master.api._access_guard import IdentityOf
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, write
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, write
 from paceline.master.store import note_context
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, check_archive, is_shortage
 

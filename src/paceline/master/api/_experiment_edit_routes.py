@@ -10,8 +10,8 @@ from fastapi import APIRouter
 from paceline.config import ConfigError
 from paceline.master._master import Master
 from paceline.master.api._experiment_routes import Action, ExperimentId, action_of, read_experiment
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, write
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, write
 from paceline.master.experiments import (
     Leftovers,
     NotFoundError,

@@ -9,8 +9,8 @@ from sqlalchemy import Connection, Text, func, select
 from paceline.master._name_cache import KeptNames
 from paceline.master.api._hyperparameter_routes import flat_space
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import Cursor, Limit, MasterOf, place_of
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import Cursor, Limit, MasterOf, place_of
 from paceline.master.store import (
     EXPERIMENTS,
     Condition,

@@ -11,8 +11,8 @@ from sqlalchemy import select
 from paceline.config import validate_config
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import (
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import (
     Cursor,
     Limit,
     MasterOf,

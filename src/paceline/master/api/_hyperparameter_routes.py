@@ -9,8 +9,8 @@ from sqlalchemy import Connection, Row, select
 
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, experiment_row
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, experiment_row
 from paceline.master.store import config_of, sample_trials, tables, tagged
 from paceline.messages import views
 

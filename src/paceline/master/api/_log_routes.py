@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Path, Query
 from sqlalchemy import Connection, select
 
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, TrialId, experiment_row, trial_row
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, TrialId, experiment_row, trial_row
 from paceline.master.store import LogFilter, StoredLine, merge_lines, tables
 from paceline.messages import resources
 

@@ -10,8 +10,8 @@ from sqlalchemy import Connection, Row, func, select
 
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf
 from paceline.master.api._web_ui_files import has_web_ui
 from paceline.master.experiments import drained_slots, read_pools
 from paceline.master.scheduling import pool_of

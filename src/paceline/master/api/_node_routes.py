@@ -9,10 +9,10 @@ from fastapi import APIRouter, Path, Request, Response
 from sqlalchemy import Connection, Row, select
 
 from paceline.master._master import Master
-from paceline.master.api._auth import IdentityOf
+from paceline.master.api._access_guard import IdentityOf
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, write
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, write
 from paceline.master.api._slot_draining import drain_slots, resume_slots
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
 from paceline.master.store import Transaction, slots_by_node, tables

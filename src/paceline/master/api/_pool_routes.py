@@ -8,8 +8,8 @@ from sqlalchemy import delete, insert
 
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, write
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, write
 from paceline.master.api._slot_draining import drain_slots, resume_slots
 from paceline.master.experiments import read_cluster, read_pools
 from paceline.master.scheduling import PoolSettings

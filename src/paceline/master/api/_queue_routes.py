@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query
 from sqlalchemy import Connection, func, select
 
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, write
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, write
 from paceline.master.experiments import Cluster, move_experiment, read_cluster, waiting_trials
 from paceline.master.scheduling import (
     PolicyName,

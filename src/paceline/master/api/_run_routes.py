@@ -6,8 +6,8 @@ import msgspec
 from fastapi import APIRouter, Path, Request, Response
 
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, write
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, write
 from paceline.messages.runs import RunRecords, RunRegistration
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.

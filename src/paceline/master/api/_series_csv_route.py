@@ -16,8 +16,8 @@ from sqlalchemy import Connection
 
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, trial_row
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, trial_row
 from paceline.master.store import Selection, iter_points
 
 router = APIRouter(tags=["trials"], route_class=ReadingRoute)

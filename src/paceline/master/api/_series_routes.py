@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection
 
 from paceline.master.api._experiment_routes import ExperimentId
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf, experiment_row
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf, experiment_row
 from paceline.master.store import (
     Selection,
     cut_curve,

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from paceline.master._master import Master
-from paceline.master.api._auth import ConnectionOf, IdentityOf, cookie_name
+from paceline.master.api._access_guard import ConnectionOf, IdentityOf, cookie_name
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf
 from paceline.master.api._token_routes import require_token
 from paceline.master.auth import ADMIN, SIGN_IN_S, TooManyAttemptsError
 from paceline.messages import resources

@@ -10,8 +10,8 @@ from paceline.master._master import Master
 from paceline.master._measurements import LAG_BOUNDS_S, REQUEST_BOUNDS_S
 from paceline.master._prometheus_text import CONTENT_TYPE, Exposition
 from paceline.master.api._master_routes import read_master
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf
 from paceline.master.experiments import missing_methods
 from paceline.master.store import (
     ATTEMPTS,

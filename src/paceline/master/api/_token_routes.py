@@ -5,10 +5,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from paceline.master.api._auth import Identity, IdentityOf
+from paceline.master.api._access_guard import Identity, IdentityOf
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf
 from paceline.master.auth import StoredToken, TokenNameTakenError
 from paceline.messages import tokens
 

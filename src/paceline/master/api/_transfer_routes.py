@@ -12,8 +12,8 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import MasterOf
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import MasterOf
 from paceline.master.experiments import RefusedError
 from paceline.master.nodes import OFFERS_AT_ONCE, PIECES_AT_ONCE
 from paceline.messages.attempts import CheckpointOffer, PieceReply, ShardOffer, runner_id

@@ -7,8 +7,8 @@ from sqlalchemy import ColumnElement, Float, Text, case, cast, func, select
 
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import (
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import (
     Cursor,
     Limit,
     MasterOf,

@@ -5,8 +5,8 @@ import asyncio
 from fastapi import APIRouter
 from sqlalchemy import select
 
-from paceline.master.api._reading import ReadingRoute
-from paceline.master.api._route_helpers import (
+from paceline.master.api._reading_route import ReadingRoute
+from paceline.master.api._row_helpers import (
     MAX_PAGE,
     Cursor,
     Limit,

@@ -11,7 +11,7 @@ from paceline.master.experiments._checkpoint_files import (
     note_deleted_files,
 )
 from paceline.master.experiments._checkpoint_ingest import store_checkpoint
-from paceline.master.experiments._experiment_actions import Commands
+from paceline.master.experiments._commands_on_experiments import Commands
 from paceline.master.experiments._experiment_deletion import (
     Leftovers,
     Loss,
@@ -38,7 +38,6 @@ from paceline.master.experiments._scheduler_input import (
     waiting_trials,
 )
 from paceline.master.experiments._search_operations import SearchOperations
-from paceline.master.experiments._search_views import MAX_RUNG_ENTRIES, SearchViews, thinned
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import (
     NotFoundError,
@@ -46,6 +45,7 @@ from paceline.master.experiments._state_transitions import (
     SearchEnd,
     TransitionError,
 )
+from paceline.master.experiments._stored_search_views import MAX_RUNG_ENTRIES, SearchViews, thinned
 from paceline.master.experiments._stored_searches import (
     Searches,
     load_search,

@@ -8,7 +8,6 @@ from sqlalchemy import Connection, Row, select, update
 
 from paceline import faults
 from paceline.master.experiments._search_operations import SearchOperations
-from paceline.master.experiments._search_views import store_search_view
 from paceline.master.experiments._state_transitions import (
     EXPERIMENT_TRANSITIONS,
     TRIAL_TRANSITIONS,
@@ -20,6 +19,7 @@ from paceline.master.experiments._state_transitions import (
     search_exit,
     stopping_state,
 )
+from paceline.master.experiments._stored_search_views import store_search_view
 from paceline.master.experiments._stored_searches import Searches
 from paceline.master.experiments._trial_failures import counted_trial_states, describe_failure
 from paceline.master.store import LogStore, Transaction, tables

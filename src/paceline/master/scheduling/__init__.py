@@ -1,6 +1,5 @@
 """Which waiting trial gets which slots: pure functions over plain data."""
 
-from paceline.master.scheduling._placement import fits_nodes
 from paceline.master.scheduling._pool_needs import PoolNeed, needs_node, needs_of
 from paceline.master.scheduling._pool_of_node import in_pools, pool_of
 from paceline.master.scheduling._queue_order import moved
@@ -17,6 +16,7 @@ from paceline.master.scheduling._scheduling_types import (
     SlotAssignment,
     Waiting,
 )
+from paceline.master.scheduling._slot_placement import fits_nodes
 
 __all__ = [
     "DEFAULT_PRIORITY",

@@ -4,7 +4,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.master.scheduling._placement import FreeSlots
 from paceline.master.scheduling._policies import POLICIES
 from paceline.master.scheduling._scheduling_types import (
     Holding,
@@ -17,6 +16,7 @@ from paceline.master.scheduling._scheduling_types import (
     SlotAssignment,
     Waiting,
 )
+from paceline.master.scheduling._slot_placement import FreeSlots
 from paceline.master.scheduling._victims import choose_until, choose_victims
 
 _NO_POOLS: Mapping[str, PoolSettings] = {}

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from paceline.master.scheduling._placement import FreeSlots
 from paceline.master.scheduling._scheduling_types import Holding, Part
+from paceline.master.scheduling._slot_placement import FreeSlots
 
 UsableSlots = Callable[[Holding], Sequence[Part]]
 """Returns the parts of an attempt that others may use once it has left."""

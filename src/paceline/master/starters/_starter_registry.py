@@ -1,10 +1,10 @@
 """The starters that a pool may name: Paceline's own, and those of packages."""
 
 from paceline._entry_points import class_named
-from paceline.master.starters._kubernetes import KubernetesStarter
-from paceline.master.starters._ray import RayStarter
-from paceline.master.starters._slurm import SlurmStarter
-from paceline.master.starters._ssh import SshStarter
+from paceline.master.starters._kubernetes_starter import KubernetesStarter
+from paceline.master.starters._ray_starter import RayStarter
+from paceline.master.starters._slurm_starter import SlurmStarter
+from paceline.master.starters._ssh_starter import SshStarter
 from paceline.master.starters._starter_base import Starter
 
 ENTRY_POINTS = "paceline.starters"

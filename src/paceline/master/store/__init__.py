@@ -42,7 +42,7 @@ from paceline.master.store._experiment_list import (
 )
 from paceline.master.store._ids import keep_ids, new_id, raise_ids
 from paceline.master.store._log_file import num_damaged_lines
-from paceline.master.store._log_lines import LogFilter, StoredLine, log_levels
+from paceline.master.store._log_filter import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
 from paceline.master.store._metric_names import all_metric_names, metric_names
 from paceline.master.store._metric_rows import (

@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline._private_files import open_private
 from paceline._sealed_json import check_line, seal_line
+from paceline.master.store._log_filter import LogFilter, StoredLine, line_id
 from paceline.master.store._log_index import (
     RECORD_BYTES,
     Block,
@@ -20,7 +21,6 @@ from paceline.master.store._log_index import (
     make_record,
     read_record,
 )
-from paceline.master.store._log_lines import LogFilter, StoredLine, line_id
 from paceline.messages.attempts import LogEntry
 
 logger = logging.getLogger(__name__)

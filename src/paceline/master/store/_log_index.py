@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from paceline.master.store._log_lines import LogFilter, levels_from
+from paceline.master.store._log_filter import LogFilter, levels_from
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

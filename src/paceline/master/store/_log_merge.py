@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterable, Iterator
 
-from paceline.master.store._log_lines import LogFilter, StoredLine
+from paceline.master.store._log_filter import LogFilter, StoredLine
 from paceline.master.store._trial_logs import LogStore
 
 # A line's place among those of other trials: its time, made to agree with the order of the lines of

@@ -17,7 +17,7 @@ from paceline.master.store._log_file import (
     numbered_of_member,
     own_sequence,
 )
-from paceline.master.store._log_lines import LogFilter, StoredLine, line_id
+from paceline.master.store._log_filter import LogFilter, StoredLine, line_id
 from paceline.messages.attempts import LogEntry
 
 _FIRST_BLOCK_LINES = 16

@@ -11,7 +11,7 @@ import paceline
 from paceline._checked_secrets import make_secret, read_secret
 from paceline.journal import write_atomically
 from paceline.messages.nodes import DEFAULT_POOL, PROTOCOL, NodeFacts
-from paceline.runner.node._devices import find_devices, gpu_names
+from paceline.runner.node._slots_and_gpus import find_devices, gpu_names
 
 _KEY_FILE = "node_key"
 

@@ -293,7 +293,7 @@ class NodeRunner:
     def _report_failure(self, attempt_id: int, launch: NodeLaunch | None, error: Exception) -> None:
         """Tell the master that an attempt cannot start, so that it need not wait for its lease."""
         # Loaded late: it needs much that a runner without attempts does not.
-        from paceline.runner._attempt_end import make_end
+        from paceline.runner._attempt_end_report import make_end
         from paceline.runner._start_errors import judge_start
 
         if launch is None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from paceline.workers.processes._program import EVENT_KIND, HEADER, OUTCOME_KIND
+from paceline.workers.processes._worker_program import EVENT_KIND, HEADER, OUTCOME_KIND
 
 
 class Kind(IntEnum):

@@ -11,8 +11,8 @@ from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.processes._fork_client import forking_start
 from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._process_start import Start, start_process
-from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_environment import NodeLayout, num_cores
+from paceline.workers.processes._worker_program import PROGRAM_FILE
 from paceline.workers.processes._worker_spec import WorkerSpec, local_specs
 
 

@@ -11,8 +11,8 @@ from paceline.workers.pools._local_generation import LocalServingGroup
 from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._output_reader import OnLine
-from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._rank_environment import NodeLayout
+from paceline.workers.processes._worker_program import CHANNEL_VARIABLE
 from paceline.workers.processes._worker_spec import WorkerSpec, local_specs
 
 WorkerVariables: TypeAlias = Callable[[NodeLayout], Sequence[Mapping[str, str]]]

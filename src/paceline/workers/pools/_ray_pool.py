@@ -15,14 +15,14 @@ from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._served_pool import ServedPool, check_at_least
 from paceline.workers.processes._leftover_processes import GROUP_VARIABLE
 from paceline.workers.processes._output_reader import OnLine
-from paceline.workers.processes._program import CHANNEL_VARIABLE
 from paceline.workers.processes._rank_environment import THREADS_VARIABLE, NodeLayout
+from paceline.workers.processes._worker_program import CHANNEL_VARIABLE
 from paceline.workers.processes._worker_spec import WorkerProcess
 from paceline.workers.remote._listener import Address, Listener
-from paceline.workers.remote._ray_actor_class import differences, own_versions
 from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
 from paceline.workers.remote._ray_host_actors import HostActor, RayHosts
+from paceline.workers.remote._ray_worker_actor import differences, own_versions
 from paceline.workers.remote._ray_worker_group import RayGroup, RemoteWorker
 from paceline.workers.remote._ray_worker_host import HostOrder
 from paceline.workers.remote._script_directory import Sources, pack

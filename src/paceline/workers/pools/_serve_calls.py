@@ -18,7 +18,12 @@ from paceline.workers.pools._pickling import dump, dump_error, load_error
 from paceline.workers.pools._thread_progress import ProgressMeter
 from paceline.workers.pools._worker_call import fill_main, traceback_text
 from paceline.workers.pools._worker_events import dump_stacks_on_signal, serve_events
-from paceline.workers.processes._program import describe_exit, exit_code_of, flush, is_consequence
+from paceline.workers.processes._worker_program import (
+    describe_exit,
+    exit_code_of,
+    flush,
+    is_consequence,
+)
 from paceline.workers.remote._driver_link import open_driver_link
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from paceline.workers.pools._channel import Kind
 from paceline.workers.pools._thread_progress import ProgressMeter
-from paceline.workers.processes import _program
+from paceline.workers.processes import _worker_program
 
 # Has a worker write the stacks of its threads to its error output. A signal that nobody else uses
 # where there are such, and one that interrupts also a thread that holds Python's lock.
@@ -77,8 +77,8 @@ def _find() -> None:
     if _Link.is_found:
         return
     _Link.is_found = True
-    wrapper = sys.modules.get(_program.RUNNING_MARK)
-    channel = _program.take_channel() if wrapper is None else wrapper.parent
+    wrapper = sys.modules.get(_worker_program.RUNNING_MARK)
+    channel = _worker_program.take_channel() if wrapper is None else wrapper.parent
     if channel is not None:
         _Link.send, _Link.is_program = channel.send, True
 

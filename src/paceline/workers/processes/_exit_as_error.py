@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from paceline.workers._errors import RemoteTraceback, WorkerFailedError
 from paceline.workers.pools._worker_call import traceback_text
-from paceline.workers.processes._program import describe_exit, exit_code_of
+from paceline.workers.processes._worker_program import describe_exit, exit_code_of
 
 
 def left_error(

@@ -24,8 +24,8 @@ from paceline.workers.processes._process_start import (
     ended,
     start_process,
 )
-from paceline.workers.processes._program import PROGRAM_FILE
 from paceline.workers.processes._rank_environment import THREADS_MARK, THREADS_VARIABLE
+from paceline.workers.processes._worker_program import PROGRAM_FILE
 from paceline.workers.processes._worker_spec import WorkerSpec
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """The end of a worker that some other launcher started.
 
 With gloo a process that has done all its work can still abort while the interpreter shuts down (see
-`_program`), and other launchers judge by the exit code. So such a process ends as ours do: its exit
-handlers run, its streams are flushed, the process group is left, and then it ends at once.
+`_worker_program`), and other launchers judge by the exit code. So such a process ends as ours do:
+its exit handlers run, its streams are flushed, the process group is left, and then it ends at once.
 """
 
 import atexit
@@ -14,7 +14,8 @@ import threading
 from types import FrameType
 from typing import Any, NoReturn
 
-from paceline.workers.processes._program import (
+from paceline.workers.processes._signals import signal_with_parent
+from paceline.workers.processes._worker_program import (
     FLUSH_FAILED,
     INTERRUPTED,
     RUNNING_MARK,
@@ -22,7 +23,6 @@ from paceline.workers.processes._program import (
     flush,
     leave_process_group,
 )
-from paceline.workers.processes._signals import signal_with_parent
 
 
 def end_without_shutdown() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline._waiting import join
 from paceline.workers._errors import PlacementError, PlacementTimeoutError, ResourcesError
-from paceline.workers.remote._ray_actor_class import COMPARED, make_actor_class
 from paceline.workers.remote._ray_bundles import Bundles, given_bundles, why_waiting
 from paceline.workers.remote._ray_cluster import (
     RayConnection,
@@ -19,6 +18,7 @@ from paceline.workers.remote._ray_cluster import (
     num_fitting,
     told_resources,
 )
+from paceline.workers.remote._ray_worker_actor import COMPARED, make_actor_class
 from paceline.workers.remote._ray_worker_host import HostOrder
 
 logger = logging.getLogger(__name__)

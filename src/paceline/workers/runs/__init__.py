@@ -10,7 +10,6 @@ from paceline.workers.runs._current_run import (
     is_pool_worker,
     leave_session,
 )
-from paceline.workers.runs._group_config import ElasticConfig, TorchConfig
 from paceline.workers.runs._outer_launcher_run_group import make_group
 from paceline.workers.runs._preemption_watch import PreemptionWatch, note_listener
 from paceline.workers.runs._report_gate import ReportGate, StoppedError
@@ -31,6 +30,7 @@ from paceline.workers.runs._run_spec import (
     checked_metadata,
     checkpoint_uuid,
 )
+from paceline.workers.runs._torch_and_elastic_config import ElasticConfig, TorchConfig
 
 __all__ = [
     "FILES_FOLDER",

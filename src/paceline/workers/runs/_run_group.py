@@ -15,8 +15,8 @@ from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._rank_environment import num_cores
-from paceline.workers.runs._group_config import ElasticConfig, TorchConfig
 from paceline.workers.runs._run_spec import Instance, Job
+from paceline.workers.runs._torch_and_elastic_config import ElasticConfig, TorchConfig
 
 logger = logging.getLogger(__name__)
 

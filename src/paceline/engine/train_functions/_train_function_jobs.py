@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext, launched_place
 from paceline.engine.devices._data_to_device import release_device_memory
-from paceline.engine.devices._process_group import suitable_backend, use_own_device
+from paceline.engine.devices._device_and_process_group import suitable_backend, use_own_device
 from paceline.engine.train_functions._rank_session import RankSession
 from paceline.workers import RankInfo, end_without_shutdown, join_process_group, prepare_joined
 from paceline.workers.runs import (

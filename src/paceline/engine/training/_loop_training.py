@@ -11,8 +11,8 @@ from paceline.core import Context
 from paceline.engine.checkpoints._best_validation import BestValidation
 from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.profiling._torch_profiler import TraceProfiler
-from paceline.engine.schedule._due_events import Schedule, StopReason
 from paceline.engine.schedule._train_units import Position, TrainUnit, end_of_piece
+from paceline.engine.schedule._training_schedule import Schedule, StopReason
 from paceline.engine.training._length_progress import LengthProgress
 from paceline.engine.training._training_checkpoints import TrainingCheckpoints
 

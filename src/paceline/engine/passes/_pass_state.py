@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from paceline.engine.passes._passes import DataPosition
 from paceline.engine.state._buffers_and_gradients import restore_generators
-from paceline.engine.state._capture_trained_objects import ModelsAndOptimizers
 from paceline.engine.state._changed_settings import SettingChanges
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.state._sharded_tensor_pieces import joined_pieces, take_pieces
 
 logger = logging.getLogger(__name__)

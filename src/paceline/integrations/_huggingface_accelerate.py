@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from paceline import train
-from paceline.integrations._missing import required
+from paceline.integrations._required_library import required
 
 required("accelerate", "save_accelerator", "accelerate")
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.core._control_file import ControlFile
-from paceline.core._distributed import DistributedContext
-from paceline.core._preempt import PreemptContext
+from paceline.core._distributed_context import DistributedContext
+from paceline.core._preempt_context import PreemptContext
 from paceline.core._search_decision import SearchDecision
 from paceline.journal import (
     JournalWriter,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paceline.engine import MetricSums, ShardedData, evaluate_batches, evaluate_on_chief
-from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._trial_context import PyTorchTrialContext
 
 

@@ -19,8 +19,8 @@ from paceline.engine import (
     release_device_memory,
     seed_everything,
 )
-from paceline.pytorch._trainer import Preempted
 from paceline.pytorch._trial_context import PyTorchTrialContext
+from paceline.pytorch._trial_trainer import Preempted
 from paceline.workers import shards_of_launcher
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from paceline.engine import (
     join_ranks,
     release_device_memory,
 )
-from paceline.pytorch._init import Beginning, begin
-from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
+from paceline.pytorch._trial_init import Beginning, begin
+from paceline.pytorch.deepspeed._deepspeed_context import DeepSpeedTrialContext
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from paceline.engine.formats._versioned_checkpoint import (
     read_weights,
 )
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
-from paceline.engine.state._capture_trained_objects import divided, load_models
+from paceline.engine.state._models_and_optimizers import divided, load_models
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._safetensors_file import TensorFile
 from paceline.engine.tensors._sharded_tensors import is_sharded

@@ -1,10 +1,10 @@
 """Run a user's Python program as a worker, and end it as a worker should.
 
-Run as ``python _program.py KIND TARGET ARGUMENTS...``, by its path and with the standard library
-alone: the interpreter is the user's choice, and nothing of the current directory may be imported
-before the program itself. The kinds script, module and code are as for Python. To serve is to
-carry out the calls of a driver, see `_serve`; to fork is to do that in processes forked from this
-one, see `_fork_server`.
+Run as ``python _worker_program.py KIND TARGET ARGUMENTS...``, by its path and with the standard
+library alone: the interpreter is the user's choice, and nothing of the current directory may be
+imported before the program itself. The kinds script, module and code are as for Python. To serve is
+to carry out the calls of a driver, see `_serve`; to fork is to do that in processes forked from
+this one, see `_fork_server`.
 
 With gloo a process that has done all its work can still abort while the interpreter shuts down: a
 thread of gloo asks for the interpreter lock too late. So the program's end is made of the same

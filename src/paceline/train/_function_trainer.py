@@ -10,7 +10,17 @@ from typing import Any
 
 from paceline import core
 from paceline._argument_checks import check_dictionary
-from paceline.train._argument_checks import (
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._chosen_settings import chosen_settings
+from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
+from paceline.train._given_dataset import given_dataset
+from paceline.train._results import Results
+from paceline.train._run_callbacks import TrainingCallback
+from paceline.train._run_driver import RunDriver
+from paceline.train._run_iterator import RunIterator, as_ranks
+from paceline.train._run_request import Request
+from paceline.train._stepwise_run import StepwiseRun
+from paceline.train._trainer_arguments import (
     NOT_GIVEN,
     check_function,
     chosen_config,
@@ -18,16 +28,6 @@ from paceline.train._argument_checks import (
     split_callbacks,
     stored_or_state,
 )
-from paceline.train._callbacks import TrainingCallback
-from paceline.train._checkpoint import Checkpoint
-from paceline.train._chosen_settings import chosen_settings
-from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._given_dataset import given_dataset
-from paceline.train._results import Results
-from paceline.train._run_driver import RunDriver
-from paceline.train._run_iterator import RunIterator, as_ranks
-from paceline.train._run_request import Request
-from paceline.train._stepwise_run import StepwiseRun
 from paceline.train._trainer_workers import TrainerWorkers
 from paceline.workers import WorkerOutput, check_ray_data, checked_resources
 from paceline.workers.runs import make_group

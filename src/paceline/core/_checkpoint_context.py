@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from paceline.core._background_commit import (
+from paceline.core._checkpoint_download import Fetching
+from paceline.core._checkpoint_parts import (
     CheckpointParts,
     commit_checkpoint,
     delete_checkpoint,
 )
-from paceline.core._checkpoint_download import Fetching
-from paceline.core._distributed import DistributedContext
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import DownloadMode
 from paceline.core._plain_json import plain_json
 from paceline.core._report_checks import MAX_STEPS

@@ -7,17 +7,17 @@ from weakref import WeakSet
 
 from paceline.core._alerts import alert_of, log_alert
 from paceline.core._attempt_journal import describe_error, end_journal, outcome_of
-from paceline.core._checkpoint import CheckpointContext
+from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._cluster_info import ClusterInfo
-from paceline.core._distributed import DistributedContext
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import Outcome
 from paceline.core._errors import InvalidHP
 from paceline.core._notices_to_parent import tell_invalid_hp
-from paceline.core._preempt import PreemptContext
-from paceline.core._profiler import ProfilerContext
-from paceline.core._searcher import SearcherContext
+from paceline.core._preempt_context import PreemptContext
+from paceline.core._profiler_context import ProfilerContext
+from paceline.core._searcher_context import SearcherContext
 from paceline.core._send_to_trackers import TrackingGroup
-from paceline.core._tensorboard import TensorboardFiles
+from paceline.core._tensorboard_files import TensorboardFiles
 from paceline.core._time_account import ScriptTimes
 from paceline.core._train_context import TrainContext
 from paceline.journal import JournalWriter

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from paceline.config import Section
-from paceline.master.starters._programs import run_program
+from paceline.master.starters._cluster_programs import run_program
 from paceline.master.starters._starter_base import RunnerOrder, Starter, StarterError
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.core._control_file import ControlFile
-from paceline.core._distributed import DistributedContext
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import PreemptMode
 from paceline.core._search_decision import SearchDecision
 from paceline.journal import JournalWriter, PreemptionAcknowledged

@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.engine import Reducer
 from paceline.pytorch._batches_and_loaders import DataLoader, TorchData, data_length
-from paceline.pytorch._callbacks import PyTorchCallback
+from paceline.pytorch._pytorch_callback import PyTorchCallback
 
 
 class PyTorchTrial(ABC):

@@ -11,7 +11,7 @@ import torch
 
 from paceline._atomic_files import replacing
 from paceline.engine.formats._json_and_safetensors import StateFormatError, is_storable
-from paceline.engine.passes._captured_state import checked_pass_state
+from paceline.engine.passes._pass_state import checked_pass_state
 from paceline.storage import CheckpointCorruptError, CheckpointStorage, checkpoint_at
 
 _STATE_FILE = "state.pt"

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._pytorch_trial import PyTorchTrial
 
 
 class DeepSpeedTrial(PyTorchTrial):

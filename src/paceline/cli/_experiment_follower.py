@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli._event_lines import Feed, FeedLine
+from paceline.cli._console_output import console, error_console
+from paceline.cli._event_feed import Feed, FeedLine
 from paceline.cli._log_printing import format_line
-from paceline.cli._output import console, error_console
 from paceline.cli._state_words import exit_code, lost_text
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ class Follower:
 
     def _print_end(self) -> None:
         """Print how it ended: the best trials of a search, and the state."""
+        from paceline.cli._console_output import format_duration
         from paceline.cli._leaderboard_table import print_leaderboard
-        from paceline.cli._output import format_duration
 
         data = self._experiment.data
         print_leaderboard(self._experiment, self._console)

@@ -39,9 +39,9 @@ from paceline.master.api import (
     _trial_list_route,
     _trial_routes,
 )
-from paceline.master.api._auth import Guard
+from paceline.master.api._access_guard import Guard
 from paceline.master.api._body_limits import BodyLimits
-from paceline.master.api._reading import NUM_READERS, make_readers
+from paceline.master.api._reading_route import NUM_READERS, make_readers
 from paceline.master.api._request_counts import Metering
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web_ui_files import WebUi

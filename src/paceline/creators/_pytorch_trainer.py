@@ -8,8 +8,8 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline import core
-from paceline.creators import _worker_functions
-from paceline.creators._argument_checks import (
+from paceline.creators import _replica_functions
+from paceline.creators._creators_arguments import (
     check_alone,
     check_names,
     check_pass,
@@ -277,7 +277,7 @@ class PyTorchTrainer(TrainerState):
             if keeps:
                 self._group.end_to_resize()
             results = self._group.call_with_retries(
-                _worker_functions.train,
+                _replica_functions.train,
                 order,
                 max_retries=max_retries,
                 keeps_state=keeps,
@@ -330,7 +330,7 @@ class PyTorchTrainer(TrainerState):
         num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
         with self._record.begun(self.num_workers, core.VALIDATION):
             results = self._group.call_with_retries(
-                _worker_functions.validate, order, max_retries=num_retries
+                _replica_functions.validate, order, max_retries=num_retries
             )
         statistics = reduced_statistics(results)
         self._record.add_validation(statistics)
@@ -346,7 +346,7 @@ class PyTorchTrainer(TrainerState):
         Raises:
             RuntimeError: The trainer was shut down.
         """
-        self._group.call(_worker_functions.update_schedulers, metric, changes_state=True)
+        self._group.call(_replica_functions.update_schedulers, metric, changes_state=True)
 
 
 def _of_each(results: list[PassResult]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.master.starters import _ray_guard
-from paceline.master.starters._ray_actor import make_actor_class
+from paceline.master.starters._ray_runner_actor import make_actor_class
 from paceline.workers import RayConnection, join_ray, told_resources, why_waiting
 
 _ANSWER_S = 5.0

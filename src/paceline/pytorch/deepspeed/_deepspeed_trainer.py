@@ -1,11 +1,11 @@
 """The trainer of trials for DeepSpeed."""
 
-from paceline.pytorch._trainer import Trainer as PyTorchTrainer
-from paceline.pytorch._trial import PyTorchTrial
+from paceline.pytorch._pytorch_trial import PyTorchTrial
+from paceline.pytorch._trial_trainer import Trainer as PyTorchTrainer
 from paceline.pytorch._trial_training import Training
-from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
-from paceline.pytorch.deepspeed._training import DeepSpeedTraining, DeepSpeedValidator
-from paceline.pytorch.deepspeed._trial import DeepSpeedTrial
+from paceline.pytorch.deepspeed._deepspeed_context import DeepSpeedTrialContext
+from paceline.pytorch.deepspeed._deepspeed_training import DeepSpeedTraining, DeepSpeedValidator
+from paceline.pytorch.deepspeed._deepspeed_trial import DeepSpeedTrial
 
 
 class Trainer(PyTorchTrainer):

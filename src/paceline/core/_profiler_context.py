@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.core._attempt_journal import record_metrics
-from paceline.core._distributed import DistributedContext
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._report_checks import group_of_rank
 from paceline.core._system_metrics import SystemSampler
-from paceline.core._tensorboard import TensorboardFiles
+from paceline.core._tensorboard_files import TensorboardFiles
 from paceline.journal import JournalWriter, encode_metrics
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli._alerts_table import text_of
-from paceline.cli._output import format_number, format_values
+from paceline.cli._console_output import format_number, format_values
 from paceline.config import split_length
 from paceline.journal import decode_value
 from paceline.messages.states import FULLY_TRAINED, STOPPED_BY_SEARCH

@@ -14,9 +14,9 @@ from paceline.engine import (
     batches_by_rank,
 )
 from paceline.pytorch._trial_training import Training
-from paceline.pytorch._validation import Validator
-from paceline.pytorch.deepspeed._context import DeepSpeedTrialContext
-from paceline.pytorch.deepspeed._trial import DeepSpeedTrial
+from paceline.pytorch._trial_validator import Validator
+from paceline.pytorch.deepspeed._deepspeed_context import DeepSpeedTrialContext
+from paceline.pytorch.deepspeed._deepspeed_trial import DeepSpeedTrial
 
 
 class DeepSpeedTraining(Training):

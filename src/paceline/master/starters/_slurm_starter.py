@@ -9,7 +9,7 @@ from pydantic import Field
 
 from paceline._private_files import open_private
 from paceline.config import Section
-from paceline.master.starters._programs import run_program
+from paceline.master.starters._cluster_programs import run_program
 from paceline.master.starters._starter_base import RunnerOrder, Starter, StarterError
 
 # States of jobs whose nodes are given to them.

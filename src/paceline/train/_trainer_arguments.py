@@ -7,9 +7,9 @@ from typing import Any
 
 from paceline import core
 from paceline._argument_checks import count
-from paceline.train._callbacks import TrainingCallback
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import ElasticConfig, TorchConfig, backend_config
+from paceline.train._run_callbacks import TrainingCallback
 from paceline.workers import ElasticLimits
 from paceline.workers.runs import Instance, current_session
 

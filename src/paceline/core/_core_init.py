@@ -10,24 +10,24 @@ from typing import Any
 
 from paceline import faults
 from paceline.core._attempt_journal import begin_journal, record_time_spent
-from paceline.core._checkpoint import CheckpointContext
+from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._cluster_info import cluster_info_of
-from paceline.core._context import Context, Parts
 from paceline.core._control_file import ControlFile
+from paceline.core._core_context import Context, Parts
 from paceline.core._determinism import apply_determinism
-from paceline.core._distributed import DistributedContext
+from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
 from paceline.core._node_storage import NodeStorage
 from paceline.core._notices_to_parent import begin_signs_of_life
 from paceline.core._open_run import OpenedRun, open_run
-from paceline.core._preempt import PreemptContext
-from paceline.core._profiler import ProfilerContext
+from paceline.core._preempt_context import PreemptContext
+from paceline.core._profiler_context import ProfilerContext
 from paceline.core._run_summaries import storage_of_run
 from paceline.core._search_decision import SearchDecision
-from paceline.core._searcher import SearcherContext
+from paceline.core._searcher_context import SearcherContext
 from paceline.core._send_to_trackers import TrackingGroup
 from paceline.core._storage_argument import GivenStorage, check_given_storage, given_storage
-from paceline.core._tensorboard import TensorboardFiles
+from paceline.core._tensorboard_files import TensorboardFiles
 from paceline.core._time_account import ScriptTimes
 from paceline.core._tracker import Tracker
 from paceline.core._tracker_registry import as_trackers

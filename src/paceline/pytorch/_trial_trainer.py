@@ -24,11 +24,11 @@ from paceline.engine import (
     searcher_of,
 )
 from paceline.pytorch._fit_arguments import checked_policy, first, training_length
+from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._result import Result, last_validation
-from paceline.pytorch._trial import PyTorchTrial
 from paceline.pytorch._trial_context import PyTorchTrialContext
 from paceline.pytorch._trial_training import Training
-from paceline.pytorch._validation import Validator
+from paceline.pytorch._trial_validator import Validator
 from paceline.storage import checkpoint_at
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.config import Section
-from paceline.master.starters._programs import RequestProgram
+from paceline.master.starters._cluster_programs import RequestProgram
 from paceline.master.starters._starter_base import RunnerOrder, Starter, StarterError
 
 _Amount = Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)]
@@ -63,7 +63,7 @@ class RayStarter(Starter):
         self._waiting: str | None = None
         self._program = RequestProgram(
             "Ray",
-            [sys.executable, "-m", "paceline.master.starters._ray_process", self._settings()],
+            [sys.executable, "-m", "paceline.master.starters._ray_runners", self._settings()],
         )
 
     def start(self, order: RunnerOrder) -> None:

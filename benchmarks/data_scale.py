@@ -89,13 +89,13 @@ def terabyte(directory: Path) -> dict[str, Any]:
     from paceline import data
     from paceline.data import _file_index
     from paceline.data._file_format import DataFile
-    from paceline.data._file_locations import Directory
+    from paceline.data._file_locations import DirectoryLocation
     from paceline.data._parquet import ParquetFormat
 
     shard = directory / "one" / "0.parquet"
     shard.parent.mkdir()
     shard.write_bytes(make_shard(0))
-    place = Directory(shard.parent)
+    place = DirectoryLocation(shard.parent)
     (found,) = place.find("*.parquet")
     (chunk,) = ParquetFormat().index_file(DataFile(place, found)).chunks
     names = [f"shard-{number:06}.parquet" for number in range(_NUM_SHARDS)]

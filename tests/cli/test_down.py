@@ -35,7 +35,7 @@ def test_a_master_gets_the_time_for_its_trials_and_for_what_it_kills_then(
 
     monkeypatch.setattr(client, "Client", Answering)
     monkeypatch.setattr(client, "read_token", lambda _: "token")
-    monkeypatch.setattr(_master_process, "answers", lambda _: True)
+    monkeypatch.setattr(_master_process, "master_answers", lambda _: True)
     monkeypatch.setattr(_master_process, "wait_for_end", wait_for_end)
     file: Any = SimpleNamespace(url="http://head:1", pid=1)
     _master_process.shut_down(file, tmp_path, keep_trials=keep_trials, timeout_s=100.0)

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from paceline.cli._event_feed import Feed
+from paceline.cli._event_feed import EventFeed
 from paceline.messages.resources import Event, Experiment
 from paceline.messages.states import ExperimentState
 
 HALVING = {"name": "adaptive_asha", "time_metric": "epochs", "max_time": 16}
 
 
-def feed(searcher: dict[str, Any], *, smaller_is_better: bool = True) -> Feed:
+def feed(searcher: dict[str, Any], *, smaller_is_better: bool = True) -> EventFeed:
     """Return the feed of an experiment that was created at time 100."""
-    return Feed(
+    return EventFeed(
         Experiment(
             id=3,
             name="x",
@@ -37,7 +37,9 @@ def feed(searcher: dict[str, Any], *, smaller_is_better: bool = True) -> Feed:
     )
 
 
-def lines(view: Feed, kind: str, time: float = 101.0, trial: int = 7, **data: Any) -> list[str]:
+def lines(
+    view: EventFeed, kind: str, time: float = 101.0, trial: int = 7, **data: Any
+) -> list[str]:
     event = Event(id=1, time=time, experiment_id=3, trial_id=trial, kind=kind, data=data)
     return [str(line).rstrip() for line in view.handle(event)]
 

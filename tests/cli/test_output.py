@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.cli import _console_output
-from paceline.cli._log_printing import format_line
+from paceline.cli._log_printing import format_log_line
 from paceline.messages.resources import LogLine
 
 
@@ -120,4 +120,4 @@ def test_a_log_line_names_its_origin_and_holds_no_control_characters(
         level=None,
         text="a\x1b\x07b",
     )
-    assert format_line(line, **options) == expected
+    assert format_log_line(line, **options) == expected

@@ -32,7 +32,7 @@ LISTS = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(12)), 3)
 def test_columns_of_numbers_are_what_arrow_has(column: Any) -> None:
     for part in (column, column.slice(1), column.slice(1, 1)):
         expected = np.array(part.to_pylist()) if part.type == LISTS.type else part.to_numpy(False)
-        found = _sample_columns._decode(part)
+        found = _sample_columns._decode_column(part)
         np.testing.assert_array_equal(found.reshape(expected.shape), expected)
         assert found.dtype == expected.dtype
 
@@ -44,9 +44,11 @@ def test_vectors_of_several_lengths_and_with_gaps_are_arrays() -> None:
         (column.slice(2), [[3], [], [4, 5]]),
         (pa.array([[True], [False, True]]), [[True], [False, True]]),
     ):
-        found = [v if v is None else v.tolist() for v in _sample_columns._row_values(part)]
+        found = [
+            v if v is None else v.tolist() for v in _sample_columns._row_values_of_column(part)
+        ]
         assert found == expected
-    (first,) = _sample_columns._row_values(pa.array([[1, None]]))
+    (first,) = _sample_columns._row_values_of_column(pa.array([[1, None]]))
     assert np.isnan(first[1])
 
 

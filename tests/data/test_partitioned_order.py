@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from paceline import data
-from paceline.data._partitioned_order import PartitionedOrder, PartitionShards
+from paceline.data._partitioned_order import OrderShards, PartitionedOrder
 from paceline.data._sample_source import Source
 from paceline.engine import ShardedData, shards_of_worker
 
 
-def shards_of(sizes: list[int], num_partitions: int, size: int, **options: Any) -> PartitionShards:
+def shards_of(sizes: list[int], num_partitions: int, size: int, **options: Any) -> OrderShards:
     drop_last = options.pop("drop_last", False)
     options = {"window": 7, "seed": 1, "epoch": 0} | options
     order = PartitionedOrder(np.array(sizes), num_partitions, **options)
-    return PartitionShards(order, num_partitions, size, drop_last=drop_last)
+    return OrderShards(order, num_partitions, size, drop_last=drop_last)
 
 
 @pytest.mark.parametrize("num_partitions", [1, 2, 3, 7])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline import data
-from paceline.data._file_locations import place_of
+from paceline.data._file_locations import location_of
 
 
 def write(path: Path, **columns: Any) -> Path:
@@ -63,7 +63,7 @@ def test_a_bucket_may_have_a_dot_in_its_name(monkeypatch: pytest.MonkeyPatch) ->
         ("s3://my.data", ("s3://my.data", "")),
         ("s3://my.data/a.parquet", ("s3://my.data", "a.parquet")),
     ):
-        place, pattern = place_of(url)
+        place, pattern = location_of(url)
         assert (place.url, pattern) == parts
 
 

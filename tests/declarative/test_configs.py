@@ -20,7 +20,7 @@ from paceline.declarative import (
     Trainer,
     TrainingConfig,
 )
-from paceline.declarative._built_parts import policy_of
+from paceline.declarative._built_parts import mixed_precision_policy_of
 
 MakeConfig = Callable[..., TrainingConfig]
 
@@ -110,7 +110,7 @@ def test_options_of_divided_models_are_written_and_read(tmp_path: Path) -> None:
     found = ParallelizationConfig()
     found.load_from_json(tmp_path / "options.json")
     assert found == given
-    assert policy_of(found) == policy
+    assert mixed_precision_policy_of(found) == policy
 
 
 def test_a_field_that_does_not_exist_is_refused_with_the_nearest_one() -> None:

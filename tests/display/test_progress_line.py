@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.display import format_duration
-from paceline.display._progress_line import Facts, progress_line, report_line
+from paceline.display._progress_line import ProgressFacts, progress_line, report_line
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ from paceline.display._progress_line import Facts, progress_line, report_line
     ],
 )  # fmt: skip
 def test_a_line_tells_what_is_known(facts: dict[str, Any], expected: str) -> None:
-    assert progress_line(Facts(**facts), 200) == expected
+    assert progress_line(ProgressFacts(**facts), 200) == expected
 
 
 TYPICAL: dict[str, Any] = {
@@ -91,11 +91,11 @@ TYPICAL: dict[str, Any] = {
     ],
 )
 def test_what_does_not_fit_is_left_out_as_a_whole(width: int | None, expected: str) -> None:
-    assert progress_line(Facts(**TYPICAL), width) == expected
+    assert progress_line(ProgressFacts(**TYPICAL), width) == expected
 
 
 def test_a_note_goes_before_the_time_rates_and_metrics() -> None:
-    facts = Facts(**TYPICAL, note="storing a checkpoint")
+    facts = ProgressFacts(**TYPICAL, note="storing a checkpoint")
     assert progress_line(facts, 45) == "epoch 2 of 5  25%  storing a checkpoint"
     expected = "epoch 2 of 5  storing a checkpoint  loss=0.1235"
     assert progress_line(facts, 47) == expected
@@ -104,7 +104,7 @@ def test_a_note_goes_before_the_time_rates_and_metrics() -> None:
 
 
 def test_the_end_says_how_far_and_how_before_rates_and_metrics() -> None:
-    facts = Facts(**TYPICAL, elapsed_s=5, ending="stopped")
+    facts = ProgressFacts(**TYPICAL, elapsed_s=5, ending="stopped")
     metrics = "loss=0.1235  validation_loss=0.1333"
     assert progress_line(facts, 26) == "epoch 2 of 5  25%  stopped"
     assert progress_line(facts, 70) == f"epoch 2 of 5  25%  stopped  {metrics}"
@@ -113,12 +113,12 @@ def test_the_end_says_how_far_and_how_before_rates_and_metrics() -> None:
 
 def test_of_the_metrics_numbers_are_shown_and_counts_left_out() -> None:
     metrics = {"best": True, "confusion": [[1, 2]], "name": "x", "loss": 2, "batches": 7}
-    facts = Facts(total=None, unit="records", training=metrics, validation={"epochs": 1})
+    facts = ProgressFacts(total=None, unit="records", training=metrics, validation={"epochs": 1})
     assert progress_line(facts, 90) == "record 0  0s elapsed  loss=2  best=1"
 
 
 def test_a_report_has_all_its_metrics_and_says_if_it_is_no_training() -> None:
-    facts = Facts(**TYPICAL)
+    facts = ProgressFacts(**TYPICAL)
     region = "epoch 2 of 5  25%  batch 1,250  62.5 batches/s  1m 15s left"
     assert report_line(facts, "training", facts.training) == f"{region}  loss=0.1235 accuracy=0.5"
     told = report_line(facts, "validation", {"loss": 1, "epochs": 1})
@@ -126,12 +126,12 @@ def test_a_report_has_all_its_metrics_and_says_if_it_is_no_training() -> None:
 
 
 def test_characters_that_would_move_the_cursor_become_blanks() -> None:
-    facts = Facts(total=None, unit="batches", note="one\ntwo\x1b[2Jthree")
+    facts = ProgressFacts(total=None, unit="batches", note="one\ntwo\x1b[2Jthree")
     assert progress_line(facts, 80).endswith("one two [2Jthree")
 
 
 def test_wide_characters_count_for_two_columns() -> None:
-    facts = Facts(total=None, unit="batches", note="検証中")
+    facts = ProgressFacts(total=None, unit="batches", note="検証中")
     assert progress_line(facts, 26) == "batch 0  検証中"
     assert progress_line(facts, 27) == "batch 0  0s elapsed  検証中"
 

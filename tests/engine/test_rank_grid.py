@@ -28,7 +28,11 @@ from paceline.engine import (
 )
 from paceline.engine.checkpoints._host_copies import HostCopies
 from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_options, check_tensor_size
-from paceline.engine.state._sharded_tensor_pieces import Divided, parts_with_shard, take_pieces
+from paceline.engine.state._sharded_tensor_pieces import (
+    StateInPieces,
+    parts_with_shard,
+    take_sharded_tensor_pieces,
+)
 from paceline.engine.tensors import _tensor_copies
 
 CPU = torch.device("cpu")
@@ -188,7 +192,7 @@ def test_the_ranks_of_a_group_give_one_share_of_metrics() -> None:
 def test_another_group_of_ranks_stores_no_copies() -> None:
     for first_rank, names in ((0, {"part.weight", "offsets"}), (1, set())):
         pieces: dict[str, Any] = {}
-        state = take_pieces({"weight": divided(2, 2)}, "part", pieces, first_rank)
+        state = take_sharded_tensor_pieces({"weight": divided(2, 2)}, "part", pieces, first_rank)
         assert state["weight"].shape == (2, 2)
         assert pieces.keys() == names
 
@@ -225,10 +229,14 @@ def test_copies_of_pieces_are_right_whatever_changes_in_a_state() -> None:
         {"weight": other, "step": torch.tensor(3.0), "other": weight},
         {"weight": replaced, "step": torch.tensor(4.0), "other": weight},
         {"step": torch.tensor(5.0), "weight": weight},
-        {"state": Divided({"weight": weight, "step": torch.tensor(6.0)}, "part", is_whole=False)},
+        {
+            "state": StateInPieces(
+                {"weight": weight, "step": torch.tensor(6.0)}, "part", is_whole=False
+            )
+        },
         # Another rank stores it.
-        {"state": Divided({"weight": weight}, "part", first_rank=1)},
-        {"state": Divided({"weight": weight}, "part")},
+        {"state": StateInPieces({"weight": weight}, "part", first_rank=1)},
+        {"state": StateInPieces({"weight": weight}, "part")},
     ]
     for state in states:
         copies.copy(state)

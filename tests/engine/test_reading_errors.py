@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from paceline import data
 from paceline.engine import ShardedData
-from paceline.engine.loaders._seeded_shards import SeededDataset, make_keyed_shard
+from paceline.engine.loaders._seeded_shards import SeededShardDataset, make_seeded_shard
 
 
 class Pictures(Dataset[int]):
@@ -104,7 +104,7 @@ def test_what_torch_collates_is_refused_with_a_reason() -> None:
 
 def test_the_sample_is_named_where_a_loaders_process_reads_a_shard() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        SeededDataset(Pictures(divide)).__getitems__(make_keyed_shard([5, 6, 7], 1))
+        SeededShardDataset(Pictures(divide)).__getitems__(make_seeded_shard([5, 6, 7], 1))
     assert caught.value.__notes__ == ["While reading sample 6 of Pictures."]
 
 

@@ -19,7 +19,7 @@ import torch
 from paceline import core
 from paceline.engine import CheckpointSaver, load_state
 from paceline.engine.checkpoints._host_copies import HostCopies
-from paceline.engine.state._sharded_tensor_pieces import Divided
+from paceline.engine.state._sharded_tensor_pieces import StateInPieces
 from paceline.journal import RunDirectory
 
 
@@ -127,7 +127,7 @@ def test_copies_are_right_whatever_changes_in_a_state() -> None:
 
 def test_of_what_others_store_whole_tensors_are_not_copied() -> None:
     copies = HostCopies()
-    shared = Divided({"weight": torch.ones(4), "step": 3}, "shared", is_whole=False)
+    shared = StateInPieces({"weight": torch.ones(4), "step": 3}, "shared", is_whole=False)
     copies.copy({"shared": shared, "own": torch.ones(2)})
     result = copies.result()
     assert result["shared"].state == {"weight": None, "step": 3}

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.master import _name_cache
-from paceline.master._name_cache import KeptNames
+from paceline.master._name_cache import NameCache
 
 
 def test_names_are_gathered_again_only_for_another_state_or_after_a_while(
@@ -15,7 +15,7 @@ def test_names_are_gathered_again_only_for_another_state_or_after_a_while(
         gathered.append("name")
         return list(gathered)
 
-    kept = KeptNames()
+    kept = NameCache()
     assert kept.read((1, 1), gather) == kept.read((1, 1), gather) == ["name"]
     assert kept.read((2, 2), gather) == ["name"] * 2
     monkeypatch.setattr(_name_cache, "_FRESH_S", 0.0)

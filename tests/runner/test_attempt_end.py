@@ -19,7 +19,7 @@ from paceline.journal import AttemptFinished, JournalWriter, RecordsDropped, seg
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory
-from paceline.runner._attempt_end_report import make_end
+from paceline.runner._attempt_end_report import make_attempt_end
 from paceline.runner._master_link import encode
 
 SLEEP = "import time\ntime.sleep(120)\n"
@@ -186,7 +186,7 @@ def test_reports_that_cannot_be_read_do_not_keep_the_end_back(
 
 def test_an_end_keeps_to_what_can_be_sent() -> None:
     """A file's name may hold bytes that are no text; JSON cannot."""
-    end = make_end(ExitReason.START_FAILED, detail="\udcff" * 9000)
+    end = make_attempt_end(ExitReason.START_FAILED, detail="\udcff" * 9000)
     sent = msgspec.json.decode(encode(end), type=AttemptEnd)
     assert sent.detail == "?" * 4000
 

@@ -13,7 +13,7 @@ from paceline.runner._code_archive import (
     ArchiveLimits,
     ArchiveTooLargeError,
     check_archive,
-    unpack,
+    unpack_archive,
 )
 
 MIB = 1024 * 1024
@@ -41,7 +41,7 @@ def test_a_directory_comes_out_as_it_went_in(tmp_path: Path, mode: str) -> None:
     with tarfile.open(tmp_path / "archive", mode) as archive:  # type: ignore[call-overload]
         archive.add(source, ".")
     target.mkdir()
-    unpack(tmp_path / "archive", target, LIMITS)
+    unpack_archive(tmp_path / "archive", target, LIMITS)
     assert sorted(p.relative_to(target) for p in target.rglob("*")) == sorted(
         p.relative_to(source) for p in source.rglob("*")
     )
@@ -60,7 +60,10 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, size: int, kind: by
     (tmp_path / "target").mkdir()
     tracemalloc.start()
     try:
-        for read in (lambda: check_archive(path, LIMITS), lambda: unpack(path, tmp_path, LIMITS)):
+        for read in (
+            lambda: check_archive(path, LIMITS),
+            lambda: unpack_archive(path, tmp_path, LIMITS),
+        ):
             with pytest.raises(ArchiveTooLargeError, match="must"):
                 read()
         assert tracemalloc.get_traced_memory()[1] < 5 * MIB

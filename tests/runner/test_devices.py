@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runner.node._slots_and_gpus import find_devices, gpu_names
+from paceline.runner.node._slots_and_gpus import find_devices, gpu_names_of_node
 
 # As NVIDIA's guide for MIG shows them: two devices of one GPU, and a GPU that is not divided.
 MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-e86cb44c-6756-fd30-cd4a-1e6da3caf9b0)
@@ -79,7 +79,7 @@ def test_each_mig_device_is_a_slot_and_a_whole_gpu_beside_it_too(install: Instal
     install("nvidia-smi", nvidia(MIG))
     assert find_devices(None) == [*MIG_UUIDS, "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"]
     assert find_devices(1) == MIG_UUIDS[:1]
-    assert gpu_names() == (
+    assert gpu_names_of_node() == (
         "NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA A100-SXM4-40GB MIG 3g.20gb"
     )
 
@@ -93,7 +93,7 @@ def test_gpus_that_are_not_divided_keep_their_numbers(install: Install) -> None:
     install("nvidia-smi", nvidia(WHOLE))
     install("amd-smi", amd(AMD_LIST))
     assert find_devices(None) == ["0", "1"]
-    assert gpu_names() == "NVIDIA H100 80GB HBM3"
+    assert gpu_names_of_node() == "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize("listed", [AMD_LIST, {"gpu_data": AMD_LIST}])
@@ -101,7 +101,7 @@ def test_amd_gpus_are_slots(install: Install, listed: object) -> None:
     static = {"gpu_data": AMD_STATIC} if isinstance(listed, dict) else AMD_STATIC
     install("amd-smi", amd(listed, static))
     assert find_devices(None) == ["0", "1"]
-    assert gpu_names() == "AMD Instinct MI300X"
+    assert gpu_names_of_node() == "AMD Instinct MI300X"
     with pytest.raises(ValueError, match="at most 2, the number of GPUs, but got 3"):
         find_devices(3)
 
@@ -123,4 +123,4 @@ def test_a_limit_for_rocm_limits_the_slots(
 def test_an_answer_without_gpus_gives_a_slot_per_core(install: Install, answer: str) -> None:
     install("amd-smi", {"list": f"{answer}\n"})
     assert find_devices(None) == ["cpu"] * len(os.sched_getaffinity(0))
-    assert gpu_names() == "GPU"
+    assert gpu_names_of_node() == "GPU"

@@ -28,7 +28,7 @@ from paceline.search import (
     Stop,
     replay,
 )
-from paceline.testing._search_method import Drive
+from paceline.testing._search_method import SearchMethodDrive
 
 SPACE: dict[str, Any] = {
     "net": {"width": {"type": "int", "minval": 1, "maxval": 9, "count": 3}},
@@ -73,9 +73,9 @@ CONFIGS: st.SearchStrategy[SearchConfig] = st.one_of(
 )
 
 
-def driven(data: st.DataObject, search: Search) -> Drive:
+def driven(data: st.DataObject, search: Search) -> SearchMethodDrive:
     """Return what drives a search by drawn choices."""
-    return Drive(search, lambda values: data.draw(st.sampled_from(values)))
+    return SearchMethodDrive(search, lambda values: data.draw(st.sampled_from(values)))
 
 
 @settings(max_examples=150, deadline=None)

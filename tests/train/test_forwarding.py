@@ -25,7 +25,7 @@ from paceline.storage import (
 )
 from paceline.storage._temporary_directories import temporary_directory
 from paceline.workers import DriverLink, ForwardedRun, ForwardedStorage, StorageRequests
-from paceline.workers.pools._channel import BlockingChannel, Kind
+from paceline.workers.pools._channel import BlockingChannel, FrameKind
 from paceline.workers.remote._forwarder import Forwarder
 from paceline.workers.remote._request_server import RequestServer
 
@@ -62,7 +62,7 @@ class Way:
 
     def _return_answers(self) -> None:
         while (frame := self.host.receive()) is not None:
-            assert frame.kind is Kind.ANSWER
+            assert frame.kind is FrameKind.ANSWER
             self.forwarder.answer(frame)
 
     def lose_worker(self) -> None:

@@ -20,7 +20,7 @@ import pytest
 from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
 from paceline.workers.processes._process_facts import read_process
 from paceline.workers.processes._rank_environment import NodeLayout
-from paceline.workers.remote._listener import Address
+from paceline.workers.remote._listener import ListenerAddress
 from paceline.workers.remote._ray_worker_host import HostOrder, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
@@ -264,7 +264,7 @@ def test_a_host_that_was_warmed_up_has_all_that_its_first_worker_imports() -> No
         local_rank=0,
         layout=NodeLayout(num_local_workers=1, master_port=0),
         host_address="127.0.0.1",
-        driver=Address("127.0.0.1", 0),
+        driver=ListenerAddress("127.0.0.1", 0),
         key=b"",
         environment={},
         flags=[],

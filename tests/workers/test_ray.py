@@ -28,10 +28,14 @@ from paceline.workers import (
     import_ray,
 )
 from paceline.workers.pools import _ray_pool, _shared_memory
-from paceline.workers.remote._listener import Listener, join
+from paceline.workers.remote._listener import Listener, join_listener
 from paceline.workers.remote._ray_cluster import num_fitting
-from paceline.workers.remote._ray_worker_actor import differences
-from paceline.workers.remote._script_directory import mark_of, pack, unpack
+from paceline.workers.remote._ray_worker_actor import version_differences
+from paceline.workers.remote._script_directory import (
+    mark_of,
+    pack_script_directory,
+    unpack_script_directory,
+)
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -209,8 +213,8 @@ def test_bundles_are_counted_by_node() -> None:
 
 def test_versions_differ_in_what_must_agree() -> None:
     own = {"Python": "3.11.7", "torch": "2.13.0+cpu"}
-    assert differences(own, {"Python": "3.11.9", "torch": "2.13.0+cu130"}) == []
-    assert differences(own, {"Python": "3.12.1"}) == [
+    assert version_differences(own, {"Python": "3.11.9", "torch": "2.13.0+cu130"}) == []
+    assert version_differences(own, {"Python": "3.12.1"}) == [
         "Python 3.12.1 instead of 3.11.7",
         "torch none instead of 2.13.0+cpu",
     ]
@@ -240,7 +244,7 @@ def test_only_who_knows_the_key_is_admitted() -> None:
     met[1].close()
     listener.close()
     with pytest.raises(ConnectionError, match=r"must be reachable at 127\.0\.0\.1"):
-        join(listener.address, listener.key, "late")
+        join_listener(listener.address, listener.key, "late")
 
 
 def test_only_the_same_files_count_as_the_directory_of_the_driver(tmp_path: Path) -> None:
@@ -265,7 +269,7 @@ def test_sources_travel_without_what_is_made_from_them(tmp_path: Path) -> None:
     (tmp_path / ".git" / "config").write_text("")
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "pyvenv.cfg").write_text("")
-    copy = Path(unpack(pack(str(tmp_path))))
+    copy = Path(unpack_script_directory(pack_script_directory(str(tmp_path))))
     assert [path.relative_to(copy) for path in copy.rglob("*.*")] == [Path("package/__init__.py")]
 
 

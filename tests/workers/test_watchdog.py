@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from paceline.workers.pools._packed_call import PackedCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations
 from paceline.workers.pools._thread_progress import Progress, ProgressMeter
-from paceline.workers.pools._watchdog import DetectedHang, Observation, detect_hang
+from paceline.workers.pools._watchdog import DetectedHang, WatchedRank, detect_hang
 from paceline.workers.pools._worker_pool import PendingCall
 
 CERTAIN_S, TIMEOUT_S = 5.0, 100.0
 
 
-def seen(rank: int, text: str) -> Observation:
+def seen(rank: int, text: str) -> WatchedRank:
     """Return an observation for a text such as "waits 6 s in all_reduce 4"."""
     words = text.split()
     state, count = words[0], int(words[-1])
     if state != "waits":
-        return Observation(rank, state == "returned", Progress(num_collectives=count))
-    return Observation(
+        return WatchedRank(rank, state == "returned", Progress(num_collectives=count))
+    return WatchedRank(
         rank,
         False,
         Progress(
@@ -136,7 +136,7 @@ PROGRESS = st.builds(
 def test_a_verdict_needs_a_rank_that_waits_and_patience_changes_no_certain_one(
     parts: list[tuple[bool, Any]],
 ) -> None:
-    observations = [Observation(rank, *part) for rank, part in enumerate(parts)]
+    observations = [WatchedRank(rank, *part) for rank, part in enumerate(parts)]
     verdict = detect_hang(observations, CERTAIN_S, TIMEOUT_S)
     if verdict is None:
         # Nor would less patience for the uncertain ones make one certain.

@@ -31,13 +31,13 @@ def print_alerts(alerts: Sequence[Alert]) -> None:
     if not alerts:
         return
     rows = [
-        (format_moment(alert.time), alert.level, text_of(alert.title, alert.description))
+        (format_moment(alert.time), alert.level, alert_text(alert.title, alert.description))
         for alert in alerts
     ]
     console().print()
     print_table(["Time", "Level", "Alert"], rows)
 
 
-def text_of(title: str | None, description: str | None) -> str:
+def alert_text(title: str | None, description: str | None) -> str:
     """Return the text of an alert in one line."""
     return " ".join(": ".join(filter(None, (title, description))).split())

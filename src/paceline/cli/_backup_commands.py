@@ -54,7 +54,7 @@ def backup(
     made = Backup(directory, to.expanduser(), checkpoints=checkpoints)
     with made.hold():
         if follow:
-            _follow(made, directory, every, keep, json=json)
+            _follow_home(made, directory, every, keep, json=json)
             return
         try:
             result = made.make()
@@ -64,10 +64,10 @@ def backup(
             ) from error
         if keep is not None:
             made.keep(keep)
-    _tell(result, json=json)
+    _tell_backup(result, json=json)
 
 
-def _follow(made: "Backup", home: Path, every: float, keep: int | None, *, json: bool) -> None:
+def _follow_home(made: "Backup", home: Path, every: float, keep: int | None, *, json: bool) -> None:
     import signal
     import threading
 
@@ -79,10 +79,10 @@ def _follow(made: "Backup", home: Path, every: float, keep: int | None, *, json:
     for result in follow_home(made, home, every, stop, lambda error: report_error(str(error))):
         if keep is not None:
             made.keep(keep)
-        _tell(result, json=json)
+        _tell_backup(result, json=json)
 
 
-def _tell(result: "BackupResult", *, json: bool) -> None:
+def _tell_backup(result: "BackupResult", *, json: bool) -> None:
     import sys
 
     from paceline.cli._console_output import format_bytes, print_json_line

@@ -76,10 +76,10 @@ def create(
             submitted = config.read_text(encoding="utf-8")
             experiment = _submit(client, checked, submitted, directory, paused, json)
         if follow:
-            from paceline.cli._experiment_follower import Follower, FollowOptions
+            from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
             options = FollowOptions(all_logs=logs, is_json=json)
-            raise typer.Exit(Follower(experiment, client, options).follow())
+            raise typer.Exit(ExperimentFollower(experiment, client, options).follow())
 
 
 def _check_local_options(*, is_local: bool, is_test: bool, is_resumed: bool) -> None:

@@ -31,7 +31,7 @@ def describe(
             return
         best, waits = _best_trial(client, found.data), _waits_for(client, found.data)
         nodes, problems = _nodes_of(client, found.data), _problems_of(client, found.data)
-        _print_facts(found.data, best, waits, note_of_end(found), nodes, problems)
+        _print_description(found.data, best, waits, note_of_end(found), nodes, problems)
         _print_rungs(found)
     if show_config:
         import yaml
@@ -99,7 +99,7 @@ def _problems_of(client: "Client", data: "ExperimentData") -> str | None:
     return "\n".join(one for one in problems if one.startswith(ours)) or None
 
 
-def _print_facts(
+def _print_description(
     data: "ExperimentData",
     best_trial: "Trial | None",
     waits: str | None,
@@ -115,11 +115,11 @@ def _print_facts(
         print_facts,
         state_text,
     )
-    from paceline.cli._state_words import experiment_word, lost_text, progress_text
+    from paceline.cli._state_words import experiment_word, lost_records_text, progress_text
 
     best, hparams, lost = note, None, None
     if data.num_records_lost:
-        lost = f"{lost_text(data.num_records_lost)}; the trials' logs say which"
+        lost = f"{lost_records_text(data.num_records_lost)}; the trials' logs say which"
     if best_trial is not None:
         best = f"{format_number(data.best_metric)} (trial {best_trial.id})"
         hparams = format_values(best_trial.hparams) or None

@@ -18,7 +18,7 @@ def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bo
         _print_whole(environments)
     elif known:
         console().print()
-        print_facts(_facts(known[-1].environment or {}, known[-1].source))
+        print_facts(_environment_facts(known[-1].environment or {}, known[-1].source))
 
 
 def _print_whole(environments: "list[AttemptEnvironment]") -> None:
@@ -38,7 +38,9 @@ def _print_whole(environments: "list[AttemptEnvironment]") -> None:
     console().print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
-def _facts(found: dict[str, Any], source: dict[str, Any] | None) -> list[tuple[str, Any]]:
+def _environment_facts(
+    found: dict[str, Any], source: dict[str, Any] | None
+) -> list[tuple[str, Any]]:
     python, host = found.get("python", {}), found.get("host", {})
     packages: dict[str, str] = found.get("packages", {})
     named = [f"{name} {packages[name]}" for name in ("torch",) if name in packages]

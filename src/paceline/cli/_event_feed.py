@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli._alerts_table import text_of
+from paceline.cli._alerts_table import alert_text
 from paceline.cli._console_output import format_number, format_values
 from paceline.config import split_length
 from paceline.journal import decode_value
@@ -61,7 +61,7 @@ class _TrialView:
     is_announced: bool = False
 
 
-class Feed:
+class EventFeed:
     """State of one experiment, built from its events.
 
     Args:
@@ -176,7 +176,7 @@ class Feed:
 
     def _on_alert(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         data = event.data
-        text = text_of(data.get("title"), data.get("description"))
+        text = alert_text(data.get("title"), data.get("description"))
         style = _ALERT_STYLES.get(str(data.get("level")), "")
         yield FeedLine(seconds=seconds, text=f"{self._name(event)}alert: {text}", style=style)
 

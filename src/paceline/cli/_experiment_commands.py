@@ -126,7 +126,7 @@ def logs(
     then 0 if the experiment is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
     """
     from paceline.cli._connection import connect
-    from paceline.cli._log_printing import print_log_lines, tell_damaged_lines
+    from paceline.cli._log_printing import print_damaged_log_lines, print_log_lines
     from paceline.cli._state_words import exit_code
 
     if follow and json:
@@ -145,15 +145,15 @@ def logs(
         is_single = found.data.num_trials <= 1
         lines = found.iter_logs(tail=tail)
         print_log_lines(lines, json=json, timestamps=timestamps, show_trial=not is_single)
-        tell_damaged_lines(found.num_damaged_lines)
+        print_damaged_log_lines(found.num_damaged_lines)
     if follow:
         raise typer.Exit(exit_code(found.data))
 
 
 def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
-    from paceline.cli._experiment_follower import Follower, FollowOptions
+    from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
-    raise typer.Exit(Follower(experiment, client, FollowOptions(**options)).follow())
+    raise typer.Exit(ExperimentFollower(experiment, client, FollowOptions(**options)).follow())
 
 
 def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill"]) -> None:
@@ -213,7 +213,7 @@ def wait(
     The exit code is 0 if it is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
     """
     from paceline.cli._connection import connect
-    from paceline.cli._state_words import exit_code, lost_text
+    from paceline.cli._state_words import exit_code, lost_records_text
 
     with connect() as client:
         found = client.get_experiment(experiment)
@@ -223,7 +223,7 @@ def wait(
             raise CommandError(str(error)) from error
         note = note_of_end(found)
     lost = found.data.num_records_lost
-    more = f"; {lost_text(lost)}" if lost else ""
+    more = f"; {lost_records_text(lost)}" if lost else ""
     typer.echo(f"Experiment {experiment} is {state}{more}.")
     if note:
         typer.echo(note)
@@ -248,10 +248,12 @@ def continue_experiment(
         found, changes = client.get_experiment(experiment), nested_overrides(overrides)
         follower = None
         if follow:
-            from paceline.cli._experiment_follower import Follower, FollowOptions
+            from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
             # It begins before the command, so that it sees all that the command leads to.
-            follower = Follower(found, client, FollowOptions(all_logs=logs, is_from_now=True))
+            follower = ExperimentFollower(
+                found, client, FollowOptions(all_logs=logs, is_from_now=True)
+            )
         typer.echo(_how_it_stands(found.continue_(changes).data))
         if follower is not None:
             raise typer.Exit(follower.follow())

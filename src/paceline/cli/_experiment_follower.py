@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli._console_output import console, error_console
-from paceline.cli._event_feed import Feed, FeedLine
-from paceline.cli._log_printing import format_line
-from paceline.cli._state_words import exit_code, lost_text
+from paceline.cli._event_feed import EventFeed, FeedLine
+from paceline.cli._log_printing import format_log_line
+from paceline.cli._state_words import exit_code, lost_records_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,7 @@ class FollowOptions:
     is_json: bool = False
 
 
-class Follower:
+class ExperimentFollower:
     """One look at one experiment: its feed, and how far each trial's log was printed.
 
     A follower from now sees all that happens after it was made.
@@ -61,7 +61,7 @@ class Follower:
         self._options = options or FollowOptions()
         self._is_single = experiment.data.searcher == "single"
         self._level = None if self._options.all_logs or self._is_single else "WARNING"
-        self._feed = Feed(experiment.data, is_from_now=self._options.is_from_now)
+        self._feed = EventFeed(experiment.data, is_from_now=self._options.is_from_now)
         self._console: Console = error_console() if self._options.is_json else console()
         self._trials: dict[int, Trial] = {}
         self._printed_logs: dict[int, int] = {}
@@ -181,7 +181,8 @@ class Follower:
         if data.error and not self._feed.has_told(data.error):
             self._console.print(data.error, style="red", soft_wrap=True)
         if data.num_records_lost:
-            text = f"{lost_text(data.num_records_lost)}; `paceline e logs {data.id}` says which."
+            lost = lost_records_text(data.num_records_lost)
+            text = f"{lost}; `paceline e logs {data.id}` says which."
             self._console.print(text, style="bold red", soft_wrap=True)
 
     def _print(self, line: FeedLine) -> None:
@@ -231,7 +232,7 @@ class Follower:
                 return
         elif line.level in ("ERROR", "CRITICAL"):
             self._trials_with_errors.add(line.trial_id)
-        text = format_line(
+        text = format_log_line(
             line, timestamps=self._options.timestamps, show_trial=not self._is_single
         )
         self._console.print(Text(text, style=_STYLES.get(line.level or "", "")), soft_wrap=True)

@@ -98,13 +98,13 @@ def export(
         options |= {"max_shard_size": max_shard_size, "repeat_tied": repeat_tied}
     elif max_shard_size is not None or repeat_tied:
         raise CommandError("--max-shard-size and --repeat-tied need --format safetensors.")
-    _check_output(output, is_directory=max_shard_size is not None)
-    with _files_of(checkpoint, run) as path:
-        _write(path, output, file_format, options)
+    _check_export_output(output, is_directory=max_shard_size is not None)
+    with _files_to_export(checkpoint, run) as path:
+        _write_export(path, output, file_format, options)
     typer.echo(str(output))
 
 
-def _check_output(output: Path, *, is_directory: bool) -> None:
+def _check_export_output(output: Path, *, is_directory: bool) -> None:
     if is_directory:
         if output.exists() and not output.is_dir():
             raise CommandError(
@@ -120,28 +120,30 @@ def _check_output(output: Path, *, is_directory: bool) -> None:
 
 
 @contextmanager
-def _files_of(checkpoint: str, run: Path | None) -> Iterator[Path]:
+def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
     """Give a directory with the verified files of a checkpoint."""
     path = Path(checkpoint)
     if run is None and path.is_dir():
-        with _given_directory(path) as directory:
+        with _directory_to_export(path) as directory:
             yield directory
         return
     if run is not None:
-        found: tuple[CheckpointStorage, str] | None = _in_run(checkpoint, run)
+        found: tuple[CheckpointStorage, str] | None = _export_in_run(checkpoint, run)
     else:
-        found = _at_url(checkpoint) if "://" in checkpoint else _in_runs_here(checkpoint)
+        found = (
+            _export_at_url(checkpoint) if "://" in checkpoint else _export_in_runs_here(checkpoint)
+        )
     if found is not None:
         storage, uuid = found
         with storage.restore_path(uuid) as directory:
             yield directory
         return
     with TemporaryDirectory(prefix="paceline-") as temporary:
-        yield _from_master(checkpoint, Path(temporary) / "checkpoint")
+        yield _export_from_master(checkpoint, Path(temporary) / "checkpoint")
 
 
 @contextmanager
-def _given_directory(path: Path) -> Iterator[Path]:
+def _directory_to_export(path: Path) -> Iterator[Path]:
     from paceline.storage import DirectoryStorage
 
     if (path / "run.json").exists():
@@ -167,13 +169,13 @@ def _uuid_of(path: Path) -> str | None:
     return str(uuid)
 
 
-def _at_url(checkpoint: str) -> "tuple[CheckpointStorage, str]":
+def _export_at_url(checkpoint: str) -> "tuple[CheckpointStorage, str]":
     from paceline.storage import checkpoint_at
 
     return checkpoint_at(checkpoint)
 
 
-def _in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]":
+def _export_in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]":
     from paceline.cli._runs_commands import find_run
     from paceline.core import storage_at, summarize_run
 
@@ -193,7 +195,7 @@ def _in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]":
     return storage, fitting[0]
 
 
-def _in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | None":
+def _export_in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | None":
     from paceline.core import RUNS_DIRECTORY, list_runs, storage_at
     from paceline.storage import StorageNotInstalledError
 
@@ -215,7 +217,7 @@ def _in_runs_here(checkpoint: str) -> "tuple[CheckpointStorage, str] | None":
     return next(((storage, uuid) for uuid, storage in found.items()), None)
 
 
-def _from_master(uuid: str, target: Path) -> Path:
+def _export_from_master(uuid: str, target: Path) -> Path:
     from paceline.cli._connection import connect
     from paceline.client import MasterUnreachableError
 
@@ -229,7 +231,7 @@ def _from_master(uuid: str, target: Path) -> Path:
         ) from error
 
 
-def _write(path: Path, output: Path, file_format: str, options: dict[str, Any]) -> None:
+def _write_export(path: Path, output: Path, file_format: str, options: dict[str, Any]) -> None:
     from paceline import pytorch
 
     function: Any = pytorch.export_dcp if file_format == "dcp" else pytorch.export_weights

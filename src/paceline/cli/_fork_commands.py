@@ -29,9 +29,11 @@ def fork(
         made = found.fork(nested_overrides(overrides), activate=not paused)
         typer.echo(f"Created experiment {made.id} ({made.name}) from experiment {experiment}.")
         if follow:
-            from paceline.cli._experiment_follower import Follower, FollowOptions
+            from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
-            raise typer.Exit(Follower(made, client, FollowOptions(all_logs=logs)).follow())
+            raise typer.Exit(
+                ExperimentFollower(made, client, FollowOptions(all_logs=logs)).follow()
+            )
 
 
 def download(

@@ -58,7 +58,7 @@ def run_locally(
     typer.echo(f"Run directory: {run.path}", err=True)
     if info.trial.hparams:
         typer.echo(f"Hyperparameters: {format_values(info.trial.hparams)}", err=True)
-    environment = _environment(config, run)
+    environment = _environment_of_trial(config, run)
     if config.environment.uv:
         environment = _sync(directory, environment)
     if is_test:
@@ -124,7 +124,7 @@ def _first_trial(config: "ExperimentConfig", seed: int) -> "Create":
     return created[0]
 
 
-def _environment(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str]:
+def _environment_of_trial(config: "ExperimentConfig", run: RunDirectory) -> dict[str, str]:
     python = shutil.which(config.environment.python or sys.executable)
     if python is None and not config.environment.prefix:
         raise CommandError(

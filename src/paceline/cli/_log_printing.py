@@ -28,17 +28,19 @@ def print_log_lines(
             print_json_line(line)
         else:
             color = _LEVEL_COLORS.get(line.level or "")
-            typer.secho(format_line(line, timestamps=timestamps, show_trial=show_trial), fg=color)
+            typer.secho(
+                format_log_line(line, timestamps=timestamps, show_trial=show_trial), fg=color
+            )
 
 
-def tell_damaged_lines(number: int) -> None:
+def print_damaged_log_lines(number: int) -> None:
     """Say how many damaged lines were left out, if there are some."""
     if number:
         left_out = "1 damaged line is" if number == 1 else f"{number} damaged lines are"
         typer.echo(f"{left_out} left out.", err=True)
 
 
-def format_line(line: "LogLine", *, timestamps: bool = False, show_trial: bool = False) -> str:
+def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bool = False) -> str:
     """Return a line with what is asked for in front of it."""
     prefix = ""
     if timestamps:

@@ -70,7 +70,7 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
         if process.poll() is not None:
             raise CommandError(_last_words(log, start))
         file = read_master_file(home)
-        if file is not None and file.pid == process.pid and answers(file):
+        if file is not None and file.pid == process.pid and master_answers(file):
             # Nobody waits for this process: it outlives the command on purpose.
             process.returncode = 0
             return file
@@ -86,10 +86,10 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
 def running_master(home: Path) -> MasterFile | None:
     """Return the master of this home if it answers."""
     file = read_master_file(home)
-    return file if file is not None and answers(file) else None
+    return file if file is not None and master_answers(file) else None
 
 
-def answers(file: MasterFile) -> bool:
+def master_answers(file: MasterFile) -> bool:
     """Tell whether a master answers at the address in its file."""
     import httpx
 
@@ -169,7 +169,7 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
     patience_s = 0.0
     token = None
     try:
-        token = read_token(home) if answers(file) else None
+        token = read_token(home) if master_answers(file) else None
     except MasterUnreachableError as error:
         # It is ended by a signal, and makes a new token when it starts again.
         typer.echo(str(error), err=True)

@@ -22,16 +22,16 @@ def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = F
     checked = load_config(config, overrides)
     result = preview(checked.search_config(), checked.hyperparameters)
     if json:
-        print_json(_as_json(checked, result))
+        print_json(_preview_as_json(checked, result))
     else:
-        _print(checked, result)
+        _print_preview(checked, result)
 
 
 def _unit(config: "ExperimentConfig") -> str:
     return str(getattr(config.searcher, "time_metric", None) or "units")
 
 
-def _as_json(config: "ExperimentConfig", result: "Preview") -> dict[str, Any]:
+def _preview_as_json(config: "ExperimentConfig", result: "Preview") -> dict[str, Any]:
     return {
         "searcher": config.searcher.name,
         "unit": getattr(config.searcher, "time_metric", None),
@@ -42,7 +42,7 @@ def _as_json(config: "ExperimentConfig", result: "Preview") -> dict[str, Any]:
     }
 
 
-def _print(config: "ExperimentConfig", result: "Preview") -> None:
+def _print_preview(config: "ExperimentConfig", result: "Preview") -> None:
     from paceline.cli._console_output import console, print_table
 
     unit = _unit(config)

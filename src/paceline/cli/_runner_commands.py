@@ -126,7 +126,7 @@ def run(
             "name": node,
             "pool": pool,
             "labels": read_labels(labels or []),
-            "num_slots": _slots(slots),
+            "num_slots": _slots_of_runner(slots),
             "address": address,
         },
     )
@@ -235,7 +235,7 @@ def _host_name() -> str:
     return name or "node"
 
 
-def _slots(text: str) -> int | None:
+def _slots_of_runner(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:

@@ -45,7 +45,7 @@ def list_run_directories(
     place = directory or _RUNS
     runs = list_runs(place)[::-1]
     if json:
-        print_json([_as_json(run) for run in runs])
+        print_json([_run_as_json(run) for run in runs])
         return
     print_table(
         ["Run", "State", "Attempts", "Batches", "Checkpoint", "Started"],
@@ -98,14 +98,14 @@ def show(
     directory = RunDirectory(path)
     rows = [
         (name, row)
-        for name in ([group] if group else _groups(directory))
+        for name in ([group] if group else _groups_of_runs(directory))
         for row in read_metrics(directory, name)
         if all_rows or not row.is_superseded
     ]
     if json:
-        _print_json(directory, summary, rows)
+        _print_run_json(directory, summary, rows)
         return
-    _print_facts(summary, read_history(directory).metadata)
+    _print_run_facts(summary, read_history(directory).metadata)
     print_alerts(read_alerts(directory))
     _print_rows(rows)
 
@@ -147,7 +147,7 @@ def find_run(run: Path) -> Path:
     return fitting[0] if fitting else run
 
 
-def _print_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
+def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
     from paceline.cli._console_output import format_moment, format_values, print_facts
 
     print_facts(
@@ -191,7 +191,7 @@ def _print_rows(rows: list[tuple[str, Any]]) -> None:
     )
 
 
-def _groups(run: "RunDirectory") -> list[str]:
+def _groups_of_runs(run: "RunDirectory") -> list[str]:
     """Return the names of the metric groups that the chief reported."""
     from paceline.journal import MetricsReported
 
@@ -221,7 +221,7 @@ def _state_text(run: "RunSummary") -> Any:
     return Text(name.replace("_", " "), style=_STATE_STYLES.get(name, ""))
 
 
-def _as_json(run: "RunSummary") -> dict[str, Any]:
+def _run_as_json(run: "RunSummary") -> dict[str, Any]:
     return {
         "name": run.name,
         "path": str(run.path),
@@ -234,7 +234,9 @@ def _as_json(run: "RunSummary") -> dict[str, Any]:
     }
 
 
-def _print_json(run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]) -> None:
+def _print_run_json(
+    run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]
+) -> None:
     from paceline.cli._console_output import print_json
     from paceline.core import read_alerts, read_history
     from paceline.journal import encode_metrics
@@ -254,4 +256,4 @@ def _print_json(run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str
         for a in read_alerts(run)
     ]
     facts = {"metadata": read_history(run).metadata, "alerts": alerts}
-    print_json({**_as_json(summary), **facts, "metrics": metrics})
+    print_json({**_run_as_json(summary), **facts, "metrics": metrics})

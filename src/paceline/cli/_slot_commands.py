@@ -33,7 +33,10 @@ def list_slots(json: Json = False) -> None:
         return
     print_table(
         ["Node", "Slot", "Device", "Pool", "State", "Experiment", "Trial"],
-        [(s.node, s.id, s.device, s.pool, _state(s), s.experiment_id, s.trial_id) for s in slots],
+        [
+            (s.node, s.id, s.device, s.pool, _slot_state(s), s.experiment_id, s.trial_id)
+            for s in slots
+        ],
         right=["Slot", "Experiment", "Trial"],
         empty="The master has no slots.",
     )
@@ -66,7 +69,7 @@ def resume(node: _Node, slot: _Slot) -> None:
     typer.echo(f"The slot {slot} of {node} gets trials again.")
 
 
-def _state(slot: "Slot") -> str:
+def _slot_state(slot: "Slot") -> str:
     if slot.is_drained:
         return "drained" if slot.trial_id is None else "draining"
     return "free" if slot.trial_id is None else "in use"

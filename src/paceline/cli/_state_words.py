@@ -51,7 +51,7 @@ def num_trials_text(num_trials: int) -> str:
     return "1 trial" if num_trials == 1 else f"{num_trials} trials"
 
 
-def lost_text(num_records: int) -> str:
+def lost_records_text(num_records: int) -> str:
     """Return how many records are lost, such as `1 record is lost`."""
     return "1 record is lost" if num_records == 1 else f"{num_records} records are lost"
 

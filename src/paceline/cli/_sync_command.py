@@ -31,18 +31,18 @@ def sync(
 
     with connect() as client:
         # All are opened first, so that a wrong name is found before anything is sent.
-        syncs = [RunSync(client, _find(path)) for path in runs]
-        going_on = [one for one in syncs if _send(one).is_alive]
+        syncs = [RunSync(client, _find_runs(path)) for path in runs]
+        going_on = [one for one in syncs if _send_run(one).is_alive]
         if watch:
             _watch(going_on)
 
 
-def _find(path: Path) -> Path:
+def _find_runs(path: Path) -> Path:
     in_runs = Path("paceline_runs") / path
     return in_runs if not path.exists() and in_runs.exists() else path
 
 
-def _send(sync: "RunSync") -> "SyncResult":
+def _send_run(sync: "RunSync") -> "SyncResult":
     result = sync.send()
     records = "1 record" if result.num_records == 1 else f"{result.num_records} records"
     going_on = "; the run goes on" if result.is_alive else ""

@@ -80,7 +80,7 @@ def list_tokens(json: Json = False) -> None:
                 token.id,
                 token.name,
                 token.scope.value,
-                _state(token.revoked_at, token.expires_at, now),
+                _token_state(token.revoked_at, token.expires_at, now),
                 format_moment(token.created_at),
                 format_moment(token.expires_at) or _NEVER,
             )
@@ -131,7 +131,7 @@ def _seconds(text: str) -> float | None:
     return int(match[1]) * _UNITS_S[match[2]]
 
 
-def _state(revoked_at: float | None, expires_at: float | None, now: float) -> str:
+def _token_state(revoked_at: float | None, expires_at: float | None, now: float) -> str:
     if revoked_at is not None:
         return "revoked"
     return "expired" if expires_at is not None and expires_at <= now else "valid"

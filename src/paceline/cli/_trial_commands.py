@@ -54,14 +54,14 @@ def describe(
     if json:
         print_json(environments if show_environment else data)
     else:
-        _print_facts(data, word_of(data, experiment_state))
+        _print_trial_facts(data, word_of(data, experiment_state))
         print_alerts(data.alerts)
         _print_summary(data)
         _print_attempts(data)
         print_environments(environments, is_whole=show_environment)
 
 
-def _print_facts(data: "TrialData", state: str) -> None:
+def _print_trial_facts(data: "TrialData", state: str) -> None:
     from paceline.cli._console_output import (
         format_age,
         format_number,
@@ -69,11 +69,11 @@ def _print_facts(data: "TrialData", state: str) -> None:
         print_facts,
         state_text,
     )
-    from paceline.cli._state_words import ERROR_KINDS, lost_text
+    from paceline.cli._state_words import ERROR_KINDS, lost_records_text
 
     best = lost = None
     if data.num_records_lost:
-        lost = f"{lost_text(data.num_records_lost)}; its log says which"
+        lost = f"{lost_records_text(data.num_records_lost)}; its log says which"
     if data.best_metric is not None:
         best = f"{format_number(data.best_metric)} after {data.best_step} batches"
     print_facts(
@@ -218,7 +218,7 @@ def logs(
 ) -> None:
     """Print the output of a trial."""
     from paceline.cli._connection import connect
-    from paceline.cli._log_printing import print_log_lines, tell_damaged_lines
+    from paceline.cli._log_printing import print_damaged_log_lines, print_log_lines
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -226,7 +226,7 @@ def logs(
             follow=follow, tail=tail, rank=rank, level=level, stream=stream, search=search
         )
         print_log_lines(lines, json=json, timestamps=timestamps)
-        tell_damaged_lines(found.num_damaged_lines)
+        print_damaged_log_lines(found.num_damaged_lines)
 
 
 @app.command()
@@ -258,7 +258,7 @@ def continue_trial(
     from paceline.cli._config_overrides import nested_overrides
     from paceline.cli._connection import connect
     from paceline.cli._console_output import print_json
-    from paceline.cli._experiment_follower import Follower, FollowOptions
+    from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
     with connect() as client:
         changes = nested_overrides(overrides)
@@ -268,7 +268,9 @@ def continue_trial(
         else:
             typer.echo(f"Created experiment {experiment.id}, which continues trial {trial}.")
         if follow:
-            raise typer.Exit(Follower(experiment, client, FollowOptions(is_json=json)).follow())
+            raise typer.Exit(
+                ExperimentFollower(experiment, client, FollowOptions(is_json=json)).follow()
+            )
 
 
 @app.command()
@@ -283,13 +285,13 @@ def download(
     from paceline.cli._connection import connect
 
     with connect() as client:
-        checkpoint = _latest(client.get_trial(trial)) if latest else None
+        checkpoint = _latest_of_trial(client.get_trial(trial)) if latest else None
         chosen = checkpoint or client.get_trial(trial).top_checkpoint()
         path: Path = chosen.download(output)
     typer.echo(str(path))
 
 
-def _latest(trial: "Trial") -> "Checkpoint":
+def _latest_of_trial(trial: "Trial") -> "Checkpoint":
     stored = [c for c in trial.checkpoints() if c.state.value == "COMPLETED"]
     if not stored:
         raise CommandError(f"Trial {trial.id} must have a checkpoint, but has none.")

@@ -124,7 +124,7 @@ def verify_resume(
     if json:
         _print_json(verdict)
     else:
-        _print(verdict)
+        _print_verdict(verdict)
     if verdict.is_exact and directory is None:
         shutil.rmtree(place)
     else:
@@ -158,7 +158,7 @@ def _progress_on_stderr() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _print(verdict: "Verdict") -> None:
+def _print_verdict(verdict: "Verdict") -> None:
     from paceline.cli._console_output import console, print_table
 
     print_table(

@@ -190,7 +190,7 @@ class Client(ClusterClient):
         from paceline.messages.resources import CreateExperiment
         from paceline.messages.resources import Experiment as ExperimentData
 
-        checked = _load(config, overrides)
+        checked = _load_config(config, overrides)
         if checked.environment.uv:
             _check_lock(Path() if model_dir is None else Path(model_dir))
         digest = None if model_dir is None else self._upload_context(Path(model_dir))
@@ -213,7 +213,7 @@ class Client(ClusterClient):
         """Return how many trials a configuration's search would train how long."""
         from paceline.messages.searches import PreviewSearch, SearchPreview
 
-        body = PreviewSearch(config=_load(config, overrides).to_json())
+        body = PreviewSearch(config=_load_config(config, overrides).to_json())
         return self._session.call("POST", "preview-search", SearchPreview, body=body)
 
     def get_experiment(self, experiment_id: int) -> Experiment:
@@ -281,7 +281,7 @@ class Client(ClusterClient):
         return digest
 
 
-def _load(
+def _load_config(
     config: "ExperimentConfig | dict[str, Any] | str | Path", overrides: Sequence[str]
 ) -> "ExperimentConfig":
     from paceline.config import ExperimentConfig, load_config

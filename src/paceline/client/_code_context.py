@@ -82,7 +82,7 @@ def pack_context(directory: Path, target: IO[bytes], *, limit_bytes: int | None 
             tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
         ):
             for entry in entries:
-                _add(archive, entry)
+                _add_to_code_archive(archive, entry)
     except OSError as error:
         raise ContextError(
             f"Every file of {str(directory)!r} must stay readable while it is packed, but one did"
@@ -222,7 +222,7 @@ def _read_ignores(directory: Path) -> "GitIgnoreSpec":
         ) from error
 
 
-def _add(archive: tarfile.TarFile, entry: ContextEntry) -> None:
+def _add_to_code_archive(archive: tarfile.TarFile, entry: ContextEntry) -> None:
     info = tarfile.TarInfo(entry.name)
     info.mode, info.mtime = entry.mode, _FIXED_TIME
     if entry.link is not None:

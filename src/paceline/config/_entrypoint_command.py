@@ -89,7 +89,7 @@ def build_command(
     return ["sh", "-c", _BELOW_A_SHELL, "sh", *prefix, *words]
 
 
-def default_name(entrypoint: Any) -> str:
+def default_name_by_entrypoint(entrypoint: Any) -> str:
     """Return a name for an experiment: its class's, script's, YAML file's or module's.
 
     What has none of them is called `experiment`.
@@ -130,21 +130,28 @@ def fill_entrypoint(entrypoint: _Entrypoint, *, hparams: dict[str, Any]) -> _Ent
         ConfigError: a name is not among the hyperparameters.
     """
     problems = [
-        _unknown_name(f"entrypoint{path}", text, name, _known_names(hparams))
-        for path, text, name in _references(entrypoint)
-        if _look_up(hparams, name) is _NOT_THERE
+        _unknown_name_in_entrypoint(f"entrypoint{path}", text, name, _names_for_entrypoint(hparams))
+        for path, text, name in _references_in_entrypoint(entrypoint)
+        if _look_up_for_entrypoint(hparams, name) is _NOT_THERE
     ]
     if problems:
         raise ConfigError(problems)
     if isinstance(entrypoint, str):
-        return _REFERENCE.sub(lambda m: _replacement(m, hparams, quote=True), entrypoint)
-    return [_REFERENCE.sub(lambda m: _replacement(m, hparams, quote=False), e) for e in entrypoint]
+        return _REFERENCE.sub(
+            lambda m: _replacement_in_entrypoint(m, hparams, quote=True), entrypoint
+        )
+    return [
+        _REFERENCE.sub(lambda m: _replacement_in_entrypoint(m, hparams, quote=False), e)
+        for e in entrypoint
+    ]
 
 
-def _replacement(match: re.Match[str], hparams: dict[str, Any], *, quote: bool) -> str:
+def _replacement_in_entrypoint(
+    match: re.Match[str], hparams: dict[str, Any], *, quote: bool
+) -> str:
     if match["escaped"] is not None:
         return "${" + match["escaped"] + "}"
-    value = _look_up(hparams, match["name"])
+    value = _look_up_for_entrypoint(hparams, match["name"])
     text = value if isinstance(value, str) else json.dumps(value)
     return shlex.quote(text) if quote else text
 
@@ -152,13 +159,13 @@ def _replacement(match: re.Match[str], hparams: dict[str, Any], *, quote: bool) 
 def reference_problems(entrypoint: Any, space: dict[str, Any]) -> list[Problem]:
     """Return a problem for each `${hparams.name}` that a sample of the space may lack."""
     return [
-        _unknown_name(path, text, name, [*_space_names(space, "")])
-        for path, text, name in _references(entrypoint)
+        _unknown_name_in_entrypoint(path, text, name, [*_space_names(space, "")])
+        for path, text, name in _references_in_entrypoint(entrypoint)
         if not _is_in_space(space, name.split("."))
     ]
 
 
-def _references(entrypoint: str | list[str]) -> Iterator[tuple[str, str, str]]:
+def _references_in_entrypoint(entrypoint: str | list[str]) -> Iterator[tuple[str, str, str]]:
     """Yield the path of each piece of text, the text and the name that it refers to."""
     pieces = (
         [("", entrypoint)]
@@ -171,7 +178,7 @@ def _references(entrypoint: str | list[str]) -> Iterator[tuple[str, str, str]]:
                 yield path, text, match["name"]
 
 
-def _unknown_name(path: str, text: str, name: str, known: list[str]) -> Problem:
+def _unknown_name_in_entrypoint(path: str, text: str, name: str, known: list[str]) -> Problem:
     return Problem(
         path=path,
         value=text,
@@ -181,18 +188,18 @@ def _unknown_name(path: str, text: str, name: str, known: list[str]) -> Problem:
     )
 
 
-def _known_names(hparams: dict[str, Any]) -> list[str]:
+def _names_for_entrypoint(hparams: dict[str, Any]) -> list[str]:
     """Return the dotted names of all values in nested maps, sorted."""
     names: list[str] = []
     for name, value in hparams.items():
         if isinstance(value, dict) and value:
-            names.extend(f"{name}.{inner}" for inner in _known_names(value))
+            names.extend(f"{name}.{inner}" for inner in _names_for_entrypoint(value))
         else:
             names.append(name)
     return sorted(names)
 
 
-def _look_up(hparams: Any, dotted: str) -> Any:
+def _look_up_for_entrypoint(hparams: Any, dotted: str) -> Any:
     value: Any = hparams
     for part in dotted.split("."):
         if not isinstance(value, dict) or part not in value:
@@ -219,4 +226,6 @@ def _is_in_space(node: Any, parts: list[str]) -> bool:
         return parts[0] in node and _is_in_space(node[parts[0]], parts[1:])
     values = [node.get("val")] if node["type"] == "const" else node.get("vals", [])
     dotted = ".".join(parts)
-    return bool(values) and all(_look_up(value, dotted) is not _NOT_THERE for value in values)
+    return bool(values) and all(
+        _look_up_for_entrypoint(value, dotted) is not _NOT_THERE for value in values
+    )

@@ -8,7 +8,7 @@ from pydantic.json_schema import WithJsonSchema
 from paceline.config._config_problems import refused, refused_parts
 from paceline.config._entrypoint_command import (
     check_entrypoint,
-    default_name,
+    default_name_by_entrypoint,
     reference_problems,
     trial_class,
 )
@@ -125,7 +125,7 @@ class ExperimentConfig(Section):
     def _name_after_entrypoint(cls, data: Any) -> Any:
         if not isinstance(data, dict) or data.get("name") is not None:
             return data
-        return {**data, "name": default_name(data.get("entrypoint"))}
+        return {**data, "name": default_name_by_entrypoint(data.get("entrypoint"))}
 
     @field_validator("labels")
     @classmethod

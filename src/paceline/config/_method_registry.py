@@ -57,7 +57,7 @@ class _Registry:
                         point.name,
                         point.value,
                     )
-                elif (section := _loaded(point)) is not None:
+                elif (section := _loaded_method(point)) is not None:
                     found[point.name] = section
             if found:
                 self._sections = self._sections | found
@@ -94,7 +94,7 @@ def searcher_section(name: str) -> type[Searcher]:
     return _registry.sections.get(name, MissingSearcher)
 
 
-def _loaded(point: EntryPoint) -> type[Searcher] | None:
+def _loaded_method(point: EntryPoint) -> type[Searcher] | None:
     """Return a method's section, None with a warning if it cannot be used."""
     try:
         section = point.load()

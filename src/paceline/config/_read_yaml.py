@@ -147,7 +147,7 @@ def parse_yaml(text: str, *, file_name: str = "<text>") -> dict[str, Any]:
         ConfigError: the text is not YAML, is empty, holds a key twice, is not a map, or is too
             large or too deep with all aliases expanded; the problem's path is `file:line`.
     """
-    value = _load(text, file_name)
+    value = _load_yaml(text, file_name)
     if value is None:
         raise ConfigError(
             [Problem(path=file_name, value=text, message="must not be empty", allowed="a YAML map")]
@@ -200,10 +200,10 @@ def parse_scalar(text: str, *, name: str) -> Any:
     Raises:
         ConfigError: the text is not YAML.
     """
-    return _load(text, name)
+    return _load_yaml(text, name)
 
 
-def _load(text: str, file_name: str) -> Any:
+def _load_yaml(text: str, file_name: str) -> Any:
     with _problems_of(text, file_name):
         # The loader is a safe one: it derives from SafeLoader and adds no constructor.
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506

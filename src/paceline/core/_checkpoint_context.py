@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from paceline.core._checkpoint_download import Fetching
+from paceline.core._checkpoint_download import CheckpointDownload
 from paceline.core._checkpoint_parts import (
     CheckpointParts,
     commit_checkpoint,
@@ -57,7 +57,7 @@ class CheckpointContext:
         self._storage = storage
         self._journal = journal
         self._distributed = distributed
-        self._fetching = Fetching(storage, distributed)
+        self._fetching = CheckpointDownload(storage, distributed)
         self._times = times
         self._on_committed = on_committed
         self._committed = [] if latest is None else [latest]

@@ -13,7 +13,7 @@ from paceline.storage import CheckpointStorage, Selector
 _MUST = "With `LocalWorkersShareDownload` all ranks must "
 
 
-class Fetching:
+class CheckpointDownload:
     """Fetch from a storage for one rank."""
 
     def __init__(self, storage: CheckpointStorage, distributed: DistributedContext) -> None:

@@ -26,7 +26,7 @@ _open_contexts: WeakSet["Context"] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ContextParts:
     """Parts of a `Context`."""
 
     train: TrainContext
@@ -51,7 +51,7 @@ class Context:
     Use it as a context manager, so that the way in which the script ends is recorded.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ContextParts) -> None:
         self._parts = parts
         self.train = parts.train
         self.checkpoint = parts.checkpoint

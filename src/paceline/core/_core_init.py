@@ -13,7 +13,7 @@ from paceline.core._attempt_journal import begin_journal, record_time_spent
 from paceline.core._checkpoint_context import CheckpointContext
 from paceline.core._cluster_info import cluster_info_of
 from paceline.core._control_file import ControlFile
-from paceline.core._core_context import Context, Parts
+from paceline.core._core_context import Context, ContextParts
 from paceline.core._determinism import apply_determinism
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import PreemptMode, TensorboardMode
@@ -124,7 +124,7 @@ def init(
         apply_determinism()
         faults.reach("core.started")
         modes = _Modes(preempt_mode, tensorboard_mode)
-        return _open(opened, distributed, storage, modes, chosen, lock)
+        return _open_core_context(opened, distributed, storage, modes, chosen, lock)
     except BaseException as error:
         lock.close()
         distributed.fail(error)
@@ -140,7 +140,7 @@ def _check_modes(preempt_mode: object, tensorboard_mode: object) -> None:
             raise TypeError(f"`{name}` must be a {kind.__name__}, but got {value!r}.")
 
 
-def _open(
+def _open_core_context(
     opened: OpenedRun,
     distributed: DistributedContext,
     storage: CheckpointStorage | None,
@@ -199,7 +199,7 @@ def _open(
         times=times,
     )
     return Context(
-        Parts(
+        ContextParts(
             train=train,
             checkpoint=CheckpointContext(
                 run=run,

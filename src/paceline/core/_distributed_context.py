@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from paceline._listening import PortReservation
 from paceline._network_interfaces import LOOPBACK
-from paceline.core._key_value_store import Transport
+from paceline.core._key_value_store import KeyValueStore
 from paceline.core._launched_place import LaunchedPlace, launched_place
 from paceline.core._rank_checks import check_address, check_place, check_timeout
 
@@ -64,10 +64,10 @@ class DistributedContext:
         self._timeout_s = timeout_s
         self._is_closed = False
         self._num_calls: dict[str, int] = {}
-        self._transport: Transport | None = None
+        self._transport: KeyValueStore | None = None
         if size > 1:
             host, port = check_address(chief_ip, chief_port, cross_size)
-            self._transport = Transport(
+            self._transport = KeyValueStore(
                 host=host, port=port, rank=rank, size=size, timeout_s=timeout_s
             )
 
@@ -363,7 +363,7 @@ class DistributedContext:
             transport.delete([key, count_key])
         return answer
 
-    def _blocking(self, transport: Transport, call: str, keys: list[str]) -> list[int]:
+    def _blocking(self, transport: KeyValueStore, call: str, keys: list[str]) -> list[int]:
         if call.startswith("broadcast"):
             return [0]
         missing = _missing(transport, keys)
@@ -377,14 +377,14 @@ class DistributedContext:
             " output of those ranks; all ranks must make the same calls in the same order."
         )
 
-    def _open_transport(self) -> Transport:
+    def _open_transport(self) -> KeyValueStore:
         if self._is_closed:
             raise RuntimeError("A closed `DistributedContext` must not be used any more.")
         assert self._transport is not None
         return self._transport
 
 
-def _missing(transport: Transport, keys: list[str]) -> list[int]:
+def _missing(transport: KeyValueStore, keys: list[str]) -> list[int]:
     return [index for index, key in enumerate(keys) if not transport.has([key])]
 
 

@@ -41,9 +41,9 @@ def describe_environment(*, with_source: bool) -> dict[str, Any]:
             "platform": f"{machine.sysname} {machine.release} {machine.machine}",
             "num_cores": os.cpu_count(),
         },
-        "packages": _packages(tuple(sys.path)),
+        "packages": _packages_of_environment(tuple(sys.path)),
     }
-    if gpus := _gpus():
+    if gpus := _gpus_of_environment():
         found["gpus"] = gpus
     if with_source and (source := describe_source(Path.cwd())) is not None:
         found["source"] = source
@@ -61,7 +61,7 @@ def describe_source(directory: Path) -> dict[str, Any] | None:
     deadline = time.monotonic() + _GIT_LIMIT_S
     try:
         # One request tells nearly all: the script waits for it.
-        status = _git(
+        status = _run_git(
             directory, deadline, "status", "--porcelain=v2", "--branch", "--untracked-files=all",
             "--no-renames", "--", ".",
         )  # fmt: skip
@@ -72,7 +72,7 @@ def describe_source(directory: Path) -> dict[str, Any] | None:
             return None
         has_changes = "1" in kinds or "u" in kinds
         changes = ("diff", "HEAD", "--no-ext-diff", "--no-color", "--", ".")
-        diff = _git(directory, deadline, *changes) if has_changes else b""
+        diff = _run_git(directory, deadline, *changes) if has_changes else b""
     except (OSError, subprocess.SubprocessError):
         # No git here, or one that takes too long.
         return None
@@ -87,7 +87,7 @@ def describe_source(directory: Path) -> dict[str, Any] | None:
     return found
 
 
-def _git(directory: Path, deadline: float, *arguments: str) -> bytes:
+def _run_git(directory: Path, deadline: float, *arguments: str) -> bytes:
     return subprocess.run(
         ["git", "-c", "core.fsmonitor=false", *arguments],  # noqa: S607 # the user's own
         cwd=directory,
@@ -101,7 +101,7 @@ def _git(directory: Path, deadline: float, *arguments: str) -> bytes:
 
 
 @cache
-def _packages(paths: tuple[str, ...]) -> dict[str, str]:
+def _packages_of_environment(paths: tuple[str, ...]) -> dict[str, str]:
     """Return the installed packages with their versions, by the names of their directories.
 
     Reading their metadata takes a hundred times as long.
@@ -122,7 +122,7 @@ def _packages(paths: tuple[str, ...]) -> dict[str, str]:
 
 
 @cache
-def _gpus() -> dict[str, Any]:
+def _gpus_of_environment() -> dict[str, Any]:
     """Return the driver and the models of this machine's GPUs, as the kernel tells them."""
     found: dict[str, Any] = {}
     try:

@@ -16,7 +16,7 @@ from paceline._listening import await_listener
 from paceline._network_interfaces import LOOPBACK
 from paceline._torch_store import with_available_store
 from paceline.core._errors import DistributedError, DistributedPeerError, DistributedTimeoutError
-from paceline.core._rank_liveness import Peers
+from paceline.core._rank_liveness import RankLiveness
 
 _FAILED_KEY = "failed"
 _FIRST_PAUSE_S = 0.00005
@@ -32,15 +32,15 @@ _num_opened: dict[tuple[str, int], int] = {}
 _hosted: list[Any] = []
 
 
-class Transport:
+class KeyValueStore:
     """One rank's connection to the store."""
 
     def __init__(self, *, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
         self._rank = rank
         self._size = size
         self.timeout_s = timeout_s
-        self._is_host, self._store = _connect(host, port, rank, timeout_s)
-        self._peers = Peers(self._store, rank, size)
+        self._is_host, self._store = _connect_to_store(host, port, rank, timeout_s)
+        self._peers = RankLiveness(self._store, rank, size)
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value."""
@@ -150,7 +150,7 @@ class Transport:
             ) from error
 
 
-def _connect(host: str, port: int, rank: int, timeout_s: float) -> tuple[bool, Any]:
+def _connect_to_store(host: str, port: int, rank: int, timeout_s: float) -> tuple[bool, Any]:
     # torch takes seconds to import, and its stubs omit the stores.
     from torch import distributed
 

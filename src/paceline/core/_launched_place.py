@@ -95,30 +95,30 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     launcher = next((one for one in LAUNCHERS if one.is_at_work(environment)), None)
     if launcher is None:
         return None
-    size = _number(launcher, launcher.size, environment)
+    size = _number_from_launcher(launcher, launcher.size, environment)
     if size <= 1:
         return None
     outer = launcher
     if launcher.local_rank not in environment:
         # A script that has set RANK and WORLD_SIZE from what its launcher tells.
         launcher = _same_place(launcher, environment) or launcher
-    node_rank = _optional(launcher, (launcher.node_rank,), environment)
-    local_size = _optional(launcher, launcher.local_size, environment)
+    node_rank = _optional_from_launcher(launcher, (launcher.node_rank,), environment)
+    local_size = _optional_from_launcher(launcher, launcher.local_size, environment)
     if launcher.tasks_per_node in environment and node_rank is not None:
         local_size = _tasks_of_node(environment[launcher.tasks_per_node], node_rank)
-    num_nodes = _optional(launcher, (launcher.num_nodes,), environment)
+    num_nodes = _optional_from_launcher(launcher, (launcher.num_nodes,), environment)
     if local_size == size:
         node_rank, num_nodes = 0, 1
     return LaunchedPlace(
         launcher=launcher.name,
-        rank=_number(outer, outer.rank, environment),
+        rank=_number_from_launcher(outer, outer.rank, environment),
         size=size,
-        local_rank=_optional(launcher, (launcher.local_rank,), environment),
+        local_rank=_optional_from_launcher(launcher, (launcher.local_rank,), environment),
         local_size=local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        address=_address(launcher, environment, is_one_node=num_nodes == 1),
-        port=_port(launcher, environment, is_one_node=num_nodes == 1),
+        address=_address_from_launcher(launcher, environment, is_one_node=num_nodes == 1),
+        port=_port_from_launcher(launcher, environment, is_one_node=num_nodes == 1),
         hint=launcher.hint,
     )
 
@@ -176,7 +176,7 @@ def forget_launcher(environment: MutableMapping[str, str]) -> None:
             environment.pop(name, None)
 
 
-def _number(launcher: Launcher, name: str, environment: Mapping[str, str]) -> int:
+def _number_from_launcher(launcher: Launcher, name: str, environment: Mapping[str, str]) -> int:
     text = environment.get(name)
     if text is None or not text.isdecimal():
         raise ValueError(
@@ -187,11 +187,11 @@ def _number(launcher: Launcher, name: str, environment: Mapping[str, str]) -> in
     return int(text)
 
 
-def _optional(
+def _optional_from_launcher(
     launcher: Launcher, names: tuple[str, ...], environment: Mapping[str, str]
 ) -> int | None:
     name = next((name for name in names if name in environment), None)
-    return None if name is None else _number(launcher, name, environment)
+    return None if name is None else _number_from_launcher(launcher, name, environment)
 
 
 def _tasks_of_node(text: str, node_rank: int) -> int | None:
@@ -202,7 +202,7 @@ def _tasks_of_node(text: str, node_rank: int) -> int | None:
     return counts[node_rank] if node_rank < len(counts) else None
 
 
-def _address(
+def _address_from_launcher(
     launcher: Launcher, environment: Mapping[str, str], *, is_one_node: bool
 ) -> str | None:
     if environment.get("MASTER_ADDR"):
@@ -212,9 +212,11 @@ def _address(
     return launcher.first_host(environment) if launcher.first_host is not None else None
 
 
-def _port(launcher: Launcher, environment: Mapping[str, str], *, is_one_node: bool) -> int | None:
+def _port_from_launcher(
+    launcher: Launcher, environment: Mapping[str, str], *, is_one_node: bool
+) -> int | None:
     if "MASTER_PORT" in environment:
-        return _number(launcher, "MASTER_PORT", environment)
+        return _number_from_launcher(launcher, "MASTER_PORT", environment)
     job = next((environment[name] for name in launcher.job if environment.get(name)), None)
     if job is None and is_one_node and not launcher.is_alone_decisive:
         job = str(_pid_of_launcher(launcher.rank))

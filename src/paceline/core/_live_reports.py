@@ -69,7 +69,7 @@ def reporting(run: RunDirectory, master: str | None) -> Iterator[Callable[[], No
     def start() -> None:
         if master is not None:
             try:
-                started.append(_start(run.path, master))
+                started.append(_start_live_reports(run.path, master))
             except OSError as error:
                 logger.warning(
                     "The run is not reported to %s, as no process can be started (%s)."
@@ -85,10 +85,10 @@ def reporting(run: RunDirectory, master: str | None) -> Iterator[Callable[[], No
         # A forked child may come here too; the run goes on then.
         if os.getpid() == owner:
             for process in started:
-                _end(process)
+                _end_live_reports(process)
 
 
-def _start(path: Path, master: str) -> "subprocess.Popen[bytes]":
+def _start_live_reports(path: Path, master: str) -> "subprocess.Popen[bytes]":
     source = str(Path(__file__).parents[2])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
@@ -108,7 +108,7 @@ def _start(path: Path, master: str) -> "subprocess.Popen[bytes]":
     )
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end_live_reports(process: "subprocess.Popen[bytes]") -> None:
     """Let the reporter send the rest, and leave it alone if that takes long."""
     assert process.stdin is not None
     assert process.stdout is not None

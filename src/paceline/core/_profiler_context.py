@@ -63,7 +63,7 @@ class ProfilerContext:
             TypeError: A value is no number.
             ValueError: `sampling_interval` is below 0.1, or `samples_per_report` below 1.
         """
-        interval, count = _checked(sampling_interval, samples_per_report)
+        interval, count = _checked_profiler_settings(sampling_interval, samples_per_report)
         self.off()
         if self._distributed.local_rank == 0:
             sampler = SystemSampler(self._disk, self._distributed.local_size)
@@ -155,7 +155,9 @@ class _SamplingThread(threading.Thread):
                 self._sums, self._num_samples = {}, 0
 
 
-def _checked(sampling_interval: float, samples_per_report: int) -> tuple[float, int]:
+def _checked_profiler_settings(
+    sampling_interval: float, samples_per_report: int
+) -> tuple[float, int]:
     if isinstance(sampling_interval, bool) or not isinstance(sampling_interval, (int, float)):
         raise TypeError(f"`sampling_interval` must be a number, but got {sampling_interval!r}.")
     # Not `<`, so that NaN is refused as well.

@@ -11,7 +11,7 @@ from typing import Any
 _IS_LINUX = sys.platform == "linux"
 
 
-class Peers:
+class RankLiveness:
     """Know the processes of the ranks that share a store.
 
     Args:

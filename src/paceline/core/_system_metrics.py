@@ -19,7 +19,7 @@ class SystemSampler:
 
     Args:
         disk: A path on the file system whose use is sampled.
-        num_processes: The number of training processes on this node, see `_visible`.
+        num_processes: The number of training processes on this node, see `_visible_gpus`.
     """
 
     def __init__(self, disk: Path, num_processes: int = 1) -> None:
@@ -37,7 +37,7 @@ class SystemSampler:
         psutil.cpu_percent()
         self._sources = {
             "CPU": lambda: {"cpu_percent": psutil.cpu_percent()},
-            "memory": lambda: _memory(psutil.virtual_memory(), process.memory_info().rss),
+            "memory": lambda: _memory_metrics(psutil.virtual_memory(), process.memory_info().rss),
             "disk": lambda: self._disk_sample(psutil.disk_io_counters()),
             "network": lambda: self._network_sample(psutil.net_io_counters()),
         }
@@ -108,14 +108,14 @@ class SystemSampler:
         except Exception as error:
             logger.info("There are no GPU metrics of this node: %s", error)
             return
-        visible = _visible(uuids, self._num_processes)
+        visible = _visible_gpus(uuids, self._num_processes)
         self._gpus = [(index, handles[index]) for index in visible]
         for index, handle in self._gpus:
             for what, read in _GPU_SOURCES.items():
                 self._sources[f"{what} of GPU {index}"] = _gpu_source(pynvml, index, handle, read)
 
 
-def _memory(memory: Any, own_bytes: int) -> Sample:
+def _memory_metrics(memory: Any, own_bytes: int) -> Sample:
     return {
         "memory_percent": memory.percent,
         "memory_used_bytes": memory.total - memory.available,
@@ -152,7 +152,7 @@ def _gpu_source(
     return lambda: {f"gpu_{index}_{name}": value for name, value in read(nvml, handle).items()}
 
 
-def _visible(uuids: list[str], num_processes: int) -> list[int]:
+def _visible_gpus(uuids: list[str], num_processes: int) -> list[int]:
     """Return the indexes of the GPUs that CUDA_VISIBLE_DEVICES leaves to this node's processes.
 
     All of them if the variable names fewer than there are processes: then each process has been

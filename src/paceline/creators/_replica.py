@@ -79,13 +79,13 @@ class Replica:
         loaders = make_loaders(spec)
         self.position = position_in(loaders.train, spec, self.rank, self.world_size)
         self._validation = loaders.validation
-        self.models = _as_list(
+        self.models = _created_as_list(
             spec.model_creator(config), torch.nn.Module, "model_creator", "torch.nn.Module"
         )
         for model in self.models:
             check_whole(model)
             model.to(device)
-        self.optimizers = _as_list(
+        self.optimizers = _created_as_list(
             spec.optimizer_creator(_one_or_all(self.models), config),
             torch.optim.Optimizer,
             "optimizer_creator",
@@ -104,7 +104,7 @@ class Replica:
         if spec.scheduler_creator is None:
             return []
         made = spec.scheduler_creator(_one_or_all(self.optimizers), config)
-        schedulers = _as_list(made, object, "scheduler_creator", "scheduler")
+        schedulers = _created_as_list(made, object, "scheduler_creator", "scheduler")
         for scheduler in schedulers:
             needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
             if needs_metric and spec.scheduler_step_freq != "manual":
@@ -322,17 +322,17 @@ def _statistics(
     statistics: dict[str, Any] = {
         "batch_count": batches.num_batches,
         "num_samples": batches.num_samples,
-        **_plain(told or {}),
+        **_plain_metrics(told or {}),
     }
     if times is not None:
         statistics["profile"] = times.means(whole, max(batches.num_batches, 1))
     return statistics
 
 
-def _plain(value: Any) -> Any:
+def _plain_metrics(value: Any) -> Any:
     """Return metrics with numbers in place of tensors of one element."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _plain_metrics(item) for name, item in value.items()}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return value.item()
     return value
@@ -345,7 +345,7 @@ def _make_loss(creator: Callable[..., Any] | None, config: dict[str, Any]) -> An
     return creator() if is_class else creator(config)
 
 
-def _as_list(made: Any, kind: type, creator: str, name: str) -> list[Any]:
+def _created_as_list(made: Any, kind: type, creator: str, name: str) -> list[Any]:
     """Return what a creator made, which may be one or several."""
     is_several = isinstance(made, (list, tuple))
     values = list(made) if is_several else [made]

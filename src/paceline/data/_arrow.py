@@ -7,7 +7,7 @@ import pyarrow as pa
 import xxhash
 
 from paceline.data._errors import DataError
-from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile, Segments
+from paceline.data._file_format import DataFile, FileChunk, FileFormat, FileSegments, IndexedFile
 from paceline.data._sample_columns import columns_of_table
 
 
@@ -32,7 +32,7 @@ class ArrowFormat(FileFormat):
                 batches = _batches(source)
                 schema = batches.schema
                 for batch in batches:
-                    chunks.append(Chunk(batch.num_rows, 0, 0, batch.nbytes))
+                    chunks.append(FileChunk(batch.num_rows, 0, 0, batch.nbytes))
                     # The last sample stands for the content, so that no file is read as a whole.
                     last = batch.slice(max(0, batch.num_rows - 1)).to_pylist()
                     hasher.update(repr(last).encode())
@@ -43,7 +43,7 @@ class ArrowFormat(FileFormat):
         lines = file.columns_of(schema, self._columns)
         return IndexedFile(chunks, hasher.hexdigest(), lines)
 
-    def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
+    def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
         """Read a batch."""
         try:
             with _opened(file) as source:
@@ -60,7 +60,7 @@ def _opened(file: DataFile) -> Any:
     if path is not None:
         return pa.memory_map(str(path))
     # Batches of a remote file are found one after the other: one request for all is faster.
-    return pa.PythonFile(Segments(file, {0: file.read(0, file.size)}))
+    return pa.PythonFile(FileSegments(file, {0: file.read(0, file.size)}))
 
 
 def _batches(source: Any) -> Any:

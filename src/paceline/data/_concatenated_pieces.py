@@ -13,7 +13,7 @@ _FEWEST = 6
 _KEPT = 2
 
 
-class Found(NamedTuple):
+class FoundInPieces(NamedTuple):
     """Samples that lie in joined pieces.
 
     Attributes:
@@ -27,7 +27,7 @@ class Found(NamedTuple):
     places: Any
 
 
-class JoinedPieces:
+class ConcatenatedPieces:
     """The columns of the pieces of the present window, and of the one before.
 
     Args:
@@ -62,7 +62,7 @@ class JoinedPieces:
         is_of_use = len(chunks) >= _FEWEST and _KEPT * num_bytes <= self._limit_bytes
         self._planned = np.sort(chunks) if is_of_use else None
 
-    def find(self, chunks: Any, places: Any) -> Iterator[Found]:
+    def find(self, chunks: Any, places: Any) -> Iterator[FoundInPieces]:
         """Yield the samples that lie in joined pieces.
 
         Args:
@@ -74,7 +74,9 @@ class JoinedPieces:
             is_in = window.has(chunks[rows])
             if is_in.any():
                 found = rows[is_in]
-                yield Found(found, window.columns, window.places(chunks[found], places[found]))
+                yield FoundInPieces(
+                    found, window.columns, window.places(chunks[found], places[found])
+                )
                 rows = rows[~is_in]
             if not len(rows):
                 return

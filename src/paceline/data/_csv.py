@@ -9,7 +9,7 @@ import xxhash
 from pyarrow import csv
 
 from paceline.data._errors import DataError
-from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile
+from paceline.data._file_format import DataFile, FileChunk, FileFormat, IndexedFile
 from paceline.data._sample_columns import columns_of_table
 from paceline.data._text_blocks import blocks_of, line_ends
 
@@ -51,7 +51,7 @@ class CsvFormat(FileFormat):
     def index_file(self, file: DataFile) -> IndexedFile:
         """Count the lines, and take the types of the first ones."""
         hasher = xxhash.xxh3_64()
-        chunks: list[Chunk] = []
+        chunks: list[FileChunk] = []
         header, schema = b"", ""
         for start, data in blocks_of(file, hasher, has_quotes=True):
             if not header:
@@ -62,7 +62,7 @@ class CsvFormat(FileFormat):
                 schema = self._schema(file, header)
             if data.strip():
                 schema = schema if chunks else self._schema(file, header + data)
-                chunks.append(Chunk(_num_lines(data), start, len(data), 2 * len(data)))
+                chunks.append(FileChunk(_num_lines(data), start, len(data), 2 * len(data)))
         if not header:
             raise file.damaged("it has no line with the names of the columns")
         return IndexedFile(chunks, hasher.hexdigest(), schema)
@@ -72,7 +72,7 @@ class CsvFormat(FileFormat):
         # A column without values in the first lines has no type of its own.
         return file.columns_of(schema, self._columns).replace(": null", ": string")
 
-    def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
+    def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
         """Parse some lines."""
         header, types = self._head(file)
         data = file.read(chunk.start, chunk.size)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from paceline.data._read_plan import Plan, Reader
 from paceline.data._sample_source import Source, is_iterable_only
 from paceline.data._sample_stages import Mapped, MappedBatches, Stage
-from paceline.data._samples_in_memory import MemorySource
+from paceline.data._samples_in_memory import SamplesInMemory
 from paceline.data._selected_samples import FilteredSource
 from paceline.data._split_source import folds_of, part_sizes, parts_of, range_of, worker_part
 from paceline.data._staged_source import StagedSource
@@ -55,7 +55,7 @@ class Dataset:
         elif isinstance(data, Dataset):
             self._stages, self._plan, self._source = data._stages, data._plan, data._source
         else:
-            self._source = Stream(data) if is_iterable_only(data) else MemorySource(data)
+            self._source = Stream(data) if is_iterable_only(data) else SamplesInMemory(data)
 
     def __getstate__(self) -> dict[str, Any]:
         # The worker that reads is not the same elsewhere.

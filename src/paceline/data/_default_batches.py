@@ -24,14 +24,14 @@ def collate_samples(samples: Any) -> Any:
     try:
         return default_collate(samples)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = _reason("a sample", list(samples))
+        reason = _batch_reason("a sample", list(samples))
         if reason is None:
             raise
         kind = ValueError if isinstance(error, (KeyError, RuntimeError)) else TypeError
         raise kind(f"The samples of a batch must be alike, but {reason}.{_HINT}") from error
 
 
-def _reason(name: str, values: Sequence[Any]) -> str | None:
+def _batch_reason(name: str, values: Sequence[Any]) -> str | None:
     """Return in what the values of a batch differ; None if they do not, as far as is known."""
     for kind, reason_of in ((Mapping, _reason_of_keys), ((list, tuple), _reason_of_lengths)):
         if all(isinstance(value, kind) for value in values):
@@ -51,7 +51,7 @@ def _reason_of_keys(name: str, values: Sequence[Mapping[Any, Any]]) -> str | Non
     keys = dict.fromkeys(str(sorted(map(str, value))) for value in values)
     if len(keys) > 1:
         return f"{name} has the keys {_first_of(keys)}"
-    reasons = (_reason(_named(name, key), [value[key] for value in values]) for key in first)
+    reasons = (_batch_reason(_named(name, key), [value[key] for value in values]) for key in first)
     return next((reason for reason in reasons if reason), None)
 
 
@@ -60,7 +60,7 @@ def _reason_of_lengths(name: str, values: Sequence[Sequence[Any]]) -> str | None
     if len(lengths) > 1:
         return f"{name} has the lengths {_first_of(lengths)}"
     places = enumerate(zip(*values, strict=True))
-    reasons = (_reason(f"{name}[{place}]", each) for place, each in places)
+    reasons = (_batch_reason(f"{name}[{place}]", each) for place, each in places)
     return next((reason for reason in reasons if reason), None)
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.data._errors import DataFormatError
-from paceline.data._file_locations import FoundFile, Place
+from paceline.data._file_locations import FileLocation, FoundFile
 
 
-class Chunk(NamedTuple):
+class FileChunk(NamedTuple):
     """A piece of a file that is read as a whole, such as a row group.
 
     Attributes:
@@ -35,7 +35,7 @@ class IndexedFile(NamedTuple):
         schema: What must be alike in all files, a line for each column.
     """
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[FileChunk]
     fingerprint: str
     schema: str
 
@@ -48,7 +48,7 @@ class DataFile:
         found: The file.
     """
 
-    def __init__(self, place: Place, found: FoundFile) -> None:
+    def __init__(self, place: FileLocation, found: FoundFile) -> None:
         self._place = place
         self.found = found
         self.size = found.size
@@ -102,7 +102,7 @@ class DataFile:
         return "\n".join(f"{name}: {schema.field(name).type}" for name in columns or names)
 
 
-class Segments(io.RawIOBase):
+class FileSegments(io.RawIOBase):
     """A file of which some pieces are in memory, for readers that want a file.
 
     Args:
@@ -171,7 +171,7 @@ class FileFormat(ABC):
         """
 
     @abstractmethod
-    def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
+    def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
         """Return the samples of a piece: `Columns` or `Rows`.
 
         Args:

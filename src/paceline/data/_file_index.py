@@ -13,8 +13,8 @@ import numpy as np
 import xxhash
 
 from paceline.data._errors import DataFormatError, DataNotFoundError
-from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile
-from paceline.data._file_locations import Directory, FoundFile, Place
+from paceline.data._file_format import DataFile, FileChunk, FileFormat, IndexedFile
+from paceline.data._file_locations import DirectoryLocation, FileLocation, FoundFile
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ class FileIndex:
         stored = self._stored
         return FoundFile(stored.names[number], int(self._sizes[number]), stored.marks[number])
 
-    def chunk(self, number: int) -> Chunk:
+    def chunk(self, number: int) -> FileChunk:
         """Return a piece by its number."""
-        return Chunk(*self._chunks[number].tolist())
+        return FileChunk(*self._chunks[number].tolist())
 
     def prints(self) -> dict[str, str]:
         """Return the fingerprints of the files by name, unless they are many."""
@@ -98,7 +98,7 @@ class FileIndex:
         return msgspec.msgpack.encode(self._stored)
 
 
-def load_index(place: Place, pattern: str, file_format: FileFormat) -> FileIndex:
+def load_index(place: FileLocation, pattern: str, file_format: FileFormat) -> FileIndex:
     """Return the index of files: the one beside them, the one kept from before, or a new one.
 
     Raises:
@@ -114,13 +114,13 @@ def load_index(place: Place, pattern: str, file_format: FileFormat) -> FileIndex
         return FileIndex(known)
     index = make_index(place, pattern, file_format, found)
     try:
-        Directory(kept.parent).write(kept.name, index.encode())
+        DirectoryLocation(kept.parent).write(kept.name, index.encode())
     except OSError as error:
         logger.info("The index of %s is not kept, as %s cannot be written.", place.url, error)
     return index
 
 
-def write_index(place: Place, pattern: str, file_format: FileFormat) -> FileIndex:
+def write_index(place: FileLocation, pattern: str, file_format: FileFormat) -> FileIndex:
     """Write an index beside the files, which is taken from then on without looking at them."""
     found = _find(place, pattern)
     index = make_index(place, pattern, file_format, found)
@@ -128,7 +128,7 @@ def write_index(place: Place, pattern: str, file_format: FileFormat) -> FileInde
     return index
 
 
-def _find(place: Place, pattern: str) -> list[FoundFile]:
+def _find(place: FileLocation, pattern: str) -> list[FoundFile]:
     found = [each for each in place.find(pattern) if not each.name.endswith(INDEX_NAME)]
     if not found:
         raise DataNotFoundError(
@@ -138,7 +138,7 @@ def _find(place: Place, pattern: str) -> list[FoundFile]:
 
 
 def make_index(
-    place: Place, pattern: str, file_format: FileFormat, found: Sequence[FoundFile]
+    place: FileLocation, pattern: str, file_format: FileFormat, found: Sequence[FoundFile]
 ) -> FileIndex:
     """Return the index of files, each of which is looked into.
 
@@ -146,7 +146,7 @@ def make_index(
         DataFormatError: A file cannot be read, or has other columns than the first.
     """
     files = [DataFile(place, each) for each in found]
-    with ThreadPoolExecutor(_THREADS[isinstance(place, Directory)]) as pool:
+    with ThreadPoolExecutor(_THREADS[isinstance(place, DirectoryLocation)]) as pool:
         indexed = list(pool.map(file_format.index_file, files))
     schema = _common_schema(files, indexed)
     counts = np.array([len(each.chunks) for each in indexed], dtype=np.int64)
@@ -205,7 +205,7 @@ def cache_directory() -> Path:
 
 
 def _kept_path(
-    place: Place, pattern: str, file_format: FileFormat, found: Sequence[FoundFile]
+    place: FileLocation, pattern: str, file_format: FileFormat, found: Sequence[FoundFile]
 ) -> Path:
     key = [place.url, pattern, file_format.kind, _options(file_format), found]
     digest = hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:32]

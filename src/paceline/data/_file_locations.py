@@ -50,7 +50,7 @@ class FoundFile(NamedTuple):
     mark: str
 
 
-class Place(ABC):
+class FileLocation(ABC):
     """A directory of files, wherever it is."""
 
     def __init__(self, url: str) -> None:
@@ -86,7 +86,7 @@ class Place(ABC):
         return None
 
 
-class Directory(Place):
+class DirectoryLocation(FileLocation):
     """A directory of this machine."""
 
     def __init__(self, path: Path) -> None:
@@ -128,14 +128,14 @@ class Directory(Place):
 
     def _check(self, file: FoundFile, stat: os.stat_result) -> None:
         if self._found(file.name, stat) != file:
-            raise changed(self.name_of(file.name))
+            raise file_changed_error(self.name_of(file.name))
 
     @contextmanager
     def _naming(self, file: FoundFile) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
-            raise missing(self.name_of(file.name)) from error
+            raise file_missing_error(self.name_of(file.name)) from error
         except OSError as error:
             if isinstance(error, DataError):
                 raise
@@ -157,7 +157,7 @@ class Directory(Place):
         partial.replace(path)
 
 
-class Objects(Place):
+class ObjectLocation(FileLocation):
     """Objects below a prefix of a store, read by the client that checkpoints are stored by.
 
     A store that fails or does not answer is asked again, for 300 seconds or what
@@ -181,7 +181,7 @@ class Objects(Place):
         """Return the objects whose keys match a pattern, sorted by name."""
         prefix = pattern[: _first_wild(pattern)].rpartition("/")[0]
         found = self._again(pattern, lambda: self._storage.objects(f"{prefix}/" if prefix else ""))
-        matches = _matcher(pattern)
+        matches = _glob_matcher(pattern)
         return sorted(
             FoundFile(each.key, each.size, each.mark or str(each.changed))
             for each in found
@@ -256,9 +256,9 @@ class Objects(Place):
         except FileNotFoundError as error:
             if isinstance(error, DataError):
                 raise
-            raise missing(self.name_of(name)) from error
+            raise file_missing_error(self.name_of(name)) from error
         except CheckpointCorruptError as error:
-            raise changed(self.name_of(name)) from error
+            raise file_changed_error(self.name_of(name)) from error
 
 
 def _timeout_s() -> float:
@@ -274,12 +274,12 @@ def _timeout_s() -> float:
     return value
 
 
-def missing(name: str) -> DataNotFoundError:
+def file_missing_error(name: str) -> DataNotFoundError:
     """Return the error for a file that is not there any more."""
     return DataNotFoundError(f"The file {name!r} must be there, but there is none.")
 
 
-def changed(name: str) -> DataChangedError:
+def file_changed_error(name: str) -> DataChangedError:
     """Return the error for a file that was written again."""
     return DataChangedError(
         f"The file {name!r} must stay as it is while it is read, but it was changed since its data"
@@ -288,7 +288,7 @@ def changed(name: str) -> DataChangedError:
     )
 
 
-def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
+def location_of(url: str | os.PathLike[str]) -> tuple[FileLocation, str]:
     """Return the place and the pattern of a path, a glob or a URL.
 
     Raises:
@@ -305,7 +305,7 @@ def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
     if scheme in ("", "file"):
         path = unquote(text.removeprefix("file://")) if scheme else os.path.expanduser(text)
         base, pattern = _parted(os.path.abspath(path))
-        return Directory(Path(base or "/")), pattern
+        return DirectoryLocation(Path(base or "/")), pattern
     if _QUERY.search(text):
         raise ValueError(
             f"A URL of data must have no query, but got {text!r}. Hint: credentials and options"
@@ -329,7 +329,7 @@ def place_of(url: str | os.PathLike[str]) -> tuple[Place, str]:
         ) from error
     if not isinstance(storage, ObjectStorage):
         raise DataError(f"Data can be read from stores of objects, but {text!r} is none.")
-    return Objects(base, storage), pattern
+    return ObjectLocation(base, storage), pattern
 
 
 def _parted(path: str) -> tuple[str, str]:
@@ -362,7 +362,7 @@ def _first_wild(pattern: str) -> int:
     return len(pattern) if found is None else found.start()
 
 
-def _matcher(pattern: str) -> Callable[[str], bool]:
+def _glob_matcher(pattern: str) -> Callable[[str], bool]:
     """Return what tells whether a key matches, with the meaning that `glob` has for files."""
     text = re.escape(pattern)
     for wild, meaning in (

@@ -11,13 +11,13 @@ import pyarrow as pa
 
 from paceline._argument_checks import check_count
 from paceline.data._chunk_cache import ChunkCache
-from paceline.data._concatenated_pieces import JoinedPieces
+from paceline.data._concatenated_pieces import ConcatenatedPieces
 from paceline.data._disk_cache import DiskCache
 from paceline.data._encoded_images import decoded
 from paceline.data._file_format import DataFile, FileFormat
 from paceline.data._file_index import FileIndex, cache_directory
-from paceline.data._file_locations import Directory, Objects, Place
-from paceline.data._sample_columns import gather
+from paceline.data._file_locations import DirectoryLocation, FileLocation, ObjectLocation
+from paceline.data._sample_columns import gather_columns
 from paceline.data._sample_source import Numbers, Source
 
 MEMORY_BYTES = 48 * 1024 * 1024
@@ -42,14 +42,14 @@ class FileSource(Source):
     """
 
     def __init__(
-        self, place: Place, pattern: str, file_format: FileFormat, index: FileIndex
+        self, place: FileLocation, pattern: str, file_format: FileFormat, index: FileIndex
     ) -> None:
         self.name = place.name_of(pattern) if pattern else place.url
         self._place = place
         self._format = file_format
         self._index = index
         self._ends: Any = np.cumsum(index.rows)
-        self._made: tuple[int, ChunkCache, JoinedPieces] | None = None
+        self._made: tuple[int, ChunkCache, ConcatenatedPieces] | None = None
         self.memory_bytes = MEMORY_BYTES
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class FileSource(Source):
         check_count("disk_bytes", disk_bytes, least=0)
         if memory_bytes is not None:
             self.memory_bytes = memory_bytes
-        if disk_bytes and isinstance(self._place, Objects):
+        if disk_bytes and isinstance(self._place, ObjectLocation):
             self._place.disk_cache = DiskCache(cache_directory() / "pieces", disk_bytes)
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class FileSource(Source):
             rest = np.delete(rest, np.concatenate([rows for rows, _, _ in taken]))
         for chunk, rows in _by_chunk(chunks, rest):
             taken.append((rows, self._cache.get(chunk), places[rows]))
-        return gather(len(wanted), taken)
+        return gather_columns(len(wanted), taken)
 
     def chunk_sizes(self) -> Numbers:
         """Return the number of samples of each piece."""
@@ -141,11 +141,11 @@ class FileSource(Source):
         return self._memory[1]
 
     @property
-    def _joined(self) -> JoinedPieces:
+    def _joined(self) -> ConcatenatedPieces:
         return self._memory[2]
 
     @property
-    def _memory(self) -> tuple[int, ChunkCache, JoinedPieces]:
+    def _memory(self) -> tuple[int, ChunkCache, ConcatenatedPieces]:
         """The pieces in the memory of this process: a forked one has neither threads nor locks."""
         made = self._made
         if made is None or made[0] != os.getpid():
@@ -155,10 +155,10 @@ class FileSource(Source):
                     made = self._made = self._make()
         return made
 
-    def _make(self) -> tuple[int, ChunkCache, JoinedPieces]:
-        threads = _THREADS[isinstance(self._place, Directory)]
+    def _make(self) -> tuple[int, ChunkCache, ConcatenatedPieces]:
+        threads = _THREADS[isinstance(self._place, DirectoryLocation)]
         cache = ChunkCache(self._load, limit_bytes=self.memory_bytes, num_threads=threads)
-        joined = JoinedPieces(self._index.rows, cache.get, cache.forget, self.memory_bytes)
+        joined = ConcatenatedPieces(self._index.rows, cache.get, cache.forget, self.memory_bytes)
         return os.getpid(), cache, joined
 
     def _load(self, number: int) -> Any:
@@ -166,7 +166,7 @@ class FileSource(Source):
         file = DataFile(self._place, self._index.file(file_number))
         first = int(self._index.first_of[file_number])
         payload = self._format.read_chunk(file, number - first, self._index.chunk(number))
-        if not isinstance(self._place, Directory):
+        if not isinstance(self._place, DirectoryLocation):
             _give_back_memory()
         return payload
 

@@ -10,7 +10,7 @@ from paceline.data._decode_files import IMAGES
 from paceline.data._encoded_images import Encoded, decoded
 from paceline.data._errors import DataNotFoundError
 from paceline.data._file_format import DataFile
-from paceline.data._file_locations import Directory, Place
+from paceline.data._file_locations import DirectoryLocation, FileLocation
 from paceline.data._sample_source import Source
 
 # Requests to a store wait for its answer, not for this machine.
@@ -27,7 +27,7 @@ class ImageSource(Source):
         DataNotFoundError: There is no image in a folder.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: FileLocation) -> None:
         from PIL import Image
 
         # Processes of a loader that are forked need not load the decoders.
@@ -61,7 +61,7 @@ class ImageSource(Source):
 
     def fetch_encoded(self, numbers: Sequence[int]) -> list[Any]:
         """Return images before they are decoded."""
-        if isinstance(self._place, Directory) or len(numbers) == 1:
+        if isinstance(self._place, DirectoryLocation) or len(numbers) == 1:
             return [self._image(number) for number in numbers]
         with ThreadPoolExecutor(min(_REQUESTS_AT_ONCE, len(numbers))) as pool:
             return list(pool.map(self._image, numbers))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile, Rows
+from paceline.data._file_format import DataFile, FileChunk, FileFormat, IndexedFile, Rows
 from paceline.data._text_blocks import blocks_of
 
 # Objects of Python take several times the memory of their text.
@@ -32,7 +32,7 @@ class JsonLinesFormat(FileFormat):
     def index_file(self, file: DataFile) -> IndexedFile:
         """Count the lines, and take the keys of the first one."""
         hasher, schema = xxhash.xxh3_64(), ""
-        chunks: list[Chunk] = []
+        chunks: list[FileChunk] = []
         for block in blocks_of(file, hasher, has_quotes=False):
             lines = [line for line in block.data.split(b"\n") if line.strip()]
             if lines and not chunks:
@@ -42,10 +42,10 @@ class JsonLinesFormat(FileFormat):
                 )
             if lines:
                 size = len(block.data)
-                chunks.append(Chunk(len(lines), block.start, size, _MEMORY_PER_BYTE * size))
+                chunks.append(FileChunk(len(lines), block.start, size, _MEMORY_PER_BYTE * size))
         return IndexedFile(chunks, hasher.hexdigest(), schema)
 
-    def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
+    def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
         """Parse some lines."""
         lines = file.read(chunk.start, chunk.size).split(b"\n")
         samples = [self._parse(file, line) for line in lines if line.strip()]

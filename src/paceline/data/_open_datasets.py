@@ -71,7 +71,7 @@ def read(
     """
     from paceline.data._file_index import load_index
 
-    source = _source(url, format, columns, delimiter, load_index)
+    source = _open_source(url, format, columns, delimiter, load_index)
     source.keep(memory_bytes, disk_bytes)
     return Dataset(source)
 
@@ -90,10 +90,10 @@ def read_images(url: str | os.PathLike[str]) -> Dataset:
         DataError: The files cannot be reached.
     """
     _check_installed("PIL", "pillow")
-    from paceline.data._file_locations import place_of
+    from paceline.data._file_locations import location_of
     from paceline.data._image_folders import ImageSource
 
-    place, pattern = place_of(url)
+    place, pattern = location_of(url)
     if pattern:
         raise ValueError(f"`url` must be a directory of folders, but got {os.fspath(url)!r}.")
     return Dataset(ImageSource(place))
@@ -122,10 +122,10 @@ def write_index(
     """
     from paceline.data._file_index import write_index
 
-    return Dataset(_source(url, format, columns, delimiter, write_index))
+    return Dataset(_open_source(url, format, columns, delimiter, write_index))
 
 
-def _source(
+def _open_source(
     url: str | os.PathLike[str],
     kind: str | None,
     columns: Sequence[str] | None,
@@ -133,24 +133,24 @@ def _source(
     index_of: Callable[[Any, str, Any], Any],
 ) -> Any:
     _check_installed("pyarrow", "pyarrow")
-    from paceline.data._file_locations import place_of
+    from paceline.data._file_locations import location_of
     from paceline.data._file_source import FileSource
 
-    place, pattern = place_of(url)
+    place, pattern = location_of(url)
     if not pattern:
-        suffix = _suffix_in(place)
+        suffix = _suffix_of_dataset(place)
         kind, pattern = kind or _SUFFIXES[suffix.lower()], f"**/*{suffix}"
     suffix = PurePosixPath(pattern).suffix.lower()
     if suffix in _COMPRESSED:
-        raise _compressed(pattern)
-    kind = kind or _kind_of(pattern, suffix)
+        raise _compressed_dataset_error(pattern)
+    kind = kind or _dataset_kind(pattern, suffix)
     if suffix == ".tsv" and kind == "csv" and delimiter is None:
         delimiter = "\t"
-    file_format = _format(kind, columns, delimiter)
+    file_format = _dataset_format(kind, columns, delimiter)
     return FileSource(place, pattern, file_format, index_of(place, pattern, file_format))
 
 
-def _compressed(name: str) -> ValueError:
+def _compressed_dataset_error(name: str) -> ValueError:
     return ValueError(
         "Files must not be compressed as a whole, as no part of them could be read alone, but got"
         f" {name!r}. Hint: decompress them, or write them as Parquet, which compresses its row"
@@ -158,7 +158,7 @@ def _compressed(name: str) -> ValueError:
     )
 
 
-def _kind_of(pattern: str, suffix: str) -> str:
+def _dataset_kind(pattern: str, suffix: str) -> str:
     if suffix not in _SUFFIXES:
         raise ValueError(
             f"`format` must be given for {pattern!r}, as files are known by the suffixes"
@@ -167,7 +167,7 @@ def _kind_of(pattern: str, suffix: str) -> str:
     return _SUFFIXES[suffix]
 
 
-def _format(kind: str, columns: Sequence[str] | None, delimiter: str | None) -> Any:
+def _dataset_format(kind: str, columns: Sequence[str] | None, delimiter: str | None) -> Any:
     if kind not in _KINDS:
         raise ValueError(f"`format` must be one of {sorted(_KINDS)}, but got {kind!r}.")
     module, _, name = _KINDS[kind].partition(":")
@@ -186,12 +186,12 @@ def _format(kind: str, columns: Sequence[str] | None, delimiter: str | None) -> 
     return made(**options)
 
 
-def _suffix_in(place: Any) -> str:
+def _suffix_of_dataset(place: Any) -> str:
     """Return the suffix of the files of a directory."""
     suffixes = sorted({PurePosixPath(each.name).suffix for each in place.find("**/*")})
     known = [suffix for suffix in suffixes if suffix.lower() in _SUFFIXES]
     if not known and (compressed := [each for each in suffixes if each.lower() in _COMPRESSED]):
-        raise _compressed(f"{place.url.rstrip('/')}/**/*{compressed[0]}")
+        raise _compressed_dataset_error(f"{place.url.rstrip('/')}/**/*{compressed[0]}")
     if not known:
         raise DataNotFoundError(
             f"There must be files to read in {place.url!r}, but it has none that end in"

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from paceline.data._errors import DataError
-from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile, Segments
+from paceline.data._file_format import DataFile, FileChunk, FileFormat, FileSegments, IndexedFile
 from paceline.data._sample_columns import columns_of_table
 
 _TAIL_BYTES = 64 * 1024
@@ -43,7 +43,7 @@ class ParquetFormat(FileFormat):
             chunks = [chunks[0]._replace(start=0, size=file.size)]
         return IndexedFile(chunks, xxhash.xxh3_64_hexdigest(footer), lines)
 
-    def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
+    def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
         """Decode a row group."""
         path = file.local_path
         try:
@@ -55,7 +55,9 @@ class ParquetFormat(FileFormat):
             else:
                 pieces = {chunk.start: file.read(chunk.start, chunk.size)}
                 metadata = self._metadata(file, pieces)
-                opened = pq.ParquetFile(pa.PythonFile(Segments(file, pieces)), metadata=metadata)
+                opened = pq.ParquetFile(
+                    pa.PythonFile(FileSegments(file, pieces)), metadata=metadata
+                )
             with opened:
                 table = opened.read_row_group(number, columns=self._columns, use_threads=False)
         except DataError:
@@ -70,7 +72,7 @@ class ParquetFormat(FileFormat):
                 start, footer = _footer_of(file)
                 pieces = {start: footer}
             try:
-                metadata = pq.read_metadata(pa.PythonFile(Segments(file, pieces)))
+                metadata = pq.read_metadata(pa.PythonFile(FileSegments(file, pieces)))
             except DataError:
                 raise
             except (pa.ArrowException, OSError) as error:
@@ -103,7 +105,7 @@ def _footer_of(file: DataFile) -> tuple[int, bytes]:
     return file.size - length, tail[-length:]
 
 
-def _chunk(group: Any) -> Chunk:
+def _chunk(group: Any) -> FileChunk:
     columns = [group.column(number) for number in range(group.num_columns)]
     starts = [
         min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
@@ -111,4 +113,4 @@ def _chunk(group: Any) -> Chunk:
     ]
     ends = [s + column.total_compressed_size for s, column in zip(starts, columns, strict=True)]
     start = min(starts, default=0)
-    return Chunk(group.num_rows, start, max(ends, default=0) - start, group.total_byte_size)
+    return FileChunk(group.num_rows, start, max(ends, default=0) - start, group.total_byte_size)

@@ -129,7 +129,7 @@ class PartitionedOrder:
         return firsts, places
 
 
-class PartitionShard(Sequence[int]):
+class OrderShard(Sequence[int]):
     """The samples of one shard, found when they are asked for."""
 
     def __init__(self, order: PartitionedOrder, partition: int, begin: int, end: int) -> None:
@@ -151,7 +151,7 @@ class PartitionShard(Sequence[int]):
         return self._order.numbers(*self._place)[index]
 
 
-class PartitionShards(Sequence[Sequence[int]]):
+class OrderShards(Sequence[Sequence[int]]):
     """The shards of an epoch: shard s of global batch b is the one with index b * partitions + s.
 
     Args:
@@ -196,9 +196,9 @@ class PartitionShards(Sequence[Sequence[int]]):
             for partition in range(self._num_partitions)
         )
 
-    def first(self, num_shards: int) -> "PartitionShards":
+    def first(self, num_shards: int) -> "OrderShards":
         """Return the first shards."""
-        return PartitionShards(
+        return OrderShards(
             self._order,
             self._num_partitions,
             self._size,
@@ -218,7 +218,7 @@ class PartitionShards(Sequence[Sequence[int]]):
         batch, partition = divmod(index, self._num_partitions)
         begin = batch * self._size
         end = min(begin + self._size, self._order.partition_size(partition))
-        return PartitionShard(self._order, partition, begin, end)
+        return OrderShard(self._order, partition, begin, end)
 
 
 def _generator(*parts: int) -> Any:

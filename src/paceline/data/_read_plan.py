@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from paceline._argument_checks import check_count
-from paceline.data._partitioned_order import PartitionedOrder, PartitionShards
+from paceline.data._partitioned_order import OrderShards, PartitionedOrder
 from paceline.data._sample_source import Source
 
 _PIPELINE_OPTIONS = ("length", "window")
@@ -139,4 +139,4 @@ class Plan:
             expect=source.expect,
             ahead=1 if self.ahead is None else self.ahead,
         )
-        return PartitionShards(order, num_shards, shard_size, drop_last=drop_last)
+        return OrderShards(order, num_shards, shard_size, drop_last=drop_last)

@@ -37,7 +37,7 @@ class Columns:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield each sample as a dictionary."""
         names = list(self.arrays)
-        values = [_row_values(array) for array in self.arrays.values()]
+        values = [_row_values_of_column(array) for array in self.arrays.values()]
         return (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
 
     @property
@@ -47,7 +47,9 @@ class Columns:
 
     def take(self, places: Any) -> "Columns":
         """Return some samples, by an array of their places."""
-        return Columns({name: _take(array, places) for name, array in self.arrays.items()})
+        return Columns(
+            {name: _take_from_column(array, places) for name, array in self.arrays.items()}
+        )
 
     def part(self, begin: int, end: int) -> "Columns":
         """Return the samples between two places, in the same memory."""
@@ -55,7 +57,7 @@ class Columns:
 
     def plain(self) -> dict[str, Any]:
         """Return the columns as NumPy arrays, those of text and the like as arrays of objects."""
-        return {name: _as_numpy(array) for name, array in self.arrays.items()}
+        return {name: _column_as_numpy(array) for name, array in self.arrays.items()}
 
     def changed_to(self, arrays: Any) -> "Columns":
         """Return the samples that a user's function has made of these.
@@ -85,12 +87,12 @@ class Columns:
                     f" {len(self)} and returned {len(values)} in {name!r}. Hint: `filter` leaves"
                     " samples out."
                 )
-            changed[name] = _as_array(values)
+            changed[name] = _column_as_array(values)
         return Columns(changed)
 
     def to_torch(self) -> dict[str, Any]:
         """Return a batch: a tensor for each column of numbers, a list for each other one."""
-        return {name: _batch_of(name, array) for name, array in self.arrays.items()}
+        return {name: _batch_of_column(name, array) for name, array in self.arrays.items()}
 
 
 def join_columns(parts: Sequence[Columns], unused: Columns | None = None) -> Columns:
@@ -105,13 +107,13 @@ def join_columns(parts: Sequence[Columns], unused: Columns | None = None) -> Col
     memory = {} if unused is None else unused.arrays
     return Columns(
         {
-            name: _join([part.arrays[name] for part in parts], memory.get(name))
+            name: _join_columns_of([part.arrays[name] for part in parts], memory.get(name))
             for name in parts[0].arrays
         }
     )
 
 
-def gather(total: int, taken: Sequence[tuple[Any, Any, Any]]) -> Any:
+def gather_columns(total: int, taken: Sequence[tuple[Any, Any, Any]]) -> Any:
     """Return samples of several pieces in one order.
 
     Args:
@@ -140,11 +142,11 @@ def gather(total: int, taken: Sequence[tuple[Any, Any, Any]]) -> Any:
 def columns_of_table(table: Any) -> Columns:
     """Return the columns of an Arrow table or record batch."""
     return Columns(
-        {name: _decode(table.column(name)) for name in dict.fromkeys(table.schema.names)}
+        {name: _decode_column(table.column(name)) for name in dict.fromkeys(table.schema.names)}
     )
 
 
-def _decode(column: Any) -> Any:
+def _decode_column(column: Any) -> Any:
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
         if isinstance(column, pa.ChunkedArray):
@@ -157,16 +159,16 @@ def _decode(column: Any) -> Any:
     if column.null_count and not pa.types.is_floating(kind):
         return column
     if _is_number(kind):
-        return _numbers(column)
+        return _numbers_of_column(column)
     if pa.types.is_fixed_size_list(kind) and _is_number(kind.value_type):
         # `flatten` would load all of Arrow's functions.
         values = column.values.slice(column.offset * kind.list_size, len(column) * kind.list_size)
         if not values.null_count:
-            return _numbers(values).reshape(len(column), kind.list_size)
+            return _numbers_of_column(values).reshape(len(column), kind.list_size)
     return column
 
 
-def _numbers(column: Any) -> Any:
+def _numbers_of_column(column: Any) -> Any:
     """Return numbers as an array, NaN for gaps; Arrow's own method would load pandas."""
     size, (valid, data) = len(column), column.buffers()
     if not size or data is None:
@@ -201,15 +203,15 @@ def _num_bytes(array: Any) -> int:
     return int(array.nbytes)
 
 
-def _take(array: Any, places: Any) -> Any:
+def _take_from_column(array: Any, places: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array[places]
     return array.take(pa.array(places))
 
 
-def _join(arrays: Sequence[Any], memory: Any = None) -> Any:
+def _join_columns_of(arrays: Sequence[Any], memory: Any = None) -> Any:
     if not all(isinstance(array, np.ndarray) for array in arrays):
-        return pa.concat_arrays([_as_arrow(array) for array in arrays])
+        return pa.concat_arrays([_column_as_arrow(array) for array in arrays])
     total, first = sum(map(len, arrays)), arrays[0]
     if any((each.dtype, each.shape[1:]) != (first.dtype, first.shape[1:]) for each in arrays):
         return np.concatenate(arrays)
@@ -221,7 +223,7 @@ def _join(arrays: Sequence[Any], memory: Any = None) -> Any:
     return np.concatenate(arrays, out=held[:total])
 
 
-def _as_arrow(array: Any) -> Any:
+def _column_as_arrow(array: Any) -> Any:
     if not isinstance(array, np.ndarray):
         return array
     if array.ndim == 1:
@@ -230,7 +232,7 @@ def _as_arrow(array: Any) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
 
 
-def _as_array(values: Any) -> Any:
+def _column_as_array(values: Any) -> Any:
     """Return values as an array: numbers and vectors of one length as such, others as objects."""
     numpy = getattr(values, "numpy", None)
     if callable(numpy):
@@ -246,7 +248,7 @@ def _as_array(values: Any) -> Any:
     return array
 
 
-def _row_values(array: Any) -> Any:
+def _row_values_of_column(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array
     if _is_vector(array.type):
@@ -256,24 +258,24 @@ def _row_values(array: Any) -> Any:
 
 def _vector(values: Any) -> Any:
     is_gapless = not values.null_count or pa.types.is_floating(values.type)
-    return np.array(_numbers(values)) if is_gapless else np.array(values)
+    return np.array(_numbers_of_column(values)) if is_gapless else np.array(values)
 
 
-def _as_numpy(array: Any) -> Any:
+def _column_as_numpy(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array
     values = np.empty(len(array), dtype=object)
-    values[:] = _row_values(array)
+    values[:] = _row_values_of_column(array)
     return values
 
 
-def _batch_of(name: str, array: Any) -> Any:
+def _batch_of_column(name: str, array: Any) -> Any:
     import torch
 
     if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":
         # What was taken from a piece is nobody else's; a whole piece may be read only.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    values = _row_values(array)
+    values = _row_values_of_column(array)
     is_vectors = len(values) > 0 and isinstance(values[0], np.ndarray)
     if not is_vectors:
         return list(values)

@@ -6,7 +6,7 @@ from typing import Any
 from paceline.data._sample_source import Source
 
 
-class MemorySource(Source):
+class SamplesInMemory(Source):
     """What has a length and gives samples by number.
 
     Args:

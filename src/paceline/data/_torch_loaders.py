@@ -11,7 +11,7 @@ from paceline._argument_checks import check_count
 from paceline.data._decoding_loader import DecodingLoader
 from paceline.data._default_batches import collate_samples
 from paceline.data._sample_source import Source
-from paceline.data._samples_in_memory import MemorySource
+from paceline.data._samples_in_memory import SamplesInMemory
 from paceline.data._stream_pieces import StreamPieces
 from paceline.data._streams import Stream
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _DRAWN_AT_ONCE = 4096
 
 
-class SampleView(torch.utils.data.Dataset[Any]):
+class TorchLoaderSamples(torch.utils.data.Dataset[Any]):
     """The samples of a data set by their numbers, as a loader fetches them for one batch.
 
     Args:
@@ -50,7 +50,7 @@ class SampleView(torch.utils.data.Dataset[Any]):
         return self.dataset.identity()
 
 
-class OrderSampler(torch.utils.data.Sampler[int]):
+class TorchLoaderOrder(torch.utils.data.Sampler[int]):
     """The order of samples that lie in pieces, for loaders outside of a run.
 
     Each iteration is an epoch, whose order comes from torch's seed; see `set_epoch`.
@@ -104,7 +104,7 @@ class _Collate:
         return collate_samples(samples) if to_torch is None else to_torch()
 
 
-class StreamView(IterableDataset[Any]):
+class TorchLoaderStream(IterableDataset[Any]):
     """The samples of a stream.
 
     Args:
@@ -128,7 +128,7 @@ class StreamView(IterableDataset[Any]):
             set_epoch(epoch)
 
 
-class PlacedStreamView(StreamView):
+class TorchLoaderPlacedStream(TorchLoaderStream):
     """The samples of a stream that can tell its place."""
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -151,14 +151,14 @@ def make_loader(
     options: dict[str, Any],
 ) -> "DataLoader[Any]":
     """Return a torch loader of a data set; see `Dataset.to_torch`."""
-    _check_options(dataset.source, batch_size, options)
+    _check_loader_options(dataset.source, batch_size, options)
     if collate is None and batch_size is not None:
         options["collate_fn"] = collate_samples
     options = {"collate_fn": collate, **options, "num_workers": num_workers}
     source = dataset.source
     if isinstance(source, Stream):
-        return DataLoader(_stream_view(source), batch_size, **options)
-    data: Any = SampleView(dataset)
+        return DataLoader(_stream_for_loader(source), batch_size, **options)
+    data: Any = TorchLoaderSamples(dataset)
     kind: Any = DataLoader
     if source.is_encoded:
         finish: Callable[[Any], Any] | None = None
@@ -166,17 +166,19 @@ def make_loader(
             finish = partial(_finished, dataset, collate or collate_samples)
         kind = partial(DecodingLoader, source=source, finish=finish)
     if source.chunk_sizes() is not None:
-        options.update(collate_fn=_Collate(collate), sampler=OrderSampler(dataset))
+        options.update(collate_fn=_Collate(collate), sampler=TorchLoaderOrder(dataset))
     else:
         # Torch refuses to shuffle nothing.
         options["shuffle"] = dataset.plan.is_shuffled and len(source) > 0
-        if isinstance(source, MemorySource) and not dataset.has_stages:
+        if isinstance(source, SamplesInMemory) and not dataset.has_stages:
             data = source.data
     loader: DataLoader[Any] = kind(data, batch_size=batch_size, **options)
     return loader
 
 
-def _check_options(source: Source | Stream, batch_size: object, options: dict[str, Any]) -> None:
+def _check_loader_options(
+    source: Source | Stream, batch_size: object, options: dict[str, Any]
+) -> None:
     """Check options that torch would not, or that would have no effect.
 
     Raises:
@@ -197,11 +199,11 @@ def _finished(dataset: "Dataset", collate: Callable[[Any], Any], samples: Any) -
     return collate(dataset.apply_stages(samples))
 
 
-def _stream_view(stream: Stream) -> IterableDataset[Any]:
+def _stream_for_loader(stream: Stream) -> IterableDataset[Any]:
     data: Any = stream.data
     if isinstance(data, IterableDataset) and not stream.steps:
         return data
     # Those of Hugging Face do not keep what they promise, see the engine's `ShardedData`.
     is_trusted = not type(data).__module__.startswith("datasets.")
     has_place = hasattr(data, "state_dict") and is_trusted and not stream.holds_samples
-    return PlacedStreamView(stream) if has_place else StreamView(stream)
+    return TorchLoaderPlacedStream(stream) if has_place else TorchLoaderStream(stream)

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import xxhash
 
 from paceline.data._encoded_images import Encoded
-from paceline.data._file_format import Chunk, DataFile, FileFormat, IndexedFile, Rows, Segments
+from paceline.data._file_format import (
+    DataFile,
+    FileChunk,
+    FileFormat,
+    FileSegments,
+    IndexedFile,
+    Rows,
+)
 
 _PIECE_BYTES = 8 * 1024 * 1024
 _BLOCK = 512
@@ -41,15 +48,17 @@ class WebDatasetFormat(FileFormat):
             hasher.update(repr(member).encode())
             if member.key != key:
                 if member.start - start >= _PIECE_BYTES:
-                    chunks.append(Chunk(rows, start, member.start - start, member.start - start))
+                    chunks.append(
+                        FileChunk(rows, start, member.start - start, member.start - start)
+                    )
                     start, rows = member.start, 0
                 key, rows = member.key, rows + 1
             end = member.end
         if rows:
-            chunks.append(Chunk(rows, start, end - start, end - start))
+            chunks.append(FileChunk(rows, start, end - start, end - start))
         return IndexedFile(chunks, hasher.hexdigest(), "")
 
-    def read_chunk(self, file: DataFile, number: int, chunk: Chunk) -> Any:
+    def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
         """Read some samples; they are decoded when they are taken."""
         content = file.read(chunk.start, chunk.size)
         samples: list[dict[str, Any]] = []
@@ -74,7 +83,9 @@ class WebDatasetFormat(FileFormat):
 def _members(file: DataFile) -> Iterator[_Member]:
     path = file.local_path
     # Each header of a remote file would be a request of its own.
-    raw: Any = path.open("rb") if path is not None else Segments(file, {0: file.read(0, file.size)})
+    raw: Any = (
+        path.open("rb") if path is not None else FileSegments(file, {0: file.read(0, file.size)})
+    )
     try:
         with raw, tarfile.open(fileobj=raw, mode="r:") as tar:
             for info in tar:

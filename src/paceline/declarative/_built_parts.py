@@ -105,14 +105,14 @@ def require_fields(configs: TrainingConfig) -> None:
         problems.append(
             "`load_pretrained_classifier` has no effect without `load_pretrained_encoder_only`"
         )
-    problems += _problems_of(configs.parallelization_params, saves_onnx=configs.save_onnx)
+    problems += _parallel_problems_of(configs.parallelization_params, saves_onnx=configs.save_onnx)
     if problems:
         raise ValueError(f"The config must be complete, but {'; '.join(problems)}.")
     if configs.save_onnx:
         require_onnx()
 
 
-def _problems_of(parallel: ParallelizationConfig, *, saves_onnx: bool) -> list[str]:
+def _parallel_problems_of(parallel: ParallelizationConfig, *, saves_onnx: bool) -> list[str]:
     """Return which options of several processes exclude each other."""
     problems = []
     if parallel.data_parallel != "fsdp":
@@ -128,7 +128,7 @@ def _problems_of(parallel: ParallelizationConfig, *, saves_onnx: bool) -> list[s
     return problems
 
 
-def check_arguments(configs: TrainingConfig) -> None:
+def check_config_arguments(configs: TrainingConfig) -> None:
     """Check that model, optimizer and scheduler take the arguments that they are to get.
 
     Raises:
@@ -197,7 +197,9 @@ def make_optimizer(
     rate = configs.learning_rate_per_process * scale
     parameters: Iterable[Any]
     if configs.multi_optimizer_param_dicts is not None:
-        parameters = [_group(model, group, scale) for group in configs.multi_optimizer_param_dicts]
+        parameters = [
+            _parameter_group(model, group, scale) for group in configs.multi_optimizer_param_dicts
+        ]
     elif encoder is not None:
         parameters = _head_parameters(model, encoder)
     else:
@@ -208,7 +210,7 @@ def make_optimizer(
     return optimizer
 
 
-def _group(model: nn.Module, group: Mapping[str, Any], scale: int) -> dict[str, Any]:
+def _parameter_group(model: nn.Module, group: Mapping[str, Any], scale: int) -> dict[str, Any]:
     path = group["params"]
     old = _OLD_PATH.fullmatch(path)
     name = path if old is None else old[1]
@@ -276,7 +278,7 @@ def make_scheduler(
     return context.wrap_lr_scheduler(scheduler, mode)
 
 
-def policy_of(parallel: ParallelizationConfig) -> Any:
+def mixed_precision_policy_of(parallel: ParallelizationConfig) -> Any:
     """Return torch's policy for the types of sharded models, or None."""
     if parallel.shard_precision is None:
         return None
@@ -324,7 +326,7 @@ def num_epochs_of(config: Mapping[str, Any], num_epochs: int) -> int:
     return length.length
 
 
-def num_launched(*, is_single: bool) -> int:
+def num_launched_for_config(*, is_single: bool) -> int:
     """Return how many processes were started together.
 
     Args:
@@ -347,7 +349,7 @@ def num_launched(*, is_single: bool) -> int:
     return size
 
 
-def check_place(given: tuple[int | None, int | None], rank: int, size: int) -> None:
+def check_config_place(given: tuple[int | None, int | None], rank: int, size: int) -> None:
     """Refuse a rank and a number of processes that are not those of this process.
 
     Args:

@@ -11,15 +11,15 @@ from torch import nn
 
 from paceline import core, pytorch
 from paceline.declarative._built_parts import (
-    check_arguments,
-    check_place,
+    check_config_arguments,
+    check_config_place,
     clipping_of,
     losses_of,
     make_optimizer,
     make_scheduler,
+    mixed_precision_policy_of,
     num_epochs_of,
-    num_launched,
-    policy_of,
+    num_launched_for_config,
     precision_of,
     predictions_of,
     recorded_fields,
@@ -116,7 +116,7 @@ class BuiltTrainer(Outputs):
             TypeError: A class does not take its arguments.
         """
         require_fields(self.configs)
-        check_arguments(self.configs)
+        check_config_arguments(self.configs)
         self.predictions = predictions_of(self.configs)
         self._losses = losses_of(self.configs, self.predictions)
 
@@ -137,7 +137,7 @@ class BuiltTrainer(Outputs):
         num_shards = None if stored is None else stored.num_shards
         is_single = parallel.parallelization_type == "single_node"
         # The processes that divide a model train on the same samples.
-        size = max(1, num_launched(is_single=is_single) // parallel.tensor_parallel_size)
+        size = max(1, num_launched_for_config(is_single=is_single) // parallel.tensor_parallel_size)
         is_cuda = torch.cuda.is_available() and not configs.cpu_only
         self._num_devices = torch.cuda.device_count() if is_single and is_cuda else 1
         all_samples = configs.batch_size_per_process * self._num_devices * (num_shards or size)
@@ -162,7 +162,7 @@ class BuiltTrainer(Outputs):
             )
         self._seed = self.context.get_trial_seed() if stored is None else stored.seed
         self.rank, self.device = self.context.distributed.rank, self.context.device
-        check_place(self._given_place, self.rank, self.context.distributed.size)
+        check_config_place(self._given_place, self.rank, self.context.distributed.size)
         # `move_to_device` moves a batch, so that it can be overridden.
         self.context.experimental.disable_auto_to_device()
         self._move = mover_to(self.device)
@@ -234,7 +234,7 @@ class BuiltTrainer(Outputs):
             model,
             trainable_only=parallel.trainable_only,
             shard_units=parallel.shard_units,
-            shard_precision=policy_of(parallel),
+            shard_precision=mixed_precision_policy_of(parallel),
             gradient_checkpointing=parallel.gradient_checkpointing,
             compile=parallel.compile,
             tensor_plan=parallel.tensor_plan,

@@ -56,14 +56,14 @@ class ParallelizationConfig(OptionContainer):
     data_parallel: str | None = option(
         None, optional(arguments.one_of("flat", "overlapped", "fsdp"))
     )
-    shard_units: Any = option(None, optional(checks.shard_units))
-    shard_precision: Any = option(None, optional(checks.a_policy))
+    shard_units: Any = option(None, optional(checks.check_shard_units))
+    shard_precision: Any = option(None, optional(checks.check_policy))
     shard_size: int | None = option(None, optional(arguments.count(2)))
     tensor_parallel_size: int = option(1, arguments.count(1))
     tensor_plan: Any = option(None, checks.a_plan)
     gradient_checkpointing: bool = option(False, arguments.boolean)
-    compile: Any = option(False, checks.boolean_or(Mapping, "a dictionary"))
-    trainable_only: Any = option(False, checks.boolean_or(str, "the name of the base"))
+    compile: Any = option(False, checks.check_boolean_or(Mapping, "a dictionary"))
+    trainable_only: Any = option(False, checks.check_boolean_or(str, "the name of the base"))
 
 
 @dataclasses.dataclass
@@ -104,12 +104,14 @@ class Config(OptionContainer):
 
     model_class: Any = option(
         None,
-        optional(checks.a_class(lambda: torch.nn.Module, "model_class=MyModel, not MyModel(...).")),
+        optional(
+            checks.check_class(lambda: torch.nn.Module, "model_class=MyModel, not MyModel(...).")
+        ),
     )
     model_params: ModelParameters = new_option(ModelParameters, a_container(ModelParameters))
-    dataset: Any = option(None, optional(checks.a_dataset))
-    pred_names: Any = option(None, optional(checks.names))
-    pred_names_and_types: Any = option(None, optional(checks.names_and_kinds))
+    dataset: Any = option(None, optional(checks.check_dataset))
+    pred_names: Any = option(None, optional(checks.check_names))
+    pred_names_and_types: Any = option(None, optional(checks.check_names_and_kinds))
     dataset_creator_name: str | None = option(None, optional(arguments.text))
     data_label_separation_index: int | None = option(1, optional(arguments.count(1)))
     leading_sample_axis: bool | None = option(None, optional(arguments.boolean))
@@ -119,7 +121,7 @@ class Config(OptionContainer):
     parallelization_params: ParallelizationConfig = new_option(
         ParallelizationConfig, a_container(ParallelizationConfig)
     )
-    task_type: str | None = option("classification", optional(checks.task_type))
+    task_type: str | None = option("classification", optional(checks.check_task_type))
 
 
 @dataclasses.dataclass
@@ -172,26 +174,26 @@ class TrainingConfig(Config):
         curriculum_learning_rate: Not read; free for subclasses.
     """
 
-    training_dataset: Any = option(None, optional(checks.a_dataset))
-    validation_dataset: Any = option(None, optional(checks.a_dataset))
-    test_dataset: Any = option(None, optional(checks.a_dataset))
+    training_dataset: Any = option(None, optional(checks.check_dataset))
+    validation_dataset: Any = option(None, optional(checks.check_dataset))
+    test_dataset: Any = option(None, optional(checks.check_dataset))
     batch_size_per_process: int = option(64, arguments.count(1))
     num_epochs: int = option(60, arguments.count(1))
     learning_rate_per_process: float = option(1e-3, arguments.positive)
     optimizer: Any = option(
-        torch.optim.Adam, checks.a_class(lambda: torch.optim.Optimizer, "torch.optim.AdamW")
+        torch.optim.Adam, checks.check_class(lambda: torch.optim.Optimizer, "torch.optim.AdamW")
     )
-    optimizer_params: dict[str, Any] = new_option(dict, checks.without_rate)
-    multi_optimizer_param_dicts: Any = option(None, optional(checks.groups))
+    optimizer_params: dict[str, Any] = new_option(dict, checks.check_without_rate)
+    multi_optimizer_param_dicts: Any = option(None, optional(checks.check_groups))
     scheduler: Any = option(
         torch.optim.lr_scheduler.CyclicLR,
         optional(
-            checks.a_class(
+            checks.check_class(
                 lambda: torch.optim.lr_scheduler.LRScheduler, "torch.optim.lr_scheduler.StepLR"
             )
         ),
     )
-    scheduler_params: dict[str, Any] = new_option(dict, checks.mapping)
+    scheduler_params: dict[str, Any] = new_option(dict, checks.check_mapping)
     scheduler_step: str = option("batch", arguments.one_of("batch", "step", "epoch"))
     model_save_dir: str = option(".", arguments.text)
     checkpoint_storage: str | None = option(None, optional(arguments.text))
@@ -199,12 +201,16 @@ class TrainingConfig(Config):
     pretrained_model_path: str | None = option(None, optional(arguments.text))
     load_pretrained_encoder_only: bool = option(False, arguments.boolean)
     load_pretrained_classifier: bool = option(False, arguments.boolean)
-    validation_ratio: float = option(0.1, checks.ratio)
-    post_training_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.a_function))
-    post_validation_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.a_function))
-    post_test_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.a_function))
-    loss_function: Any = new_option(torch.nn.CrossEntropyLoss, checks.losses)
-    loss_weights: Any = option(1.0, checks.weights)
+    validation_ratio: float = option(0.1, checks.check_ratio)
+    post_training_epoch_hook: Callable[[], Any] | None = option(
+        None, optional(checks.check_function)
+    )
+    post_validation_epoch_hook: Callable[[], Any] | None = option(
+        None, optional(checks.check_function)
+    )
+    post_test_epoch_hook: Callable[[], Any] | None = option(None, optional(checks.check_function))
+    loss_function: Any = new_option(torch.nn.CrossEntropyLoss, checks.check_losses)
+    loss_weights: Any = option(1.0, checks.check_weights)
     loss_tracker_params: LossTrackerParameters = new_option(
         LossTrackerParameters, a_container(LossTrackerParameters)
     )
@@ -228,8 +234,8 @@ class PretrainingConfig(TrainingConfig):
     """
 
     data_label_separation_index: int | None = option(None, optional(arguments.count(1)))
-    task_type: str | None = option(None, optional(checks.task_type))
-    loss_function: Any = new_option(SymmetricNegativeCosineSimilarity, checks.losses)
+    task_type: str | None = option(None, optional(checks.check_task_type))
+    loss_function: Any = new_option(SymmetricNegativeCosineSimilarity, checks.check_losses)
 
 
 @dataclasses.dataclass
@@ -247,4 +253,4 @@ class InferenceConfig(Config):
     pretrained_model_path: str | None = option(None, optional(arguments.text))
     prediction_output_path: str | None = option(None, optional(arguments.text))
     batch_size_per_process: int = option(64, arguments.count(1))
-    prediction_postprocessor: Any = option(None, optional(checks.a_function))
+    prediction_postprocessor: Any = option(None, optional(checks.check_function))

@@ -12,7 +12,7 @@ from paceline.engine import check_plan
 _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
-def task_type(name: str, value: Any) -> str:
+def check_task_type(name: str, value: Any) -> str:
     """Return a text that says classification, regression or both.
 
     Raises:
@@ -26,7 +26,7 @@ def task_type(name: str, value: Any) -> str:
     return said
 
 
-def ratio(name: str, value: Any) -> float:
+def check_ratio(name: str, value: Any) -> float:
     """Return a number between 0 and 1, both excluded.
 
     Raises:
@@ -39,7 +39,7 @@ def ratio(name: str, value: Any) -> float:
     return float(value)
 
 
-def mapping(name: str, value: Any) -> dict[str, Any]:
+def check_mapping(name: str, value: Any) -> dict[str, Any]:
     """Return a copy of a mapping from names to values.
 
     Raises:
@@ -50,36 +50,40 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def without_rate(name: str, value: Any) -> dict[str, Any]:
+def check_without_rate(name: str, value: Any) -> dict[str, Any]:
     """Return the parameters of an optimizer, which must not hold the learning rate.
 
     Raises:
         TypeError: It is no mapping.
         ValueError: It holds `lr`.
     """
-    parameters = mapping(name, value)
+    parameters = check_mapping(name, value)
     if "lr" in parameters:
         hint = f"leave it out and set learning_rate_per_process={parameters['lr']!r}."
         raise ValueError(wrong(name, "without 'lr'", parameters, hint))
     return parameters
 
 
-def a_class(base: Callable[[], type], example: str) -> Check:
+def check_class(base: Callable[[], type], example: str) -> Check:
     """Return a check for a class, not an object, below a base that is looked up at need."""
 
     def check(name: str, value: Any) -> type:
         if not isinstance(value, type):
             is_object = isinstance(value, base())
             hint = f"give the class, {name}={type(value).__name__}." if is_object else example
-            raise TypeError(wrong(name, f"a subclass of {_full_name(base())}", value, hint))
+            raise TypeError(
+                wrong(name, f"a subclass of {_class_name_in_field(base())}", value, hint)
+            )
         if not issubclass(value, base()):
-            raise TypeError(wrong(name, f"a subclass of {_full_name(base())}", value, example))
+            raise TypeError(
+                wrong(name, f"a subclass of {_class_name_in_field(base())}", value, example)
+            )
         return value
 
     return check
 
 
-def a_function(name: str, value: Any) -> Any:
+def check_function(name: str, value: Any) -> Any:
     """Return something that can be called.
 
     Raises:
@@ -90,7 +94,7 @@ def a_function(name: str, value: Any) -> Any:
     return value
 
 
-def shard_units(name: str, value: Any) -> Any:
+def check_shard_units(name: str, value: Any) -> Any:
     """Return what selects modules: a class or several, a number of parameters, or a function.
 
     Raises:
@@ -105,7 +109,7 @@ def shard_units(name: str, value: Any) -> Any:
     raise TypeError(wrong(name, must, value))
 
 
-def a_policy(name: str, value: Any) -> dict[str, Any]:
+def check_policy(name: str, value: Any) -> dict[str, Any]:
     """Return a `MixedPrecisionPolicy` as a dictionary with the names of types, as files have it.
 
     Raises:
@@ -137,7 +141,7 @@ def a_plan(name: str, value: Any) -> Any:
     return value
 
 
-def boolean_or(kind: type, must: str) -> Check:
+def check_boolean_or(kind: type, must: str) -> Check:
     """Return a check for True, False, or a value of a type."""
 
     def check(name: str, value: Any) -> Any:
@@ -148,7 +152,7 @@ def boolean_or(kind: type, must: str) -> Check:
     return check
 
 
-def a_dataset(name: str, value: Any) -> Any:
+def check_dataset(name: str, value: Any) -> Any:
     """Return a data set with a length and items by index.
 
     Raises:
@@ -164,14 +168,14 @@ def a_dataset(name: str, value: Any) -> Any:
     return value
 
 
-def _loss(name: str, value: Any) -> Any:
+def _check_loss(name: str, value: Any) -> Any:
     if isinstance(value, type):
         hint = f"give an object, {value.__name__}(), as a loss is called with (preds, labels)."
         raise TypeError(wrong(name, "a loss object or a function", value, hint))
-    return a_function(name, value)
+    return check_function(name, value)
 
 
-def losses(name: str, value: Any) -> Any:
+def check_losses(name: str, value: Any) -> Any:
     """Return one loss, or a tuple of them.
 
     Raises:
@@ -179,13 +183,13 @@ def losses(name: str, value: Any) -> Any:
         ValueError: There is none.
     """
     if not isinstance(value, (list, tuple)):
-        return _loss(name, value)
+        return _check_loss(name, value)
     if not value:
         raise ValueError(wrong(name, "a loss or a list of at least one", value))
-    return tuple(_loss(f"{name}[{index}]", loss) for index, loss in enumerate(value))
+    return tuple(_check_loss(f"{name}[{index}]", loss) for index, loss in enumerate(value))
 
 
-def weights(name: str, value: Any) -> Any:
+def check_weights(name: str, value: Any) -> Any:
     """Return one weight, or a tuple of them.
 
     Raises:
@@ -197,7 +201,7 @@ def weights(name: str, value: Any) -> Any:
     return number(name, value)
 
 
-def names(name: str, value: Any) -> tuple[str, ...]:
+def check_names(name: str, value: Any) -> tuple[str, ...]:
     """Return a tuple of different names.
 
     Raises:
@@ -212,7 +216,7 @@ def names(name: str, value: Any) -> tuple[str, ...]:
     return found
 
 
-def names_and_kinds(name: str, value: Any) -> tuple[tuple[str, str], ...]:
+def check_names_and_kinds(name: str, value: Any) -> tuple[tuple[str, str], ...]:
     """Return a tuple of pairs of a name and "cls" or "regr".
 
     Raises:
@@ -223,12 +227,12 @@ def names_and_kinds(name: str, value: Any) -> tuple[tuple[str, str], ...]:
     is_list = isinstance(value, (list, tuple))
     if not is_list or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in value):
         raise TypeError(wrong(name, "a list of pairs (name, kind)", value, hint))
-    names(name, [pair[0] for pair in value])
+    check_names(name, [pair[0] for pair in value])
     kind = one_of("cls", "regr")
     return tuple((pair[0], kind(f"{name}[{i}][1]", pair[1])) for i, pair in enumerate(value))
 
 
-def groups(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+def check_groups(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     """Return the options of the parameter groups of an optimizer.
 
     Raises:
@@ -238,7 +242,7 @@ def groups(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     hint = f"{name}=[{{'params': 'encoder', 'lr': 1e-4}}, {{'params': 'head'}}]"
     if not isinstance(value, (list, tuple)) or not value:
         raise TypeError(wrong(name, "a list of dicts", value, hint))
-    found = tuple(mapping(f"{name}[{index}]", group) for index, group in enumerate(value))
+    found = tuple(check_mapping(f"{name}[{index}]", group) for index, group in enumerate(value))
     for index, group in enumerate(found):
         if not isinstance(group.get("params"), str):
             must = "a dict whose 'params' names a part of the model"
@@ -248,7 +252,7 @@ def groups(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     return found
 
 
-def _full_name(kind: type) -> str:
+def _class_name_in_field(kind: type) -> str:
     return (
         kind.__qualname__
         if kind.__module__ == "builtins"

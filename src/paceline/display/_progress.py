@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from paceline.display._progress_line import UNITS, Facts, progress_line, report_line
+from paceline.display._progress_line import UNITS, ProgressFacts, progress_line, report_line
 from paceline.display._progress_log_lines import Region
 from paceline.display._regions import find_region
 from paceline.display._throughput import Throughput
@@ -40,7 +40,7 @@ class TrainingProgress:
         self._stream = sys.stderr if stream is None else stream
         self._is_quiet = is_quiet
         self._region: Region | None = None
-        self._facts = Facts(total=total, unit=unit)
+        self._facts = ProgressFacts(total=total, unit=unit)
         self._throughput = Throughput()
         self._began = self._next_draw = 0.0
 

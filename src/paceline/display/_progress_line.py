@@ -18,7 +18,7 @@ _LONGEST_S = 100 * _SECONDS_OF_DAY
 
 
 @dataclass(slots=True, kw_only=True)
-class Facts:
+class ProgressFacts:
     """Facts about a training: counts are in `unit`, rates per second.
 
     `completed` is None within an epoch of unknown length; `epoch` is the present one, from 1.
@@ -39,7 +39,7 @@ class Facts:
     validation: Mapping[str, Any] = field(default_factory=dict)
 
 
-def progress_line(facts: Facts, width: int | None) -> str:
+def progress_line(facts: ProgressFacts, width: int | None) -> str:
     """Return the state in one line; of what does not fit, the least important is left out.
 
     Args:
@@ -59,7 +59,7 @@ def progress_line(facts: Facts, width: int | None) -> str:
     return line
 
 
-def report_line(facts: Facts, group: str, metrics: Mapping[str, Any]) -> str:
+def report_line(facts: ProgressFacts, group: str, metrics: Mapping[str, Any]) -> str:
     """Return one report as a line of any length; only those of training carry no group."""
     values = " ".join(_numbers(metrics))
     told = values if group == "training" else f"{group}: {values}"
@@ -67,7 +67,7 @@ def report_line(facts: Facts, group: str, metrics: Mapping[str, Any]) -> str:
 
 
 def _state(
-    facts: Facts, *, has_bar: bool = False, has_duration: bool = True
+    facts: ProgressFacts, *, has_bar: bool = False, has_duration: bool = True
 ) -> list[tuple[int, str]]:
     """Return parts in the order of the line, with their importance: the smallest stays longest."""
     is_in_records = facts.unit == "records"
@@ -94,7 +94,7 @@ def _fitting(parts: list[tuple[int, str]], width: int | None) -> Iterator[str]:
     return (part for index, (_, part) in enumerate(parts) if index in fitting)
 
 
-def _count(facts: Facts) -> str:
+def _count(facts: ProgressFacts) -> str:
     unit, completed, total = _SINGULAR[facts.unit], facts.completed or 0, facts.total
     if facts.unit == "epochs":
         # The present one, of which a part may be done.
@@ -104,20 +104,20 @@ def _count(facts: Facts) -> str:
     return f"{unit} {_number(min(completed, total))} of {_number(total)}"
 
 
-def _position(facts: Facts) -> str:
+def _position(facts: ProgressFacts) -> str:
     """Return where training is, in another unit than that of the count."""
     if facts.unit == "epochs":
         return "" if facts.batches is None else f"batch {facts.batches:,}"
     return "" if facts.epoch is None else f"epoch {facts.epoch:,}"
 
 
-def _part_done(facts: Facts) -> float | None:
+def _part_done(facts: ProgressFacts) -> float | None:
     if not facts.total or facts.completed is None:
         return None
     return min(facts.completed / facts.total, 1.0)
 
 
-def _bar(facts: Facts) -> str:
+def _bar(facts: ProgressFacts) -> str:
     done = _part_done(facts)
     if done is None:
         return ""
@@ -125,7 +125,7 @@ def _bar(facts: Facts) -> str:
     return f"[{'#' * num_full}{'-' * (_BAR_WIDTH - num_full)}]"
 
 
-def _percentage(facts: Facts) -> str:
+def _percentage(facts: ProgressFacts) -> str:
     done = _part_done(facts)
     # Rounded down, so that only the end is all.
     return "" if done is None else f"{int(100 * done)}%"
@@ -141,7 +141,7 @@ def _rate(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}/s" if value >= 100 else f"{value:.3g} {unit}/s"
 
 
-def _time(facts: Facts) -> str:
+def _time(facts: ProgressFacts) -> str:
     elapsed, done = format_duration(facts.elapsed_s), _part_done(facts)
     if facts.ending:
         word = "in" if facts.ending.startswith(COMPLETED) else "after"
@@ -167,7 +167,7 @@ def format_duration(seconds: float) -> str:
     return f"{total // _SECONDS_OF_DAY}d {total % _SECONDS_OF_DAY // 3600}h"
 
 
-def _newest_metrics(facts: Facts) -> tuple[list[str], list[str]]:
+def _newest_metrics(facts: ProgressFacts) -> tuple[list[str], list[str]]:
     """Return the first metric of training and of validation, and the others."""
     training = [*_numbers(facts.training)]
     validation = [*_numbers(facts.validation, others=facts.training)]

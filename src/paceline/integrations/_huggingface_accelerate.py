@@ -5,9 +5,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from paceline import train
-from paceline.integrations._required_library import required
+from paceline.integrations._required_library import required_library
 
-required("accelerate", "save_accelerator", "accelerate")
+required_library("accelerate", "save_accelerator", "accelerate")
 
 from accelerate.tracking import GeneralTracker  # type: ignore[import-untyped]  # noqa: E402
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]  # noqa: E402

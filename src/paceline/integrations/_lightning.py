@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import train
-from paceline.integrations._required_library import required
+from paceline.integrations._required_library import required_library
 
-required("lightning.pytorch", "prepare_lightning", "lightning")
+required_library("lightning.pytorch", "prepare_lightning", "lightning")
 
 import lightning.pytorch as pl  # noqa: E402  # after the check that it is there
 from lightning.pytorch.callbacks import Checkpoint  # noqa: E402
@@ -109,7 +109,7 @@ def prepare_lightning(
         trainer.ckpt_path = _PLACE
         # It would put back the random numbers from before it.
         trainer.num_sanity_val_steps = 0
-    trainer.callbacks.append(_RunCallback(every_n_epochs, every_n_steps))
+    trainer.callbacks.append(_LightningCallback(every_n_epochs, every_n_steps))
     return trainer
 
 
@@ -192,7 +192,7 @@ class _RunCheckpoints(CheckpointIO):  # type: ignore[misc]  # Lightning has no t
         self._others.teardown()
 
 
-class _RunCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no types
+class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no types
     """Reports and checkpoints. Lightning calls those that save after all others."""
 
     def __init__(self, every_n_epochs: int | None, every_n_steps: int | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
-from paceline.integrations._required_library import required
+from paceline.integrations._required_library import required_library
 
 _STATUS = {Outcome.COMPLETED: "FINISHED", Outcome.PREEMPTED: "KILLED"}
 _RUN_TAG = "paceline.run_id"
@@ -57,8 +57,8 @@ class MLflowTracker(Tracker):
     ) -> None:
         super().__init__(ranks, groups=groups, close_timeout_s=close_timeout_s)
         # Here, so that loading it takes no time of training.
-        self._tracking = required("mlflow.tracking", "MLflowTracker", "paceline[mlflow]")
-        self._entities = required("mlflow.entities", "MLflowTracker", "paceline[mlflow]")
+        self._tracking = required_library("mlflow.tracking", "MLflowTracker", "paceline[mlflow]")
+        self._entities = required_library("mlflow.entities", "MLflowTracker", "paceline[mlflow]")
         self._tracking_uri = tracking_uri
         self._experiment_name = experiment_name
         self._run_name = run_name
@@ -123,7 +123,7 @@ class MLflowTracker(Tracker):
         """Return the identity of the experiment."""
         name = self._experiment_name
         if name is None:
-            fluent = required("mlflow.tracking.fluent", "MLflowTracker", "paceline[mlflow]")
+            fluent = required_library("mlflow.tracking.fluent", "MLflowTracker", "paceline[mlflow]")
             found: str = fluent._get_experiment_id()
             return found
         experiment = self._client.get_experiment_by_name(name)

@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 
 
-def required(module: str, user: str, install: str) -> ModuleType:
+def required_library(module: str, user: str, install: str) -> ModuleType:
     """Return a module of another library.
 
     Args:

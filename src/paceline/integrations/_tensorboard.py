@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
-from paceline.integrations._required_library import required
+from paceline.integrations._required_library import required_library
 
 
 class TensorBoardTracker(Tracker):
@@ -33,8 +33,8 @@ class TensorBoardTracker(Tracker):
         close_timeout_s: float = 10.0,
     ) -> None:
         super().__init__(ranks, groups=groups, close_timeout_s=close_timeout_s)
-        required("tensorboard", "TensorBoardTracker", "paceline[tensorboard]")
-        self._writers = required(
+        required_library("tensorboard", "TensorBoardTracker", "paceline[tensorboard]")
+        self._writers = required_library(
             "torch.utils.tensorboard", "TensorBoardTracker", "paceline[tensorboard]"
         )
         self._logdir = None if logdir is None else Path(logdir)

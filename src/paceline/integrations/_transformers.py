@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import train
-from paceline.integrations._required_library import required
+from paceline.integrations._required_library import required_library
 
-required("transformers", "prepare_transformers", "transformers")
+required_library("transformers", "prepare_transformers", "transformers")
 
 import transformers  # noqa: E402  # after the check that it is there
 
@@ -46,7 +46,7 @@ def prepare_transformers(trainer: Any) -> Any:
     files = TemporaryDirectory(prefix="paceline-transformers-")
     state = train.load_checkpoint(files_to=files.name)
     # The files stay as long as the trainer has the callback.
-    trainer.add_callback(_RunCallback(files))
+    trainer.add_callback(_TransformersCallback(files))
     if isinstance(state, Mapping) and _KEY in state:
         _go_on_from(trainer, str(Path(files.name) / state[_KEY]))
     return trainer
@@ -63,7 +63,7 @@ def _go_on_from(trainer: Any, place: str) -> None:
     trainer.train = train_on
 
 
-class _RunCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it has no types
+class _TransformersCallback(transformers.TrainerCallback):  # type: ignore[misc]  # it has no types
     """Reports and checkpoints.
 
     Args:

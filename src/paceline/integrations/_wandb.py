@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.core import MetricPoint, Outcome, TrackedRun, Tracker
-from paceline.integrations._required_library import required
+from paceline.integrations._required_library import required_library
 
 _STEP = "step"
 
@@ -49,7 +49,7 @@ class WandbTracker(Tracker):
     ) -> None:
         super().__init__(ranks, groups=groups, close_timeout_s=close_timeout_s)
         # Here, so that loading it takes no time of training.
-        self._wandb: Any = required("wandb", "WandbTracker", "paceline[wandb]")
+        self._wandb: Any = required_library("wandb", "WandbTracker", "paceline[wandb]")
         self._options = {"project": project, "entity": entity, "mode": mode, "tags": [*tags]}
         self._run_name = run_name
         self._directory = directory

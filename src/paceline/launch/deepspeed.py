@@ -38,7 +38,7 @@ class DeepSpeedBackend(Backend):
             # The group before has ended. Its buffers would be taken for those of the next one.
             met.add((layout.master_address, layout.master_port))
             _remove_buffers(met)
-            return _variables(layout)
+            return _deepspeed_variables(layout)
 
         try:
             yield variables
@@ -58,7 +58,7 @@ def _remove_buffers(met: set[tuple[str, int]]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _variables(layout: NodeLayout) -> list[dict[str, str]]:
+def _deepspeed_variables(layout: NodeLayout) -> list[dict[str, str]]:
     same = {
         "LOCAL_SIZE": str(layout.num_local_workers),
         "CROSS_RANK": str(layout.node_rank),

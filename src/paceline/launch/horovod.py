@@ -38,8 +38,8 @@ class HorovodBackend(Backend):
 
             def variables(layout: NodeLayout) -> list[dict[str, str]]:
                 # It forgets the addresses of an earlier start.
-                server.init(_slots(layout.num_local_workers))
-                return _variables(layout, port)
+                server.init(_horovod_slots(layout.num_local_workers))
+                return _horovod_variables(layout, port)
 
             yield variables
 
@@ -57,14 +57,14 @@ def _rendezvous_server() -> Iterator[tuple[Any, int]]:
         server.stop()
 
 
-def _slots(num_workers: int) -> list[Any]:
+def _horovod_slots(num_workers: int) -> list[Any]:
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 
     slots: list[Any] = get_host_assignments([HostInfo(_HOST, num_workers)], num_workers)
     return slots
 
 
-def _variables(layout: NodeLayout, port: int) -> list[dict[str, str]]:
+def _horovod_variables(layout: NodeLayout, port: int) -> list[dict[str, str]]:
     size = str(layout.num_local_workers)
     same = {
         "HOROVOD_SIZE": size,

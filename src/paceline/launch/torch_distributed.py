@@ -79,7 +79,7 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
         if nodes is not None:
             options = nodes.place(options)
         with PortReservation() as reservation, backend.open(options) as variables:
-            return _run(command, options, reservation.port, variables, nodes)
+            return _run_workers(command, options, reservation.port, variables, nodes)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (
@@ -94,7 +94,7 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
         return 2
 
 
-def _run(
+def _run_workers(
     command: WorkerCommand,
     options: LaunchOptions,
     free_port: int,
@@ -107,12 +107,12 @@ def _run(
         NotEnoughWorkersError: There were too few for too long.
         WorkerStartError: One cannot be started.
     """
-    limits, capacity = _limits(options.num_workers, options.tensor_parallel_size)
+    limits, capacity = _worker_limits(options.num_workers, options.tensor_parallel_size)
     restarts = options.max_restarts if attempt is None else _restarts_on_nodes(options)
     policy = RestartPolicy(restarts, option="--max-restarts", retries_errors=True)
     sizes = () if attempt is None else attempt.sizes_for(options)
     num_workers = sum(sizes) or limits.least
-    nodes = _nodes(options, num_workers, restarts, policy) if options.num_nodes > 1 else None
+    nodes = _launch_nodes(options, num_workers, restarts, policy) if options.num_nodes > 1 else None
     variables = {}
     if limits.least < limits.most:
         # The global batch is the same for any number of workers within the bounds.
@@ -168,7 +168,7 @@ def _restarts_on_nodes(options: LaunchOptions) -> int:
     return 0
 
 
-def _nodes(
+def _launch_nodes(
     options: LaunchOptions, num_workers: int, max_restarts: int, policy: RestartPolicy
 ) -> LaunchNodes:
     port = options.master_port or _DEFAULT_PORT_OF_SEVERAL_NODES
@@ -213,7 +213,7 @@ def _node_layout(
     )
 
 
-def _limits(
+def _worker_limits(
     wanted: int | tuple[int, int] | str | None, tensor_size: int
 ) -> tuple[ElasticLimits, Callable[[], int]]:
     """Return how many workers there may be, and what tells how many could run."""

@@ -9,7 +9,7 @@ import paceline
 from paceline.master._home_directory import Home
 from paceline.master._home_sizes import HomeSizes
 from paceline.master._measurements import Measurements
-from paceline.master._name_cache import KeptNames
+from paceline.master._name_cache import NameCache
 from paceline.master._runs_watcher import RunsWatcher
 from paceline.master._secret_store import SecretStore
 from paceline.master._waiting_requests import WaitingRequests
@@ -111,7 +111,7 @@ class Master:
             mark_of=StorageMarks(home.cluster_id).mark,
         )
         self.searches = Searches()
-        self.kept_names = KeptNames()
+        self.kept_names = NameCache()
         self.search_views = SearchViews(self.database, self.searches)
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
         self.commands = Commands(self.changes, self._known_slots, self.secrets)

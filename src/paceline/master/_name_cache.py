@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 _FRESH_S = 5.0
 
 
-class KeptNames:
+class NameCache:
     """The names of the last call; used by several threads, which may gather them at once."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Exposition:
+class PrometheusText:
     """Collect metrics; those of one name are added in one call."""
 
     def __init__(self) -> None:

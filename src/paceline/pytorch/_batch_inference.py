@@ -63,7 +63,9 @@ def torch_batch_process(
             with another data set or batch size, or `output_dir` holds something else.
     """
     kwargs = dict(dataloader_kwargs or {})
-    _check(batch_processor_cls, batch_size, max_batches, checkpoint_interval, kwargs)
+    _check_batch_inference(
+        batch_processor_cls, batch_size, max_batches, checkpoint_interval, kwargs
+    )
     num_samples = _length(dataset)
     chosen = None if device is None else torch.device(device)
     distributed = join_ranks(distributed_context, chosen)
@@ -85,7 +87,7 @@ def torch_batch_process(
         )
 
 
-def _check(
+def _check_batch_inference(
     processor_class: object,
     batch_size: int,
     max_batches: int | None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.engine import CheckpointMismatchError
-from paceline.pytorch._trial_checkpoint_facts import plain_hparams
+from paceline.pytorch._trial_checkpoint_facts import checkpoint_hparams
 from paceline.pytorch._trial_context import PyTorchTrialContext
 
 
@@ -41,7 +41,7 @@ def _check_seed(stored: int, given: int | None) -> None:
 def _changed_hparams(
     training: Mapping[str, Any], context: PyTorchTrialContext
 ) -> list[tuple[str, Any, Any]]:
-    before, (now, unstored) = training.get("hparams"), plain_hparams(context)
+    before, (now, unstored) = training.get("hparams"), checkpoint_hparams(context)
     if before is None or now is None:
         return []
     left_out = {*unstored, *training.get("unstored_hparams", ())}

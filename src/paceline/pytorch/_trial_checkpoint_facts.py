@@ -7,7 +7,7 @@ from typing import Any
 from paceline.pytorch._trial_context import PyTorchTrialContext
 
 
-def trial_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
+def trial_checkpoint_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
     """Return what `load_trial_from_checkpoint_path` needs to build the trial again."""
     kind = type(trial)
     module, source = kind.__module__, None
@@ -16,7 +16,7 @@ def trial_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
         source = Path(getattr(main, "__file__", None) or "a notebook").name
         # A program that was started by `python -m` can be imported by that name.
         module = getattr(getattr(main, "__spec__", None), "name", None) or module
-    hparams, unstored = plain_hparams(context)
+    hparams, unstored = checkpoint_hparams(context)
     return {
         "trial": {"class": f"{module}:{kind.__qualname__}", "source": source},
         "hparams": hparams,
@@ -25,7 +25,7 @@ def trial_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
     }
 
 
-def plain_hparams(context: PyTorchTrialContext) -> tuple[dict[str, Any] | None, list[str]]:
+def checkpoint_hparams(context: PyTorchTrialContext) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the hyperparameters that a checkpoint holds, and the names of the others."""
     try:
         given = context.get_hparams()

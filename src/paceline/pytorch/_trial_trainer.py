@@ -27,7 +27,7 @@ from paceline.pytorch._fit_arguments import checked_policy, first, training_leng
 from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._result import Result, last_validation
 from paceline.pytorch._trial_context import PyTorchTrialContext
-from paceline.pytorch._trial_training import Training
+from paceline.pytorch._trial_training import TrialTraining
 from paceline.pytorch._trial_validator import Validator
 from paceline.storage import checkpoint_at
 
@@ -59,7 +59,7 @@ class Trainer:
         self._training = self._make_training(trial)
         self._profiling: ProfilingWindow | None = None
 
-    def _make_training(self, trial: PyTorchTrial) -> Training:
+    def _make_training(self, trial: PyTorchTrial) -> TrialTraining:
         """Check what the trial has wrapped, and return what trains it."""
         context = self._context
         for kind, wrapped in (("model", context.models), ("optimizer", context.optimizers)):
@@ -68,7 +68,7 @@ class Trainer:
                     f"A trial must wrap at least one {kind}. Hint: self.{kind} ="
                     f" context.wrap_{kind}(...) in its `__init__`."
                 )
-        return Training(trial, context, Validator(trial, context))
+        return TrialTraining(trial, context, Validator(trial, context))
 
     @property
     def steps_completed(self) -> int:

@@ -9,12 +9,12 @@ from paceline.engine import Position, ResumableTraining, ShardedData, TrainingCa
 from paceline.pytorch._pytorch_callback import PyTorchCallback
 from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._resume_checks import changed_facts
-from paceline.pytorch._trial_checkpoint_facts import trial_facts
+from paceline.pytorch._trial_checkpoint_facts import trial_checkpoint_facts
 from paceline.pytorch._trial_context import PyTorchTrialContext
 from paceline.pytorch._trial_validator import Validator
 
 
-class Training(ResumableTraining):
+class TrialTraining(ResumableTraining):
     """A trial in training; it may be run piece by piece.
 
     Args:
@@ -41,7 +41,7 @@ class Training(ResumableTraining):
 
     def facts(self) -> dict[str, Any]:
         """Return what rebuilds the trial from a checkpoint."""
-        return trial_facts(self._trial, self._context)
+        return trial_checkpoint_facts(self._trial, self._context)
 
     def changed_facts(self, training: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return the hyperparameters that have changed since a checkpoint."""

@@ -33,7 +33,7 @@ _LONGEST_DETAIL = 4000
 _FINISHED = b'"finished"'
 
 
-def make_end(
+def make_attempt_end(
     reason: ExitReason,
     *,
     code: int | None = None,
@@ -57,7 +57,7 @@ def make_end(
     )
 
 
-def leave_word(directory: AttemptDirectory, end: AttemptEnd) -> None:
+def write_attempt_end(directory: AttemptDirectory, end: AttemptEnd) -> None:
     """Write how the attempt ended; without space on the disk, the master is told all the same."""
     try:
         directory.write_end(end)
@@ -71,8 +71,8 @@ def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
     with contextlib.suppress(OSError):
         directory.mark_started()
     # The next attempt gets one of its own: a power cut can have taken what was written last.
-    end = make_end(ExitReason.START_FAILED, detail=text, kind=ErrorKind.TRANSIENT)
-    leave_word(directory, end)
+    end = make_attempt_end(ExitReason.START_FAILED, detail=text, kind=ErrorKind.TRANSIENT)
+    write_attempt_end(directory, end)
     _ship_by_path(directory, end)
 
 
@@ -83,7 +83,7 @@ def ship_leftovers(directory: AttemptDirectory) -> None:
     end = read_end(directory)
     if end is None:
         end = _end_without_word(directory.run)
-        leave_word(directory, end)
+        write_attempt_end(directory, end)
     try:
         spec = directory.read_spec()
     except (OSError, msgspec.DecodeError):
@@ -155,7 +155,7 @@ def ship_end(shipper: Shipper, end: AttemptEnd, lost: str | None = None) -> None
             rest_error = _rest_error(shipper)
             output_error = shipper.ship_output()
             told = " ".join(text for text in (lost, output_error) if text) or None
-            shipper.ship_end(_judged(end, shipper, rest_error, told))
+            shipper.ship_end(_judged_end(end, shipper, rest_error, told))
             faults.reach("runner.end_shipped")
             if output_error is not None:
                 shipper.keep_output()
@@ -186,7 +186,7 @@ def _rest_error(shipper: Shipper) -> str | None:
     return shipper.unreadable
 
 
-def _judged(
+def _judged_end(
     end: AttemptEnd, shipper: Shipper, rest_error: str | None, output_error: str | None
 ) -> AttemptEnd:
     """Return the end with what went wrong with the attempt's reports and output.
@@ -207,9 +207,9 @@ def _end_without_word(run: RunDirectory) -> AttemptEnd:
     """Return the end of an attempt whose runner left none: its journal may know."""
     finish = read_finish(run)
     if finish is None:
-        return make_end(ExitReason.RUNNER_LOST)
+        return make_attempt_end(ExitReason.RUNNER_LOST)
     code = 1 if finish.outcome == "error" else 0
-    return make_end(ExitReason.EXITED, code=code, detail=finish.error, at=finish.time)
+    return make_attempt_end(ExitReason.EXITED, code=code, detail=finish.error, at=finish.time)
 
 
 def _ship_by_path(directory: AttemptDirectory, end: AttemptEnd) -> None:

@@ -151,10 +151,14 @@ class AttemptProcesses:
     @staticmethod
     def _end_leftovers(directory: AttemptDirectory) -> None:
         # Seldom needed, and it loads more of the runner than the master needs.
-        from paceline.runner._attempt_end_report import end_leftovers, leave_word, make_end
+        from paceline.runner._attempt_end_report import (
+            end_leftovers,
+            make_attempt_end,
+            write_attempt_end,
+        )
 
         end_leftovers(directory)
-        leave_word(directory, make_end(ExitReason.RUNNER_LOST))
+        write_attempt_end(directory, make_attempt_end(ExitReason.RUNNER_LOST))
 
     def _start_runner(self, attempt_id: int, *, is_shipping: bool) -> None:
         directory = self.directory(attempt_id)

@@ -14,16 +14,16 @@ from paceline.messages.attempts import AttemptControl, AttemptEnd, AttemptSpec
 from paceline.messages.states import ExitReason
 from paceline.runner._attempt_directory import AttemptDirectory
 from paceline.runner._attempt_end_report import (
-    leave_word,
-    make_end,
+    make_attempt_end,
     read_end,
     read_finish,
     report_failed_start,
     ship_end,
     ship_leftovers,
+    write_attempt_end,
 )
 from paceline.runner._checkpoint_place import place_on_each_node
-from paceline.runner._code_archive import ArchiveLimits, ArchiveTooLargeError, unpack
+from paceline.runner._code_archive import ArchiveLimits, ArchiveTooLargeError, unpack_archive
 from paceline.runner._fetch_checkpoint import fetch_checkpoint
 from paceline.runner._master_follower import MasterFollower
 from paceline.runner._master_link import Backoff, MasterLink, UnreachableError
@@ -132,7 +132,7 @@ class AttemptRun:
         self._follower.stop()
         self._group.close()
         core.discard_unfinished(self._directory.run)
-        leave_word(self._directory, end)
+        write_attempt_end(self._directory, end)
         faults.reach("runner.ended")
         lost = None if self._spool is None else self._spool.finish()
         self._shipper.stop()
@@ -157,9 +157,11 @@ class AttemptRun:
             with contextlib.suppress(OSError):
                 self._directory.mark_started()
             reason, kind = judge_start(error)
-            return make_end(reason, detail=str(error) or type(error).__name__, kind=kind)
+            return make_attempt_end(reason, detail=str(error) or type(error).__name__, kind=kind)
         if group is None:
-            return make_end(self._follower.kill_reason or ExitReason.KILLED, detail="not started")
+            return make_attempt_end(
+                self._follower.kill_reason or ExitReason.KILLED, detail="not started"
+            )
         process = group.processes[0]
         try:
             self._directory.write_process(process.pgid, process.start_time)
@@ -219,12 +221,12 @@ class AttemptRun:
             finish = read_finish(self._directory.run)
             if finish is not None and finish.outcome in _OUTCOMES_THAT_COUNT[kill_reason]:
                 # Only a shell around it, or what came after, was ended by the signal.
-                return make_end(ExitReason.EXITED, code=0, detail=exit_.error)
+                return make_attempt_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
         detail = _why(exit_)
         if self._group.has_others:
             detail = self._directory.run.read_launch_error() or detail
-        return make_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
+        return make_attempt_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
 
     def _read_secrets(self) -> dict[str, str]:
         spec = self._spec
@@ -352,7 +354,7 @@ def _is_ours(exit_: WorkerExit) -> bool:
 def _unpack(archive: Path, target: Path) -> None:
     limits = ArchiveLimits.from_environment()
     try:
-        unpack(archive, target, limits)
+        unpack_archive(archive, target, limits)
     except ArchiveTooLargeError:
         raise
     except Exception as error:

@@ -137,7 +137,7 @@ def check_archive(path: Path, limits: ArchiveLimits) -> None:
         return
 
 
-def unpack(path: Path, target: Path, limits: ArchiveLimits) -> None:
+def unpack_archive(path: Path, target: Path, limits: ArchiveLimits) -> None:
     """Unpack an archive into a directory; nothing outside of it is written.
 
     Raises:

@@ -18,7 +18,7 @@ Position = tuple[int, int, int]
 """Generation, rank and number of a record."""
 
 
-class SetAside:
+class RefusedRecords:
     """Keep records beside the attempt, and hold what is sent in their place.
 
     Args:

@@ -21,7 +21,7 @@ from paceline.runner._master_link import (
     RefusedByMasterError,
     encode,
 )
-from paceline.runner._refused_records import SetAside
+from paceline.runner._refused_records import RefusedRecords
 from paceline.runner._ship_checkpoints import without_checkpoint
 from paceline.runner._shipping_loop import ShippingLoop
 
@@ -71,7 +71,7 @@ class RecordShipper(ShippingLoop):
         self._marks: dict[tuple[int, int], int] | None = {} if is_first else None
         self._readers: dict[tuple[int, int], JournalReader] = {}
         self._on_judged = on_judged
-        self._set_aside = SetAside(directory.set_aside_path)
+        self._set_aside = RefusedRecords(directory.set_aside_path)
         self._unreadable: dict[tuple[int, int], str] = {}
 
     @property

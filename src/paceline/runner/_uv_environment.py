@@ -47,7 +47,7 @@ def sync_environment(
     kept = {k: v for k, v in environment.items() if k not in ("VIRTUAL_ENV", "PYTHONHOME")}
     place = directory / ".venv"
     kept["UV_PROJECT_ENVIRONMENT"] = str(place)
-    _run([program, "sync", "--frozen", "--no-progress"], directory, kept, on_line, is_unwanted)
+    _run_uv([program, "sync", "--frozen", "--no-progress"], directory, kept, on_line, is_unwanted)
     path = os.pathsep.join([str(place / "bin"), kept.get("PATH", os.defpath)])
     return kept | {"VIRTUAL_ENV": str(place), "PATH": path}
 
@@ -66,7 +66,7 @@ def missing_lock(directory: Path) -> str:
     )
 
 
-def _run(
+def _run_uv(
     command: list[str],
     directory: Path,
     environment: Mapping[str, str],

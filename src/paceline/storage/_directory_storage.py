@@ -94,18 +94,18 @@ class DirectoryStorage(CheckpointStorage):
         path = self._path(uuid)
         self._check_uncommitted(path, rank)
         own = path / f".rank-{rank}"
-        with _durable_files.write_errors(uuid, self._existing_parent()):
+        with _durable_files.durable_write_errors(uuid, self._existing_parent()):
             self._make_root()
             self._mark_open(uuid)
             own.mkdir(parents=True)
         faults.reach("storage.begun")
         try:
-            with _durable_files.write_errors(uuid, own):
+            with _durable_files.durable_write_errors(uuid, own):
                 yield own
                 entries = _durable_files.seal_files(
                     own, check_names(_durable_files.list_files(own))
                 )
-                _move_up(own, path, entries)
+                _move_files_up_in_directory(own, path, entries)
                 faults.reach("storage.before_done")
                 self._write_done(path, rank, entries)
         except BaseException:
@@ -116,13 +116,13 @@ class DirectoryStorage(CheckpointStorage):
     def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[Path]:
         """Make the checkpoint's directory; remove it if the body fails."""
         path = self._path(uuid)
-        with _durable_files.write_errors(uuid, self._existing_parent()):
+        with _durable_files.durable_write_errors(uuid, self._existing_parent()):
             self._make_root()
             self._mark_open(uuid)
             path.mkdir(exist_ok=is_shared)
         faults.reach("storage.begun")
         try:
-            with _durable_files.write_errors(uuid, path):
+            with _durable_files.durable_write_errors(uuid, path):
                 yield path
         except BaseException:
             # Not `discard`: a file of the user's may be named like a manifest.
@@ -177,7 +177,9 @@ class DirectoryStorage(CheckpointStorage):
     def problems(self, manifest: Manifest) -> dict[str, str]:
         """Compare the size and digest of every file with the manifest's."""
         root = self._path(manifest.uuid)
-        reasons = {path: _problem(root / path, entry) for path, entry in manifest.files.items()}
+        reasons = {
+            path: _problem_of_file(root / path, entry) for path, entry in manifest.files.items()
+        }
         return {path: reason for path, reason in reasons.items() if reason is not None}
 
     @contextmanager
@@ -186,9 +188,9 @@ class DirectoryStorage(CheckpointStorage):
         manifest = self.manifest(uuid).selected(selects)
         raise_if_damaged(uuid, self.problems(manifest))
         path = self._path(uuid)
-        before = {name: _state_of(path / name) for name in manifest.files}
+        before = {name: _state_of_file(path / name) for name in manifest.files}
         yield path
-        is_touched = any(_state_of(path / name) != before[name] for name in before)
+        is_touched = any(_state_of_file(path / name) != before[name] for name in before)
         # Somebody else may have deleted the whole checkpoint meanwhile.
         if is_touched and self.exists(uuid) and (changed := self.problems(manifest)):
             details = ", ".join(f"{name} {reason}" for name, reason in changed.items())
@@ -242,7 +244,7 @@ class DirectoryStorage(CheckpointStorage):
     def replace_manifest(self, manifest: Manifest) -> None:
         """Replace ``manifest.json``, then remove the files that it does not name any more."""
         root = self._path(manifest.uuid)
-        with _durable_files.write_errors(manifest.uuid, self._root):
+        with _durable_files.durable_write_errors(manifest.uuid, self._root):
             _durable_files.write_durably(root / MANIFEST_NAME, encode(manifest))
         faults.reach("storage.after_manifest_replaced")
         for name in manifest.deleted:
@@ -304,7 +306,7 @@ class DirectoryStorage(CheckpointStorage):
         path = self._path(manifest.uuid)
         faults.reach("storage.before_manifest")
         try:
-            with _durable_files.write_errors(manifest.uuid, self._root):
+            with _durable_files.durable_write_errors(manifest.uuid, self._root):
                 _durable_files.write_durably(path / MANIFEST_NAME, encode(manifest))
                 sync_directory(self._root)
         except BaseException:
@@ -317,7 +319,7 @@ class DirectoryStorage(CheckpointStorage):
         return self._root / check_uuid(uuid)
 
 
-def _state_of(path: Path) -> tuple[int, int] | None:
+def _state_of_file(path: Path) -> tuple[int, int] | None:
     """Return what differs once a file was written to; None if it is gone."""
     try:
         facts = path.stat()
@@ -326,7 +328,7 @@ def _state_of(path: Path) -> tuple[int, int] | None:
     return facts.st_mtime_ns, facts.st_size
 
 
-def _problem(path: Path, entry: FileEntry) -> str | None:
+def _problem_of_file(path: Path, entry: FileEntry) -> str | None:
     try:
         found = _durable_files.digest_file(path)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -334,7 +336,7 @@ def _problem(path: Path, entry: FileEntry) -> str | None:
     return None if found == entry else entry.difference(found)
 
 
-def _move_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
+def _move_files_up_in_directory(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
     """Move a rank's files to where the checkpoint has them.
 
     If two ranks do so at once with one name, the commit finds out.

@@ -183,7 +183,7 @@ def newest_change(root: Path) -> float:
 
 
 @contextmanager
-def write_errors(uuid: str, root: Path) -> Iterator[None]:
+def durable_write_errors(uuid: str, root: Path) -> Iterator[None]:
     """Turn what a full or broken disk raises into one clear error.
 
     Raises:

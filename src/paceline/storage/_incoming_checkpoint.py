@@ -101,7 +101,7 @@ class IncomingCheckpoint:
                 f" {len(data)} bytes at {offset} of {name!r}."
             )
         path = self._path / name
-        with _durable_files.write_errors(self._uuid, self._existing_root()):
+        with _durable_files.durable_write_errors(self._uuid, self._existing_root()):
             self._make_directory(path.parent)
             with open(path, "ab", buffering=0, opener=_open_new) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +125,7 @@ class IncomingCheckpoint:
             CheckpointWriteError: The disk is full or broken.
         """
         files = self.manifest.files
-        with _durable_files.write_errors(self._uuid, self._existing_root()):
+        with _durable_files.durable_write_errors(self._uuid, self._existing_root()):
             self._make_directory(self._path)
             found = _durable_files.seal_files(self._path, list(files))
             problems = {
@@ -151,7 +151,7 @@ class IncomingCheckpoint:
         uuid = self._uuid
         if not self._storage.exists(uuid):
             faults.reach("storage.before_moved_in")
-            with _durable_files.write_errors(uuid, self._storage.root):
+            with _durable_files.durable_write_errors(uuid, self._storage.root):
                 os.rename(self._path, self._storage.root / uuid)
                 sync_directory(self._storage.root)
         self.forget()

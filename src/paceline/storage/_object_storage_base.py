@@ -123,7 +123,7 @@ class ObjectStorage(CheckpointStorage):
         """Yield a temporary directory, whose files are put afterwards."""
         self._check_new(uuid, rank)
         with temporary_directory() as path:
-            with _durable_files.write_errors(uuid, path):
+            with _durable_files.durable_write_errors(uuid, path):
                 yield path
             self._put_all(uuid, rank, path)
 
@@ -147,7 +147,7 @@ class ObjectStorage(CheckpointStorage):
             if entries:
                 faults.reach("storage.between_files")
             left_s = began + limits.checkpoint_s - time.monotonic()
-            with _naming(uuid, rank, repr(name)):
+            with _naming_object(uuid, rank, repr(name)):
                 if left_s <= 0:
                     raise CheckpointWriteError(
                         f"After {limits.checkpoint_s:g} s only {len(entries)} of the rank's"
@@ -159,7 +159,7 @@ class ObjectStorage(CheckpointStorage):
                 )
         faults.reach("storage.before_done")
         done = encode(ShardDone(rank=rank, files=entries))
-        with _naming(uuid, rank, "the list of its files"):
+        with _naming_object(uuid, rank, "the list of its files"):
             try:
                 self._put_new(f"{uuid}/{done_name(rank)}", done)
             except FileExistsError as error:
@@ -188,11 +188,11 @@ class ObjectStorage(CheckpointStorage):
 
     def _check_new(self, uuid: str, rank: int) -> None:
         check_uuid(uuid)
-        with _naming(uuid, rank, "the beginning"):
+        with _naming_object(uuid, rank, "the beginning"):
             keys = {each.key for each in self.objects(f"{uuid}/")}
         if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
             raise _stored_before(uuid, rank)
-        with _naming(uuid, rank, "the beginning"):
+        with _naming_object(uuid, rank, "the beginning"):
             self._mark_open(uuid)
 
     def _mark_open(self, uuid: str) -> None:
@@ -346,7 +346,7 @@ def _stored_before(uuid: str, rank: int) -> FileExistsError:
 
 
 @contextmanager
-def _naming(uuid: str, rank: int, what: str) -> Iterator[None]:
+def _naming_object(uuid: str, rank: int, what: str) -> Iterator[None]:
     """Name the rank and the file in an error of the store.
 
     Raises:

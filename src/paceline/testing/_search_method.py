@@ -38,7 +38,7 @@ _MAX_TRIALS = 10_000
 
 
 @dataclass
-class Drive:
+class SearchMethodDrive:
     """Drives a search by choices until it ends.
 
     Attributes:
@@ -131,14 +131,14 @@ def check_search_method(
     space = _SPACE if hyperparameters is None else hyperparameters
     preview(config, space)
     for seed in range(num_runs):
-        drive = Drive(Search(config, space, seed), random.Random(seed).choice)  # noqa: S311
+        drive = SearchMethodDrive(Search(config, space, seed), random.Random(seed).choice)  # noqa: S311
         drive.run(_MAX_STEPS)
         _check_end(drive, config)
         _check_repetition(drive, config, space, seed)
         _check_restoring(drive, config, space, seed)
 
 
-def _check_end(drive: Drive, config: SearchConfig) -> None:
+def _check_end(drive: SearchMethodDrive, config: SearchConfig) -> None:
     if not drive.search.is_over or len(drive.of_kind(Shutdown)) != 1:
         raise _broken(config, f"end once its trials have, but it created {_MAX_TRIALS} of them")
     stops = [stop.request_id for stop in drive.of_kind(Stop)]
@@ -146,7 +146,9 @@ def _check_end(drive: Drive, config: SearchConfig) -> None:
         raise _broken(config, "stop a trial once, but stopped one again")
 
 
-def _check_repetition(drive: Drive, config: SearchConfig, space: dict[str, Any], seed: int) -> None:
+def _check_repetition(
+    drive: SearchMethodDrive, config: SearchConfig, space: dict[str, Any], seed: int
+) -> None:
     again = replay(config, space, seed, drive.inputs)
     for given, first, second in zip(drive.inputs, drive.operations, again, strict=True):
         if first != second:
@@ -158,7 +160,9 @@ def _check_repetition(drive: Drive, config: SearchConfig, space: dict[str, Any],
             )
 
 
-def _check_restoring(drive: Drive, config: SearchConfig, space: dict[str, Any], seed: int) -> None:
+def _check_restoring(
+    drive: SearchMethodDrive, config: SearchConfig, space: dict[str, Any], seed: int
+) -> None:
     search = Search(config, space, seed)
     hint = "`snapshot` must hold all that the method's other parts read, and `load` take it back."
     for given, expected in zip(drive.inputs, drive.operations, strict=True):

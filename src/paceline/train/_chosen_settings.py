@@ -4,7 +4,7 @@ from typing import Any
 
 from paceline.core import launched_place
 from paceline.train._config import ElasticConfig, TorchConfig
-from paceline.train._trainer_arguments import chosen_limits
+from paceline.train._trainer_arguments import trainer_worker_limits
 from paceline.workers import WorkerResources, chosen_cluster
 from paceline.workers.runs import GroupSettings, is_pool_worker
 
@@ -29,7 +29,7 @@ def chosen_settings(
         TypeError: A value has another type.
         ValueError: A value is unknown or out of range.
     """
-    limits = chosen_limits(num_workers, elastic)
+    limits = trainer_worker_limits(num_workers, elastic)
     if not heartbeat_timeout_s > 0:
         raise ValueError(f"`heartbeat_timeout_s` must be above 0, but got {heartbeat_timeout_s!r}.")
     resources.check_backend(config.backend)

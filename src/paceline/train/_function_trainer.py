@@ -18,15 +18,15 @@ from paceline.train._results import Results
 from paceline.train._run_callbacks import TrainingCallback
 from paceline.train._run_driver import RunDriver
 from paceline.train._run_iterator import RunIterator, as_ranks
-from paceline.train._run_request import Request
+from paceline.train._run_request import RunRequest
 from paceline.train._stepwise_run import StepwiseRun
 from paceline.train._trainer_arguments import (
     NOT_GIVEN,
     check_function,
-    chosen_config,
-    one_of,
+    one_of_arguments,
     split_callbacks,
     stored_or_state,
+    trainer_torch_config,
 )
 from paceline.train._trainer_workers import TrainerWorkers
 from paceline.workers import WorkerOutput, check_ray_data, checked_resources
@@ -100,8 +100,8 @@ class Trainer(TrainerWorkers):
         if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
             raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
         self._settings = chosen_settings(
-            one_of("num_workers", num_workers, "workers", workers),
-            chosen_config(backend, backend_config, backend_args),
+            one_of_arguments("num_workers", num_workers, "workers", workers),
+            trainer_torch_config(backend, backend_config, backend_args),
             checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker),
             cluster=cluster,
             heartbeat_timeout_s=heartbeat_timeout_s,
@@ -314,7 +314,7 @@ class Trainer(TrainerWorkers):
         dataset = given_dataset(dataset)
         check_ray_data(dataset, self._settings.cluster)
         stored, state = stored_or_state(checkpoint)
-        request = Request(
+        request = RunRequest(
             function=function,
             config=config,
             dataset=dataset,

@@ -16,7 +16,7 @@ from paceline.train._errors import IncompleteCheckpointError
 from paceline.train._outcome_checks import check_saves, warn_of_reports
 from paceline.train._results import Report, Results
 from paceline.train._run_follower import RunFollower
-from paceline.train._run_request import Request
+from paceline.train._run_request import RunRequest
 from paceline.workers import (
     GroupRun,
     PendingCall,
@@ -50,7 +50,7 @@ class RunDriver(GroupRun):
     def __init__(
         self,
         group: TrainGroup,
-        request: Request,
+        request: RunRequest,
         opened: core.OpenedRun,
         output: WorkerOutput,
         storage: CheckpointStorage | None = None,

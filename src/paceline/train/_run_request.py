@@ -11,7 +11,7 @@ from paceline.train._run_callbacks import TrainingCallback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RunRequest:
     """Arguments of `Trainer.run`.
 
     Attributes:

@@ -106,9 +106,9 @@ def search(
     try:
         run = begun_search(chosen, journal, config or {}, TrialResult)
         with ExitStack() as stack:
-            trainers = _trainers(trainer, max_concurrent_trials, stack)
+            trainers = _search_trainers(trainer, max_concurrent_trials, stack)
             conduct(run, [starting(each) for each in trainers])
-        results = _results(run, chosen.searcher, journal.path)
+        results = _search_results(run, chosen.searcher, journal.path)
     except BaseException as raised:
         error = raised
         raise
@@ -120,7 +120,7 @@ def search(
     return results
 
 
-def _trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> list[Trainer]:
+def _search_trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> list[Trainer]:
     """Return a trainer for each trial at a time; those that are made here end with the stack."""
     first = given
     if first is None:
@@ -133,7 +133,7 @@ def _trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> li
     return [first, *map(stack.enter_context, beside)]
 
 
-def _results(run: SearchRun, searcher: "Searcher", directory: Path) -> SearchResults:
+def _search_results(run: SearchRun, searcher: "Searcher", directory: Path) -> SearchResults:
     return SearchResults(
         [cast(TrialResult, trial.result) for trial in run.trials.values()],
         metric=searcher.metric,

@@ -16,7 +16,7 @@ from paceline.workers.runs import Instance, current_session
 NOT_GIVEN: Any = object()
 
 
-def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
+def one_of_arguments(name: str, value: Any, other_name: str, other: Any) -> Any:
     if value is not NOT_GIVEN and other is not NOT_GIVEN:
         raise TypeError(f"`{name}` and `{other_name}` are the same: give one of them.")
     if value is NOT_GIVEN and other is NOT_GIVEN:
@@ -24,7 +24,7 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> Any:
     return other if value is NOT_GIVEN else value
 
 
-def chosen_config(
+def trainer_torch_config(
     backend: Any, config: TorchConfig | None, args: TorchConfig | None
 ) -> TorchConfig:
     if config is not None and args is not None:
@@ -32,7 +32,7 @@ def chosen_config(
     return backend_config(backend, config if args is None else args)
 
 
-def chosen_limits(num_workers: Any, elastic: ElasticConfig | None) -> ElasticLimits | None:
+def trainer_worker_limits(num_workers: Any, elastic: ElasticConfig | None) -> ElasticLimits | None:
     """Return how many workers there may be; None for none.
 
     Raises:
@@ -103,7 +103,7 @@ def stored_or_state(checkpoint: Any) -> tuple[Checkpoint | None, Any]:
     return None, checkpoint
 
 
-def make_instance(
+def instance_of_arguments(
     kind: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Instance | None:
     if kind is None:

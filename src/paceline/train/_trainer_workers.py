@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._run_iterator import RunIterator
-from paceline.train._trainer_arguments import check_alone, make_instance
+from paceline.train._trainer_arguments import check_alone, instance_of_arguments
 from paceline.train._trainer_table import html_of, table_of, title_of
 from paceline.workers import WorkerOutput
 from paceline.workers.runs import GroupSettings, TrainGroup
@@ -111,7 +111,7 @@ class TrainerWorkers:
                     "The workers must not be started twice, but they are running. Hint: shutdown()."
                 )
             self._settings.hook = initialization_hook
-            self._settings.instance = make_instance(train_cls, args, kwargs)
+            self._settings.instance = instance_of_arguments(train_cls, args, kwargs)
             self._group.form_with_retries(self._max_retries)
 
     def shutdown(self, force: bool = False) -> None:

@@ -31,11 +31,11 @@ class RunReader:
 
 def dataset_of(session: "RankSession | None", name: str | int | None) -> Any:
     """Return the data set of a run; see `train.get_dataset`."""
-    session, data = _given(session, "get_dataset")
+    session, data = _given_datasets(session, "get_dataset")
     if not is_several(data):
         if name is not None:
             raise KeyError(f"There is no data set {name!r}, as the run was given a single one.")
-        return _read(session, data)
+        return _read_dataset(session, data)
     names = list(_by_name(data))
     if name is None and len(names) > 1:
         raise ValueError(
@@ -44,22 +44,22 @@ def dataset_of(session: "RankSession | None", name: str | int | None) -> Any:
         )
     if name is not None and name not in names:
         raise KeyError(f"There is no data set {name!r}, only {names}.")
-    return _read(session, _by_name(data)[names[0] if name is None else name])
+    return _read_dataset(session, _by_name(data)[names[0] if name is None else name])
 
 
 def datasets_of(session: "RankSession | None") -> Any:
     """Return all data sets of a run; see `train.get_datasets`."""
-    session, data = _given(session, "get_datasets")
+    session, data = _given_datasets(session, "get_datasets")
     if isinstance(data, Mapping):
-        return {name: _read(session, each) for name, each in data.items()}
+        return {name: _read_dataset(session, each) for name, each in data.items()}
     if is_pair(data):
-        return _read(session, data)
+        return _read_dataset(session, data)
     if not isinstance(data, (list, tuple)):
-        return [_read(session, data)]
-    return [_read(session, each) for each in data]
+        return [_read_dataset(session, data)]
+    return [_read_dataset(session, each) for each in data]
 
 
-def _given(session: "RankSession | None", caller: str) -> tuple["RankSession", Any]:
+def _given_datasets(session: "RankSession | None", caller: str) -> tuple["RankSession", Any]:
     """Return the session, and what its run was given."""
     if session is None:
         raise RuntimeError(
@@ -71,10 +71,10 @@ def _given(session: "RankSession | None", caller: str) -> tuple["RankSession", A
             f"`{caller}` gives what `Trainer.run(dataset=...)` was given, but that got none."
             " Hint: trainer.run(train_func, dataset=my_data_set)."
         )
-    return session, _made(session, session.job.dataset)
+    return session, _made_dataset(session, session.job.dataset)
 
 
-def _made(session: "RankSession", data: Any) -> Any:
+def _made_dataset(session: "RankSession", data: Any) -> Any:
     """Return data, or what a function makes of the config; that need not travel."""
     if is_made(data):
         data = given_dataset(made(data, session.job.config))
@@ -87,12 +87,12 @@ def _by_name(data: Any) -> Mapping[Any, Any]:
     return data._asdict() if isinstance(data, Fold) else dict(enumerate(data))
 
 
-def _read(session: "RankSession", data: Any) -> Any:
+def _read_dataset(session: "RankSession", data: Any) -> Any:
     """Return a data set, or a pair of them, as this worker reads it."""
-    data = _made(session, data)
+    data = _made_dataset(session, data)
     if isinstance(data, RayShards):
         return RayDataset(data, session)
     if is_pair(data):
-        pair = [_read(session, each) for each in data]
+        pair = [_read_dataset(session, each) for each in data]
         return Fold(*pair) if isinstance(data, Fold) else tuple(pair)
     return Dataset(data).read_by(RunReader(session))

@@ -191,7 +191,7 @@ class LaunchRun(GroupRun):
 
     def _wake(self, call: PendingCall) -> None:
         self._events.put(None)
-        failure = self._group.pool.refusal or _failure_of(call)
+        failure = self._group.pool.refusal or _failure_of_launch(call)
         if self._nodes is not None and failure is not None:
             self._nodes.tell_failed(failure)
 
@@ -204,7 +204,7 @@ class LaunchRun(GroupRun):
         return bool(self.received) or self._group.pool.reports.are_completed
 
     def _values_of(self, call: PendingCall) -> list[Any]:
-        failure = _failure_of(call)
+        failure = _failure_of_launch(call)
         if self._nodes is not None:
             failure, self._decision = self._agree(self._nodes)
         if failure is not None:
@@ -279,7 +279,7 @@ class LaunchRun(GroupRun):
                 return True
             if isinstance(event, NodeMessage) and event.word in (Word.VERDICT, Word.LOST):
                 # A launcher that has come back can hear what becomes of those before.
-                failure, decision = _read_verdict(event)
+                failure, decision = _read_verdict_on_launch(event)
                 if failure is None:
                     return False
                 if not decision.is_restart:
@@ -311,14 +311,14 @@ class LaunchRun(GroupRun):
             if event is not None:
                 self._take(event)
         verdict, self._verdict = self._verdict, None
-        return _read_verdict(verdict)
+        return _read_verdict_on_launch(verdict)
 
     def _close_nodes(self, error: BaseException | None) -> None:
         if self._nodes is not None:
             self._nodes.close(error)
 
 
-def _read_verdict(verdict: NodeMessage) -> tuple[Exception | None, RestartDecision]:
+def _read_verdict_on_launch(verdict: NodeMessage) -> tuple[Exception | None, RestartDecision]:
     """Return the failure that a message of node 0 tells, if it is one, and what follows."""
     decision = RestartDecision(verdict.is_restart, verdict.text)
     if verdict.failure is None:
@@ -329,7 +329,7 @@ def _read_verdict(verdict: NodeMessage) -> tuple[Exception | None, RestartDecisi
     return verdict.failure.error(), decision
 
 
-def _failure_of(call: PendingCall) -> Exception | None:
+def _failure_of_launch(call: PendingCall) -> Exception | None:
     """Return the error of a call that has ended, if it has failed."""
     try:
         call.wait()
@@ -339,4 +339,4 @@ def _failure_of(call: PendingCall) -> Exception | None:
 
 
 def _values_of(call: PendingCall) -> list[Any]:
-    return [] if _failure_of(call) is not None else call.wait() or []
+    return [] if _failure_of_launch(call) is not None else call.wait() or []

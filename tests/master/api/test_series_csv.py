@@ -8,7 +8,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from paceline.master.api._series_csv_route import _lines, _selection
+from paceline.master.api._series_csv_route import _csv_lines, _csv_selection
 from paceline.master.store._point_encoding import Points
 from paceline.master.store._series_writer import store_columns
 
@@ -73,7 +73,9 @@ def test_little_is_read_for_the_first_rows(reported: Any, count_reads: Any) -> N
         lambda transaction: store_columns(transaction.connection, 1, 1, columns)
     ).result()
     with count_reads(database._reader_engine) as reads:
-        lines = _lines(reported.core, [("1/training/x", _selection("1/training/x"))], "batches")
+        lines = _csv_lines(
+            reported.core, [("1/training/x", _csv_selection("1/training/x"))], "batches"
+        )
         begin = next(lines) + next(lines)
     assert len(begin.splitlines()) < 20_000
     # A point has 24 bytes there.

@@ -21,7 +21,7 @@ from paceline.master.store import Database, Transaction, tables
 from paceline.master.upkeep import Backup, BackupError, BackupResult, find_backup, restore
 from paceline.master.upkeep import _following_backups as following
 from paceline.master.upkeep import _home_restore as restoring
-from paceline.master.upkeep._backup_snapshots import whole
+from paceline.master.upkeep._backup_snapshots import whole_backups
 from paceline.master.upkeep._following_backups import follow_home
 
 DieAt = Callable[[str, Callable[[], object]], None]
@@ -110,11 +110,11 @@ def test_a_second_backup_copies_only_what_has_changed(home: Path, tmp_path: Path
         assert os.path.samefile(first.path / name, second.path / name)
     third = make(home, tmp_path / "backups")
     assert third.num_copied == 0
-    assert whole(tmp_path / "backups") == [first.path, second.path, third.path]
+    assert whole_backups(tmp_path / "backups") == [first.path, second.path, third.path]
 
     backup = Backup(home, tmp_path / "backups")
     backup.keep(2)
-    assert whole(tmp_path / "backups") == [second.path, third.path]
+    assert whole_backups(tmp_path / "backups") == [second.path, third.path]
     assert restore(third.path, tmp_path / "other").damaged == []
 
 
@@ -231,7 +231,7 @@ def test_a_damaged_database_is_not_backed_up(home: Path, tmp_path: Path) -> None
         file.write(b"?" * 8192)
     with pytest.raises(DatabaseVersionError):
         make(home, tmp_path / "backups")
-    assert whole(tmp_path / "backups") == [first.path]
+    assert whole_backups(tmp_path / "backups") == [first.path]
 
 
 def test_what_cannot_be_backed_up_or_restored_is_refused_by_name(
@@ -277,11 +277,11 @@ def test_following_makes_a_backup_after_each_change_in_the_place_of_the_one_befo
         found: list[Any] = []
         for result in follow_home(backup, home, 0.0, stop, errors.append):
             found.append(result.path)
-            assert whole(to) == [first.path, result.path]
+            assert whole_backups(to) == [first.path, result.path]
             if len(found) == 3:
                 stop.set()
             os.utime(home / "master.sqlite")
-    assert len({path.stat().st_ino for path in whole(to)}) == 2
+    assert len({path.stat().st_ino for path in whole_backups(to)}) == 2
     assert errors == []
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from paceline import core, faults
-from paceline.engine.batch_inference._inference_progress import BatchProgress
+from paceline.engine.batch_inference._inference_progress import InferenceProgress
 from paceline.engine.devices._random_generators import seed_everything
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.metrics._metric_reducers import ReducerSet
@@ -94,7 +94,7 @@ class BatchInference:
         with torch.no_grad():
             processor = make_processor()
             self._check_output(output_dir)
-            progress = BatchProgress(self._context, self.reducers, self._facts, output_dir)
+            progress = InferenceProgress(self._context, self.reducers, self._facts, output_dir)
             batches = self._own_batches(progress.num_done)
             step = interval * self._context.distributed.size
             while progress.num_done < self._num_batches:
@@ -152,7 +152,7 @@ class BatchInference:
             self._context.train.report_progress(num_done / self._num_batches)
             logger.info("%d of %d batches are processed.", num_done, self._num_batches)
 
-    def _finish(self, processor: ProcessesBatches, progress: BatchProgress) -> None:
+    def _finish(self, processor: ProcessesBatches, progress: InferenceProgress) -> None:
         metrics = progress.metrics()
         if metrics and self._context.distributed.rank == 0:
             self._context.train.report_validation_metrics(progress.num_done, metrics)

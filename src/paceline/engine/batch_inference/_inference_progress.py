@@ -16,7 +16,7 @@ _MARKER = ".paceline-inference"
 _COLLECTED = "collected"
 
 
-class BatchProgress:
+class InferenceProgress:
     """Number of finished batches, and what reducers have collected of them.
 
     Every rank makes it and calls each of its methods.

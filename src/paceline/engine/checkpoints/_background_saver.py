@@ -72,7 +72,7 @@ class CheckpointSaver:
         """Copy the state and store it: one file pair per part.
 
         Args:
-            parts: Names of files to nested states, some of them `Divided`.
+            parts: Names of files to nested states, some of them `StateInPieces`.
             destination: Where to write, such as `core.CheckpointContext.store_path` returns; it is
                 entered in the thread.
             write_more: Called in the thread with the directory before the commit.

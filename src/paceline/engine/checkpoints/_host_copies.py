@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.engine.state._sharded_tensor_pieces import OwnPiece
-from paceline.engine.state._tensor_collector import TensorCollector, filled
+from paceline.engine.state._tensor_collector import TensorCollector, fill_tensor_slots
 from paceline.engine.tensors._tensor_copies import copy_tensors
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class HostCopies:
         """Wait until the copies have arrived, and return the copied value; from any thread."""
         for event in self._events:
             event.synchronize()
-        return filled(self._tree, self._copies)
+        return fill_tensor_slots(self._tree, self._copies)
 
     def _lay_out(self, owners: Sequence[int], kinds: list[_Kind], *, is_pinned: bool) -> None:
         """Give every tensor a place in the block, or that of the tensor whose memory it shows.

@@ -56,7 +56,7 @@ class KeptCheckpoints:
             self._existing.remove(kept)
 
 
-class Retention:
+class CheckpointRetention:
     """Keep the checkpoints of a run that its rules ask for; for the chief.
 
     Args:

@@ -75,7 +75,7 @@ def isolated_randomness(seed: int) -> Iterator[None]:
         restore_random_state(saved)
 
 
-class IsolatedIterator:
+class IteratorWithGenerators:
     """Draw items from an iterator that has generators of its own.
 
     Args:
@@ -91,7 +91,7 @@ class IsolatedIterator:
         with isolated_randomness(seed):
             self.state: dict[str, Any] | None = capture_random_state()
 
-    def __iter__(self) -> "IsolatedIterator":
+    def __iter__(self) -> "IteratorWithGenerators":
         return self
 
     def __next__(self) -> Any:

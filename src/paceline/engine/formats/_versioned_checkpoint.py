@@ -62,7 +62,7 @@ def read_training(path: Path) -> dict[str, Any]:
             f"The checkpoint must hold a trainer's state, but {str(path)!r} has no training.json."
             " Hint: checkpoints that `core` stored are restored by the code that stored them."
         )
-    training = read_files(path, "training")
+    training = read_versioned_files(path, "training")
     version = training["version"]
     if version > STATE_VERSION:
         raise CheckpointMismatchError(
@@ -73,7 +73,7 @@ def read_training(path: Path) -> dict[str, Any]:
     return _migrated("training", training, version)
 
 
-def read_part(
+def read_versioned_part(
     path: Path, name: str, training: dict[str, Any], *, lazily: bool = False
 ) -> dict[str, Any]:
     """Return another part of a checkpoint, as the present version has it.
@@ -87,7 +87,7 @@ def read_part(
     Raises:
         CheckpointCorruptError: Its files are missing or cannot be read.
     """
-    return _migrated(name, read_files(path, name, lazily=lazily), training["version"])
+    return _migrated(name, read_versioned_files(path, name, lazily=lazily), training["version"])
 
 
 def read_weights(
@@ -105,11 +105,11 @@ def read_weights(
             f"`model` must be from 0 to {num_models - 1}, as the checkpoint holds {num_models}, but"
             f" got {index}."
         )
-    weights: dict[str, Any] = read_part(path, f"model_{index}", training, lazily=lazily)
+    weights: dict[str, Any] = read_versioned_part(path, f"model_{index}", training, lazily=lazily)
     return weights if lazily else {name: whole(value) for name, value in weights.items()}
 
 
-def read_files(path: Path, name: str, *, lazily: bool = False) -> dict[str, Any]:
+def read_versioned_files(path: Path, name: str, *, lazily: bool = False) -> dict[str, Any]:
     """Return what `save_state` has written.
 
     Args:

@@ -20,9 +20,9 @@ from paceline.engine.gradients._gradient_group import GradientGroup, call_after_
 from paceline.engine.loaders._epoch_order import shards_of_worker
 from paceline.engine.parallel._flat_all_reduce import AllReduce
 from paceline.engine.parallel._fsdp import ShardUnits, make_mesh, shard_model, unsharded
-from paceline.engine.parallel._overlapped_all_reduce import OverlappedModel
+from paceline.engine.parallel._overlapped_all_reduce import OverlappedAllReduce
 from paceline.engine.tensors._sharded_tensors import is_sharded
-from paceline.engine.tensors._stored_tensors import fitted
+from paceline.engine.tensors._stored_tensors import fit_stored_tensor
 from paceline.engine.weights._whole_and_sharded_tensors import (
     accept_whole_states,
     accept_whole_tensors,
@@ -157,7 +157,7 @@ class GradientSync:
             return model
         self.models.append(model)
         self._watched.update(map(id, model.parameters()))
-        return OverlappedModel(model, self._device, self._weight_in_backward)
+        return OverlappedAllReduce(model, self._device, self._weight_in_backward)
 
     def _weight_in_backward(self) -> float:
         self.num_backwards += 1
@@ -286,7 +286,9 @@ class GradientSync:
         parameters = self._parameters()
         for parameter, gradient in zip(parameters, state["gradients"], strict=True):
             parameter.grad = (
-                None if gradient is None else fitted(gradient, parameter).to(parameter.device)
+                None
+                if gradient is None
+                else fit_stored_tensor(gradient, parameter).to(parameter.device)
             )
         self._window.load_state(state["window"], parameters)
         self.is_boundary = False

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 
-class SignalsPass:
+class LoaderSignals:
     """A `worker_init_fn` whose process lets a first signal pass that asks training to leave.
 
     Such signals often go to all processes of a job, and the last batches must still be served. A

@@ -31,7 +31,7 @@ _MOST_AHEAD = 8
 _MARKS_KEPT = 2
 
 
-class Mark(NamedTuple):
+class StreamMark(NamedTuple):
     """The positions of all partitions before a global batch.
 
     Attributes:
@@ -71,7 +71,7 @@ class PartitionedStream:
         self._own = own
         self._seed = seed
         self._num_processes = max(1, loader.num_workers)
-        self._marks: list[Mark] = []
+        self._marks: list[StreamMark] = []
         self._stand_in: Any = None
 
     def iterate(
@@ -141,11 +141,11 @@ class PartitionedStream:
                 )
         self._num_processes = state["strands"]
         self._marks = [
-            Mark(epoch, batch, [PartitionPosition(*place) for place in places])
+            StreamMark(epoch, batch, [PartitionPosition(*place) for place in places])
             for epoch, batch, places in state["marks"]
         ]
 
-    def _mark_before(self, epoch: int, batch: int) -> Mark:
+    def _mark_before(self, epoch: int, batch: int) -> StreamMark:
         """Return the last known place at or before a batch."""
         known = [mark for mark in self._marks if mark.epoch == epoch and mark.batch <= batch]
         if batch and known:
@@ -153,7 +153,7 @@ class PartitionedStream:
         # What earlier epochs were read with counts no more.
         self._num_processes = max(1, self._loader.num_workers)
         nothing = PartitionPosition(0, [0] * self._num_processes, [0] * self._num_processes)
-        return Mark(epoch, 0, [nothing] * self._num_partitions)
+        return StreamMark(epoch, 0, [nothing] * self._num_partitions)
 
     def _order(self, epoch: int) -> Sequence[int]:
         num_pieces = self._pieces.num_pieces
@@ -206,7 +206,7 @@ class PartitionedStream:
             PartitionPosition(row[0], row[1 : 1 + num_processes], row[1 + num_processes :])
             for row in rows[:, : 1 + 2 * num_processes].tolist()
         ]
-        self._marks = [*self._marks, Mark(epoch, batch, places)][-_MARKS_KEPT:]
+        self._marks = [*self._marks, StreamMark(epoch, batch, places)][-_MARKS_KEPT:]
         return rows[:, 1 + 2 * num_processes :]
 
     def _first_batch(self) -> Any:

@@ -9,23 +9,23 @@ from paceline.engine.devices._random_generators import seed_everything
 from paceline.engine.loaders._reading_notes import note_samples
 
 
-class KeyedShard(list[int]):
+class SeededShard(list[int]):
     """Sample indices of a shard, with the seed of its random augmentation."""
 
     seed: int
 
     def __reduce__(self) -> Any:
-        return make_keyed_shard, (list(self), self.seed)
+        return make_seeded_shard, (list(self), self.seed)
 
 
-def make_keyed_shard(indices: Sequence[int], seed: int) -> KeyedShard:
+def make_seeded_shard(indices: Sequence[int], seed: int) -> SeededShard:
     """Return the indices of a shard with a seed."""
-    shard = KeyedShard(indices)
+    shard = SeededShard(indices)
     shard.seed = seed
     return shard
 
 
-class SeededDataset(torch.utils.data.Dataset[Any]):
+class SeededShardDataset(torch.utils.data.Dataset[Any]):
     """A map-style data set whose loader process is seeded anew for every shard.
 
     What a loader's worker processes draw then depends on the shard alone, not on which worker got
@@ -35,8 +35,8 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitems__(self, shard: KeyedShard | list[KeyedShard]) -> list[Any]:
-        if not isinstance(shard, KeyedShard):
+    def __getitems__(self, shard: SeededShard | list[SeededShard]) -> list[Any]:
+        if not isinstance(shard, SeededShard):
             return [sample for part in shard for sample in self.__getitems__(part)]
         seed_everything(shard.seed)
         try:

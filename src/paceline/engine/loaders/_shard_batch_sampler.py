@@ -7,10 +7,10 @@ import torch
 
 from paceline._seeds import mix_seed
 from paceline.engine.loaders._epoch_order import CutIndices, EpochOrder
-from paceline.engine.loaders._seeded_shards import make_keyed_shard
+from paceline.engine.loaders._seeded_shards import make_seeded_shard
 
 
-class PlannedShards(torch.utils.data.Sampler[Any]):
+class ShardBatchSampler(torch.utils.data.Sampler[Any]):
     """The batch sampler of the clone: the shards of one worker from some batch on.
 
     Joined shards are one fetch per global batch, also where the worker has none of its own.
@@ -48,7 +48,7 @@ class PlannedShards(torch.utils.data.Sampler[Any]):
         indices = self.order.shard(batch, shard)
         if not self.is_keyed:
             return list(indices)
-        return make_keyed_shard(indices, mix_seed(*self.seed_parts, batch, shard))
+        return make_seeded_shard(indices, mix_seed(*self.seed_parts, batch, shard))
 
     def _join(self, shards: list[list[int]]) -> list[Any]:
         if len(shards) == 1:

@@ -28,11 +28,11 @@ from paceline.engine.loaders._epoch_order import (
     shuffled_indices,
     without_rest,
 )
-from paceline.engine.loaders._loader_signals import SignalsPass
+from paceline.engine.loaders._loader_signals import LoaderSignals
 from paceline.engine.loaders._partitioned_stream import PartitionedStream
 from paceline.engine.loaders._reading_notes import note_samples
-from paceline.engine.loaders._seeded_shards import SeededDataset
-from paceline.engine.loaders._shard_batch_sampler import PlannedShards
+from paceline.engine.loaders._seeded_shards import SeededShardDataset
+from paceline.engine.loaders._shard_batch_sampler import ShardBatchSampler
 from paceline.engine.loaders._whole_stream import StreamBatch, WholeStream
 
 logger = logging.getLogger(__name__)
@@ -85,16 +85,16 @@ class ShardedData:
         self._drops_rest = drops_rest
         self._cached: dict[int, EpochOrder] = {}
         self._num_drawn = 0
-        self._plan = PlannedShards()
+        self._plan = ShardBatchSampler()
         self._plan.is_joined = joins_shards
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
         if not self.is_iterable and not num_samples_of(loader.dataset):
             raise ValueError("A data loader must have samples, but its data set is empty.")
         self._clone = loader if self.is_iterable else self._clone_loader()
-        if self._clone.num_workers and not isinstance(self._clone.worker_init_fn, SignalsPass):
+        if self._clone.num_workers and not isinstance(self._clone.worker_init_fn, LoaderSignals):
             context = self._clone.multiprocessing_context
             method = None if context is None else context.get_start_method()
-            self._clone.worker_init_fn = SignalsPass(self._clone.worker_init_fn, method)
+            self._clone.worker_init_fn = LoaderSignals(self._clone.worker_init_fn, method)
         self._whole = WholeStream(loader, num_shards=num_shards, own=own_shards, seed=seed)
         self._partitions = self._make_partitions()
         # Whether a checkpoint of an earlier version was loaded, and the epoch that it lies in.
@@ -150,7 +150,7 @@ class ShardedData:
         plan.seed_parts = (self._seed, epoch)
         return self._with_notes(iter(self._clone), copy.copy(plan))
 
-    def _with_notes(self, batches: Iterator[Any], plan: PlannedShards) -> Iterator[Any]:
+    def _with_notes(self, batches: Iterator[Any], plan: ShardBatchSampler) -> Iterator[Any]:
         """Yield batches; errors of reading name the samples."""
         num_read = 0
         try:
@@ -320,7 +320,7 @@ class ShardedData:
         # class of the user's own. Shards must come in order to be what the loop takes them for.
         clone = copy.copy(self._loader)
         vars(clone).update(
-            dataset=SeededDataset(dataset) if self._plan.is_keyed else dataset,
+            dataset=SeededShardDataset(dataset) if self._plan.is_keyed else dataset,
             batch_sampler=self._plan,
             in_order=True,
             _iterator=None,

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from paceline._seeds import mix_seed
 from paceline.data import StreamPieces
 from paceline.engine.devices._random_generators import (
-    IsolatedIterator,
+    IteratorWithGenerators,
     isolated_randomness,
     seed_everything,
 )
@@ -119,7 +119,7 @@ class PartitionBatches(IterableDataset[PartitionBatch]):
         return _taking_turns(processes)
 
     def _batches(self, process: int) -> Iterator[PartitionBatch]:
-        chunks = IsolatedIterator(self._chunks(process), self._seed)
+        chunks = IteratorWithGenerators(self._chunks(process), self._seed)
         for samples, number, offset in chunks:
             piece = self._orders[process][min(number, len(self._orders[process]) - 1)]
             # What it draws must not depend on the samples that are read again at a resume.

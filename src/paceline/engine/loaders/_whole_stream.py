@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from paceline._seeds import mix_seed
 from paceline.engine.devices._data_to_device import data_length
-from paceline.engine.devices._random_generators import IsolatedIterator, isolated_randomness
+from paceline.engine.devices._random_generators import IteratorWithGenerators, isolated_randomness
 
 
 class StreamBatch(NamedTuple):
@@ -44,7 +44,7 @@ class WholeStream:
         self._own = own
         self._seed = seed
         self._placed: dict[str, Any] | None = None
-        self._random: IsolatedIterator | None = None
+        self._random: IteratorWithGenerators | None = None
 
     def iterate(self, epoch: int, start_batch: int, *, seeds_epochs: bool) -> Iterator[list[Any]]:
         """Return all shards of each global batch.
@@ -66,7 +66,7 @@ class WholeStream:
             stream: Iterator[Any] = iter(self._loader)
         self._random = None
         if not self._loader.num_workers:
-            stream = self._random = IsolatedIterator(stream, seed)
+            stream = self._random = IteratorWithGenerators(stream, seed)
         if self._placed is None:
             for _ in islice(stream, start_batch * self._num_shards):
                 pass

@@ -153,7 +153,9 @@ class MetricSums:
             if reducer is Reducer.AVG:
                 number = number * num_samples
             held = self._values.get(name)
-            self._values[name] = number if held is None else _combine(reducer, held, number)
+            self._values[name] = (
+                number if held is None else _combine_validation_values(reducer, held, number)
+            )
         self._weight += num_samples
 
     def reduce(self, distributed: DistributedContext) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class MetricSums:
             reducer = self._reducer(name)
             value = shares[0][0][name]
             for values, _ in shares[1:]:
-                value = _combine(reducer, value, values[name])
+                value = _combine_validation_values(reducer, value, values[name])
             reduced[name] = value / total if reducer is Reducer.AVG else value
         return reduced
 
@@ -191,7 +193,7 @@ class MetricSums:
         return self._reducers[name] if isinstance(self._reducers, dict) else self._reducers
 
 
-def _combine(reducer: Reducer, left: Any, right: Any) -> Any:
+def _combine_validation_values(reducer: Reducer, left: Any, right: Any) -> Any:
     if reducer in (Reducer.AVG, Reducer.SUM):
         return left + right
     if isinstance(left, float) and isinstance(right, float):

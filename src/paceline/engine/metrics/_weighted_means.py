@@ -24,7 +24,7 @@ class NonFiniteError(ArithmeticError):
     """Raised when a training metric is NaN or infinite and training is to stop then."""
 
 
-class _Column:
+class _WeightedSum:
     """The weighted sum of one metric.
 
     Sums of numbers and of tensors on the CPU are numbers; on other devices nothing is waited for.
@@ -75,7 +75,7 @@ class WeightedMeans:
         self.stop_on_nan = stop_on_nan
         self._distributed = distributed
         self._what = what
-        self._columns: dict[str, _Column] | None = None
+        self._columns: dict[str, _WeightedSum] | None = None
         # The names of values that can be held as they come, in their order.
         self._names: tuple[str, ...] | None = None
         # Weight, batch and values of the shards that are in no sum yet, one after the other.
@@ -179,10 +179,10 @@ class WeightedMeans:
 
     def load_state(self, state: dict[str, Any], device: torch.device) -> None:
         """Take up what `state` returned; tensors move to the device of the values to come."""
-        columns: dict[str, _Column] = {}
+        columns: dict[str, _WeightedSum] = {}
         weights, held = state["weights"], []
         for name, total in state["totals"].items():
-            column = columns[name] = _Column(device if isinstance(total, Tensor) else None)
+            column = columns[name] = _WeightedSum(device if isinstance(total, Tensor) else None)
             column.total = float(total) if column.is_on_host else total.to(device)
             # An older state has the numbers in the sum already.
             values = state["held"].get(name, torch.zeros(len(weights)))
@@ -203,7 +203,7 @@ class WeightedMeans:
         if self._columns is None:
             self._set_columns(
                 {
-                    name: _Column(value.device if isinstance(value, Tensor) else None)
+                    name: _WeightedSum(value.device if isinstance(value, Tensor) else None)
                     for name, value in metrics.items()
                 }
             )
@@ -218,7 +218,7 @@ class WeightedMeans:
             self._names = tuple(scalars)
         return scalars
 
-    def _set_columns(self, columns: dict[str, _Column]) -> None:
+    def _set_columns(self, columns: dict[str, _WeightedSum]) -> None:
         self._columns = columns
         is_on_host = all(column.is_on_host for column in columns.values())
         self._max_held = (_NUM_HELD_ON_CPU if is_on_host else _NUM_HELD) * (2 + len(columns))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-class OverlappedModel(DistributedDataParallel):
+class OverlappedAllReduce(DistributedDataParallel):
     """A model whose gradients are summed, not averaged, in buckets during the backward pass.
 
     The sum is the mean over all samples if losses are weighted, or else by `weight`. Buffers stay
@@ -48,7 +48,7 @@ class OverlappedModel(DistributedDataParallel):
 
 def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model that the user made."""
-    return model.module if isinstance(model, OverlappedModel) else model
+    return model.module if isinstance(model, OverlappedAllReduce) else model
 
 
 # torch asks for these very annotations.

@@ -11,7 +11,7 @@ from paceline.engine.passes._passes import DataPosition
 from paceline.engine.state._buffers_and_gradients import restore_generators
 from paceline.engine.state._changed_settings import SettingChanges
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
-from paceline.engine.state._sharded_tensor_pieces import joined_pieces, take_pieces
+from paceline.engine.state._sharded_tensor_pieces import joined_pieces, take_sharded_tensor_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def capture_pass_state(replica: TrainsInPasses) -> dict[str, Any]:
         "place": replica.position.state(),
     }
     pieces: dict[str, Any] = {}
-    shared = take_pieces(shared, "shared", pieces)
+    shared = take_sharded_tensor_pieces(shared, "shared", pieces)
     part |= {"pieces": pieces} if pieces else {}
     return {"shared": shared, **part} if replica.rank == 0 else part
 

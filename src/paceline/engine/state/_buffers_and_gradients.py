@@ -12,7 +12,7 @@ import torch
 
 from paceline._seeds import mix_seed
 from paceline.engine.devices._random_generators import restore_random_state, seed_everything
-from paceline.engine.tensors._stored_tensors import fitted
+from paceline.engine.tensors._stored_tensors import fit_stored_tensor
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -27,7 +27,7 @@ def own_buffers(model: torch.nn.Module, *, is_chief: bool) -> dict[str, torch.Te
 def load_buffers(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> None:
     """Put back what `own_buffers` returned; unknown names are left out."""
     for name, buffer in list(model.named_buffers()):
-        value = fitted(stored.get(name), buffer)
+        value = fit_stored_tensor(stored.get(name), buffer)
         if value is None:
             continue
         if not torch.nn.parameter.is_lazy(buffer) and buffer.shape == value.shape:
@@ -44,7 +44,9 @@ def load_gradients(parameters: Iterable[torch.nn.Parameter], gradients: Gradient
     for parameter in parameters:
         gradient = next(known, None)
         parameter.grad = (
-            None if gradient is None else fitted(gradient, parameter).to(parameter.device)
+            None
+            if gradient is None
+            else fit_stored_tensor(gradient, parameter).to(parameter.device)
         )
 
 

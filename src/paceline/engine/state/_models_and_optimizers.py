@@ -19,7 +19,7 @@ from paceline.engine.state._buffers_and_gradients import load_buffers, load_grad
 from paceline.engine.state._changed_settings import SettingChanges, frozen_parameters
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
-from paceline.engine.tensors._stored_tensors import StoredTensor, fitted, whole
+from paceline.engine.tensors._stored_tensors import StoredTensor, fit_stored_tensor, whole
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class ModelsAndOptimizers:
             )
         with torch.no_grad():
             for parameter, value in zip(loose, stored, strict=True):
-                parameter.copy_(fitted(value, parameter))
+                parameter.copy_(fit_stored_tensor(value, parameter))
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         """Put back what `own_state` returned, but for the generators, which come last of all."""
@@ -152,7 +152,7 @@ class ModelsAndOptimizers:
         for parameter, gradient in zip(self.parameters, stored, strict=False):
             # They are sums over all ranks: the chief's, where models are not sharded now.
             if gradient is not None and (data_rank == 0 or self._has_sum(parameter)):
-                parameter.grad = fitted(gradient, parameter).to(parameter.device)
+                parameter.grad = fit_stored_tensor(gradient, parameter).to(parameter.device)
 
     def _has_sum(self, parameter: torch.nn.Parameter) -> bool:
         """Tell whether a parameter's gradient is a sum over the ranks at any time."""
@@ -266,7 +266,9 @@ def _load_model(
             " the model that was trained."
         )
     try:
-        model.load_state_dict({name: fitted(v, present.get(name)) for name, v in state.items()})
+        model.load_state_dict(
+            {name: fit_stored_tensor(v, present.get(name)) for name, v in state.items()}
+        )
     except RuntimeError as error:
         raise ModelMismatchError(f"The checkpoint is of another model {index}: {error}") from error
 
@@ -339,7 +341,9 @@ def divided(states: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict
         # An optimizer may keep something else under names of its own.
         if isinstance(state := states.get(index), dict):
             divided[index] = {
-                name: fitted(value, parameter) if _shape(value) == parameter.shape else whole(value)
+                name: fit_stored_tensor(value, parameter)
+                if _shape(value) == parameter.shape
+                else whole(value)
                 for name, value in state.items()
             }
     return divided

@@ -30,13 +30,13 @@ class OwnPiece:
 
 
 @dataclass(frozen=True)
-class Divided:
+class StateInPieces:
     """A part of a checkpoint whose sharded tensors are stored in pieces.
 
     Attributes:
         state: The nested state.
         name: What the names of its pieces begin with, alike on all ranks that have some.
-        first_rank: As for `take_pieces`.
+        first_rank: As for `take_sharded_tensor_pieces`.
         is_whole: Whether this rank also stores what is not sharded.
     """
 
@@ -59,20 +59,22 @@ def parts_with_shard(parts: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return the parts of a checkpoint without sharded tensors, and this rank's pieces as one more.
 
     Args:
-        parts: States by name, some of them `Divided`.
+        parts: States by name, some of them `StateInPieces`.
         rank: This rank.
     """
     pieces: dict[str, Any] = {}
     stored = {}
     for name, part in parts.items():
-        given = part if isinstance(part, Divided) else Divided(part, name)
-        state = take_pieces(given.state, given.name, pieces, given.first_rank)
+        given = part if isinstance(part, StateInPieces) else StateInPieces(part, name)
+        state = take_sharded_tensor_pieces(given.state, given.name, pieces, given.first_rank)
         if given.is_whole:
             stored[name] = state
     return stored | ({f"shard_{rank}": pieces} if pieces else {})
 
 
-def take_pieces(state: Any, name: str, pieces: dict[str, Any], first_rank: int = 0) -> Any:
+def take_sharded_tensor_pieces(
+    state: Any, name: str, pieces: dict[str, Any], first_rank: int = 0
+) -> Any:
     """Return a state without its sharded tensors, and add this rank's pieces to others.
 
     Args:
@@ -95,12 +97,13 @@ def take_pieces(state: Any, name: str, pieces: dict[str, Any], first_rank: int =
         return state.read()
     if isinstance(state, dict):
         return {
-            key: take_pieces(item, f"{name}.{key}", pieces, first_rank)
+            key: take_sharded_tensor_pieces(item, f"{name}.{key}", pieces, first_rank)
             for key, item in state.items()
         }
     if isinstance(state, (list, tuple)):
         items = [
-            take_pieces(item, f"{name}.{i}", pieces, first_rank) for i, item in enumerate(state)
+            take_sharded_tensor_pieces(item, f"{name}.{i}", pieces, first_rank)
+            for i, item in enumerate(state)
         ]
         return items if isinstance(state, list) else tuple(items)
     return state
@@ -119,7 +122,7 @@ def joined_pieces(state: Any, by_rank: Sequence[Mapping[str, Any]]) -> Any:
     """Return a state with its whole tensors, on the CPU.
 
     Args:
-        state: What `take_pieces` returned.
+        state: What `take_sharded_tensor_pieces` returned.
         by_rank: The pieces of each rank.
     """
     if isinstance(state, ShardedTensor):

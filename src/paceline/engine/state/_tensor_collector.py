@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from paceline.engine.state._sharded_tensor_pieces import Divided, OwnPiece, own_piece
+from paceline.engine.state._sharded_tensor_pieces import OwnPiece, StateInPieces, own_piece
 from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import LazyTensor
 
 _PLAIN = frozenset((int, float, str, bool, type(None)))
 
 
-class Slot(int):
+class TensorSlot(int):
     """Placeholder for a tensor in a nested value: its number."""
 
 
@@ -50,7 +50,7 @@ class TensorCollector:
                 return list(value) if isinstance(value, list) else tuple(value)
             items = [item if type(item) in _PLAIN else self.collect(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, Divided):
+        if isinstance(value, StateInPieces):
             before = self._is_whole, self._first_rank
             self._is_whole, self._first_rank = value.is_whole, value.first_rank
             tree = self.collect(value.state)
@@ -67,7 +67,7 @@ class TensorCollector:
             kind = type(item)
             if kind is torch.Tensor:
                 if is_whole:
-                    tree[key] = Slot(len(tensors))
+                    tree[key] = TensorSlot(len(tensors))
                     tensors.append(item)
                 else:
                     tree[key] = None
@@ -89,7 +89,7 @@ class TensorCollector:
         return tree
 
     def _collect_tensor(self, tensor: torch.Tensor) -> Any:
-        number = Slot(len(self.tensors))
+        number = TensorSlot(len(self.tensors))
         if is_sharded(tensor):
             piece = own_piece(tensor, self._first_rank)
             if piece.local is not None:
@@ -103,17 +103,19 @@ class TensorCollector:
         return number
 
 
-def filled(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def fill_tensor_slots(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return what a `TensorCollector` was given, with other tensors in its slots."""
-    if type(tree) is Slot:
+    if type(tree) is TensorSlot:
         return tensors[tree]
     if isinstance(tree, dict):
-        return {key: filled(item, tensors) for key, item in tree.items()}
+        return {key: fill_tensor_slots(item, tensors) for key, item in tree.items()}
     if isinstance(tree, (list, tuple)):
-        items = [item if type(item) in _PLAIN else filled(item, tensors) for item in tree]
+        items = [
+            item if type(item) in _PLAIN else fill_tensor_slots(item, tensors) for item in tree
+        ]
         return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, OwnPiece):
-        return OwnPiece(filled(tree.local, tensors), tree.spec)
-    if isinstance(tree, Divided):
-        return replace(tree, state=filled(tree.state, tensors))
+        return OwnPiece(fill_tensor_slots(tree.local, tensors), tree.spec)
+    if isinstance(tree, StateInPieces):
+        return replace(tree, state=fill_tensor_slots(tree.state, tensors))
     return tree

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.engine.parallel._flat_all_reduce import AllReduce, FlatReduction
-from paceline.engine.parallel._overlapped_all_reduce import OverlappedModel
+from paceline.engine.parallel._overlapped_all_reduce import OverlappedAllReduce
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 
@@ -69,7 +69,7 @@ class OptimizerReductions:
         overlapped = {
             parameter
             for model in self._models
-            if isinstance(model, OverlappedModel)
+            if isinstance(model, OverlappedAllReduce)
             for parameter in model.parameters()
         }
         outside = [parameter for parameter in summed if parameter not in overlapped]

@@ -17,7 +17,7 @@ from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._flat_all_reduce import AllReduce, FlatReduction
 from paceline.engine.parallel._fsdp import check_shard_size
 from paceline.engine.parallel._horovod import HorovodSum
-from paceline.engine.parallel._overlapped_all_reduce import OverlappedModel
+from paceline.engine.parallel._overlapped_all_reduce import OverlappedAllReduce
 from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_options, place_gradients
 from paceline.engine.profiling._step_timeline import BACKWARD, REDUCE, STEP
 from paceline.engine.profiling._step_timer import StepTimer
@@ -146,7 +146,7 @@ class Stepper:
     def _overlapped(self, model: torch.nn.Module) -> torch.nn.Module:
         is_overlapped = self.data_parallel is DataParallel.OVERLAPPED and not self._is_alone
         if is_overlapped and any(parameter.requires_grad for parameter in model.parameters()):
-            return OverlappedModel(model, self.device, _weight_in_backward(self))
+            return OverlappedAllReduce(model, self.device, _weight_in_backward(self))
         return model
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -188,7 +188,7 @@ class Stepper:
         if self.data_parallel is DataParallel.OVERLAPPED:
             is_summed = self.is_overlapping()
             for model in self.models:
-                if isinstance(model, OverlappedModel):
+                if isinstance(model, OverlappedAllReduce):
                     model.require_backward_grad_sync = is_summed
 
     def backward(

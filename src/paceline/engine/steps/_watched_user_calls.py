@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.engine.gradients._gradient_sync import GradientSync
 from paceline.engine.parallel._flat_all_reduce import FlatReduction
-from paceline.engine.parallel._overlapped_all_reduce import OverlappedModel
+from paceline.engine.parallel._overlapped_all_reduce import OverlappedAllReduce
 from paceline.engine.profiling._step_timeline import REDUCE
 from paceline.engine.steps._call_stack import calling_method, is_called_by_scaler, is_within_step_of
 from paceline.engine.tensors._optimizer_parameters import parameters_of
@@ -104,7 +104,7 @@ class WatchedUserCalls(GradientSync):
         overlapped = {
             id(parameter)
             for model in self._stepper.models
-            if isinstance(model, OverlappedModel)
+            if isinstance(model, OverlappedAllReduce)
             for parameter in model.parameters()
         }
         self.watch(p for p in parameters if id(p) not in overlapped)
@@ -193,7 +193,7 @@ class WatchedUserCalls(GradientSync):
         if self._source is _Source.CONTEXT and not self._is_stepped:
             self._refuse_mixture()
         models = self._stepper.models
-        if len(models) > 1 and any(isinstance(model, OverlappedModel) for model in models):
+        if len(models) > 1 and any(isinstance(model, OverlappedAllReduce) for model in models):
             # One that a batch does not train would wait for gradients that never come.
             raise RuntimeError(
                 f"{calling_method()} must not call `loss.backward()`, as there are several models"

@@ -240,7 +240,7 @@ class LazyTensor(torch.Tensor):
         return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def fitted(stored: Any, present: Any) -> Any:
+def fit_stored_tensor(stored: Any, present: Any) -> Any:
     """Return a stored tensor as the present one is divided, which takes its place.
 
     Args:
@@ -262,14 +262,14 @@ def fitted(stored: Any, present: Any) -> Any:
     return like_piece(local.to(present.device), present)
 
 
-def lazy(state: Any) -> Any:
+def lazy_stored_tensors(state: Any) -> Any:
     """Return a nested state with tensors in place of what stands for them."""
     if isinstance(state, StoredTensor):
         return LazyTensor(state)
     if isinstance(state, Mapping):
-        return {key: lazy(item) for key, item in state.items()}
+        return {key: lazy_stored_tensors(item) for key, item in state.items()}
     if isinstance(state, (list, tuple)):
-        items = map(lazy, state)
+        items = map(lazy_stored_tensors, state)
         return list(items) if isinstance(state, list) else tuple(items)
     return state
 

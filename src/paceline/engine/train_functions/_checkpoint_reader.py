@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.engine.formats._values_without_pickle import unpacked
-from paceline.engine.formats._versioned_checkpoint import read_files
-from paceline.engine.tensors._stored_tensors import lazy, whole
+from paceline.engine.formats._versioned_checkpoint import read_versioned_files
+from paceline.engine.tensors._stored_tensors import lazy_stored_tensors, whole
 from paceline.workers.runs import FILES_FOLDER, StoredAt, checked_metadata, storage_holding
 
 
@@ -36,8 +36,8 @@ class UserStateReader:
         Args:
             is_lazy: Whether sharded tensors are read when they are used.
         """
-        state = read_files(self._path, "state")
-        return unpacked(lazy(state) if is_lazy else whole(state))
+        state = read_versioned_files(self._path, "state")
+        return unpacked(lazy_stored_tensors(state) if is_lazy else whole(state))
 
     def of_rank(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank alone knew, or None if there was no such rank.
@@ -46,7 +46,7 @@ class UserStateReader:
         """
         if not (self._path / f"rank_{rank}.json").exists():
             return None
-        return read_files(self._path, f"rank_{rank}")
+        return read_versioned_files(self._path, f"rank_{rank}")
 
     def copy_files(self, target: Path) -> None:
         """Copy the user's files into a directory."""

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from paceline import faults
 from paceline.engine.formats._values_without_pickle import packed
-from paceline.engine.state._sharded_tensor_pieces import Divided
+from paceline.engine.state._sharded_tensor_pieces import StateInPieces
 from paceline.engine.train_functions._rank_checkpoints import RankCheckpoints
 from paceline.engine.train_functions._rank_reporter import RankReporter
 from paceline.journal import decode_value
@@ -32,7 +32,7 @@ faults.register("train.save")
 Files: TypeAlias = bool | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 
 
-class UserStateWriter:
+class TrainCheckpointWriter:
     """Save what a train function asks for, and this rank's own state beside it.
 
     Args:
@@ -77,8 +77,8 @@ class UserStateWriter:
         if is_chief or is_sharded:
             _check_given(state, self._rank)
             given = packed(state, allow_pickle=allow_pickle)
-            parts["state"] = Divided(given, "state", is_whole=is_chief)
-        parts[f"rank_{self._rank}"] = Divided(self._own_state(), "own")
+            parts["state"] = StateInPieces(given, "state", is_whole=is_chief)
+        parts[f"rank_{self._rank}"] = StateInPieces(self._own_state(), "own")
         metadata = {
             "version": STATE_VERSION if is_sharded else UNSHARDED_VERSION,
             "uuid": checkpoint_uuid(spec.run_id, spec.attempt, spec.generation, number),

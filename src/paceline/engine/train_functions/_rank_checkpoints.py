@@ -90,7 +90,7 @@ class RankCheckpoints:
         """Copy this rank's part of the next checkpoint, and store it in the background.
 
         Args:
-            parts: Names of files to nested states, some of them `Divided`.
+            parts: Names of files to nested states, some of them `StateInPieces`.
             metadata: The checkpoint's "uuid" and "score", and what else is known of it.
             write_more: Called in the thread with the directory before the part is complete.
             num_parts: The first ranks, which store a part; the others do nothing.

@@ -11,7 +11,7 @@ from paceline import core
 from paceline.engine.devices._device_and_process_group import own_device
 from paceline.engine.devices._random_generators import seed_everything
 from paceline.engine.train_functions._checkpoint_reader import UserStateReader
-from paceline.engine.train_functions._checkpoint_writer import Files, UserStateWriter
+from paceline.engine.train_functions._checkpoint_writer import Files, TrainCheckpointWriter
 from paceline.engine.train_functions._loader_checks import (
     check_enough_samples,
     check_loader,
@@ -115,7 +115,7 @@ class RankSession(LooseSession):
             ),
             is_score_minimized=spec.is_score_minimized,
         )
-        self._writer = UserStateWriter(
+        self._writer = TrainCheckpointWriter(
             spec,
             rank_info.rank,
             rank_info.world_size,

@@ -96,12 +96,12 @@ def _set_up(
     _worker.rank_info = rank_info
     _worker.device = device = use_own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)
     if not dist.is_initialized():
-        _join(config, rank_info, device, method, gpus_per_worker)
+        _join_ranks_of_job(config, rank_info, device, method, gpus_per_worker)
     _worker.instance = None if instance is None else instance.make()
     return WorkerFacts(socket.gethostname(), os.getpid(), str(device), rank_info.node_rank)
 
 
-def _join(
+def _join_ranks_of_job(
     config: TorchConfig,
     rank_info: RankInfo,
     device: torch.device,
@@ -126,7 +126,7 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcom
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     enter_session(session)
     try:
-        value = _call(job.function, job.config)
+        value = _call_train_function(job.function, job.config)
     except StoppedError as error:
         session.finish(error)
         reporter = session.reporter
@@ -192,7 +192,7 @@ def _working_directory() -> str | None:
         return None
 
 
-def _call(function: Callable[..., Any], config: dict[str, Any] | None) -> Any:
+def _call_train_function(function: Callable[..., Any], config: dict[str, Any] | None) -> Any:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -20,7 +20,7 @@ from paceline.engine.training._training_checkpoints import TrainingCheckpoints
 _TIMINGS_GROUP = "profiling"
 
 
-class KeepsSums(Protocol):
+class KeepsMetricSums(Protocol):
     """What collects metrics of its own over the batches."""
 
     def state(self) -> Any:
@@ -178,7 +178,7 @@ class LoopTraining(ABC):
             preempt.release_interrupt()
 
     @contextmanager
-    def evaluating(self, sums: KeepsSums) -> Iterator[None]:
+    def evaluating(self, sums: KeepsMetricSums) -> Iterator[None]:
         """Evaluate the models within the block; it changes nothing of what training collects.
 
         Args:

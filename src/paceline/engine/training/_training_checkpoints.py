@@ -11,7 +11,7 @@ from paceline.core import Context, failing_together, read_checkpoints
 from paceline.engine.checkpoints._background_saver import CheckpointSaver, Destination
 from paceline.engine.checkpoints._best_validation import BestValidation
 from paceline.engine.checkpoints._continuous_saves import ContinuousSaves
-from paceline.engine.checkpoints._kept_checkpoints import Retention
+from paceline.engine.checkpoints._kept_checkpoints import CheckpointRetention
 from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.journal import CheckpointStored, RunDirectory
 from paceline.storage import CheckpointWriteError, RetentionRules
@@ -41,7 +41,7 @@ class TrainingCheckpoints:
     def __init__(self, core: Context, on_stored: Callable[[str], None]) -> None:
         self.uuids: list[str] = []
         self.latest = ""
-        self.retention: Retention | None = None
+        self.retention: CheckpointRetention | None = None
         self.continuous = ContinuousSaves()
         self._core = core
         self._distributed = core.distributed
@@ -79,7 +79,7 @@ class TrainingCheckpoints:
         if self._core.info is not None and self._core.info.cluster_id:
             logger.info("The checkpoints to keep are those of the master's rules.")
             return
-        self.retention = Retention(self._core, best_validation, rules)
+        self.retention = CheckpointRetention(self._core, best_validation, rules)
 
     def pace(self, bytes_per_hour: int | None) -> None:
         """Have continuous checkpoints take no more bytes than allowed; None for no limit."""

@@ -18,8 +18,8 @@ import torch
 from paceline.engine.formats._versioned_checkpoint import (
     STATE_VERSION,
     UNSHARDED_VERSION,
-    read_part,
     read_training,
+    read_versioned_part,
 )
 from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
@@ -29,7 +29,7 @@ from paceline.engine.state._changed_settings import SettingChanges
 from paceline.engine.state._data_identity import check_identity
 from paceline.engine.state._epoch_sizes import epoch_sizes, note_epoch_sizes
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
-from paceline.engine.state._sharded_tensor_pieces import Divided
+from paceline.engine.state._sharded_tensor_pieces import StateInPieces
 from paceline.engine.steps._stepper import Stepper
 from paceline.engine.tensors._stored_tensors import whole
 
@@ -79,10 +79,12 @@ class TrainingState:
         shared = self._shared(objects, loop, facts) if self._rank == 0 or is_divided else {}
         own: Any = self._own(objects, loop)
         if self._rank and is_divided:
-            shared = {name: Divided(part, name, is_whole=False) for name, part in shared.items()}
+            shared = {
+                name: StateInPieces(part, name, is_whole=False) for name, part in shared.items()
+            }
             # What a tensor-parallel group has of its own are pieces of the same tensors.
             first = self._stepper.grid.first_rank
-            own = Divided(own, f"rank_{first}", first)
+            own = StateInPieces(own, f"rank_{first}", first)
         return {**shared, f"rank_{self._rank}": own}
 
     def restore_shared(
@@ -216,7 +218,7 @@ def read_state(
     if stored_size != tensor_size:
         # The ranks of a group know the same, however many they are.
         rank = data_rank * stored_size
-    own = read_part(path, f"rank_{rank if is_same_size else 0}", training)
+    own = read_versioned_part(path, f"rank_{rank if is_same_size else 0}", training)
     sums: list[torch.Tensor | None] | None = None
     if not is_same_size:
         own["random"] = None
@@ -224,15 +226,18 @@ def read_state(
         # The chief stands for all ranks, unless each takes its part of the sum.
         takes_sum = data_rank == 0 or is_sharded
         stored = range(0, training["world_size"], stored_size) if takes_sum else ()
-        by_rank = (whole(_gradients(read_part(path, f"rank_{each}", training))) for each in stored)
+        by_rank = (
+            whole(_gradients(read_versioned_part(path, f"rank_{each}", training)))
+            for each in stored
+        )
         own["gradients"], sums = None, summed_gradients(by_rank)
     parts = {"training": training, "rank": own}
     for index in range(training["num_models"]):
-        parts[f"model_{index}"] = read_part(path, f"model_{index}", training)
+        parts[f"model_{index}"] = read_versioned_part(path, f"model_{index}", training)
     for index in range(training["num_optimizers"]):
-        parts[f"optimizer_{index}"] = read_part(path, f"optimizer_{index}", training)
+        parts[f"optimizer_{index}"] = read_versioned_part(path, f"optimizer_{index}", training)
     if training.get("has_gradients"):
-        parts["gradients"] = read_part(path, "gradients", training)
+        parts["gradients"] = read_versioned_part(path, "gradients", training)
     if sums is not None:
         # A parameter has gradients of one of the two kinds.
         sharded = parts.get("gradients", {}).get("gradients", [None] * len(sums))

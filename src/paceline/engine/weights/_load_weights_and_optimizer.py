@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from paceline.engine.formats._versioned_checkpoint import (
     STATE_VERSION,
     CheckpointMismatchError,
-    read_part,
     read_training,
+    read_versioned_part,
     read_weights,
 )
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
@@ -81,15 +81,15 @@ def stored_weights(
         CheckpointCorruptError: A file is missing or cannot be read.
     """
     if (path / METADATA_NAME).is_file():
-        return _in_dcp(DcpFiles(path), path, key), None
+        return _weights_in_dcp(DcpFiles(path), path, key), None
     if path.is_file():
-        return _in_files(path.parent, [path.name]), None
+        return _weights_in_files(path.parent, [path.name]), None
     if (path / INDEX_NAME).is_file():
-        return _in_files(path, _indexed(path)), None
+        return _weights_in_files(path, _indexed_weights(path)), None
     if (path / _FILE_NAME).is_file():
-        return _in_files(path, [_FILE_NAME]), None
+        return _weights_in_files(path, [_FILE_NAME]), None
     if (path / "state.json").is_file() and not (path / "training.json").is_file():
-        return _in_train_function(path, key), None
+        return _weights_in_train_function(path, key), None
     training = read_training(path)
     bases = training.get("bases")
     state = read_weights(path, training, model, lazily=True)
@@ -169,7 +169,7 @@ def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
             " and store another."
         )
     names = [place.removeprefix(prefix) for place in places]
-    part = read_part(path, f"optimizer_{index}", training, lazily=True)
+    part = read_versioned_part(path, f"optimizer_{index}", training, lazily=True)
     return {
         "state": {names[n]: state for n, state in part["state"].items() if isinstance(n, int)},
         "param_groups": [
@@ -190,7 +190,7 @@ def _slots_in_dcp(files: DcpFiles, prefix: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:
+def _weights_in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:
     prefix = f"{key}." if key else ""
     tensors = files.tensors()
     state = {
@@ -207,9 +207,9 @@ def _in_dcp(files: DcpFiles, path: Path, key: str) -> dict[str, Any]:
     return state
 
 
-def _in_train_function(path: Path, key: str) -> dict[str, Any]:
+def _weights_in_train_function(path: Path, key: str) -> dict[str, Any]:
     """Return what a train function has saved under a key."""
-    state = read_part(path, "state", {"version": STATE_VERSION}, lazily=True)
+    state = read_versioned_part(path, "state", {"version": STATE_VERSION}, lazily=True)
     weights = state.get(key) if key else state
     if not isinstance(weights, dict) or not any(
         isinstance(value, StoredTensor) for value in weights.values()
@@ -221,7 +221,7 @@ def _in_train_function(path: Path, key: str) -> dict[str, Any]:
     return weights
 
 
-def _indexed(path: Path) -> list[str]:
+def _indexed_weights(path: Path) -> list[str]:
     try:
         places = json.loads((path / INDEX_NAME).read_bytes())["weight_map"]
         names = sorted(set(places.values()))
@@ -235,7 +235,7 @@ def _indexed(path: Path) -> list[str]:
     return names
 
 
-def _in_files(directory: Path, names: list[str]) -> dict[str, Any]:
+def _weights_in_files(directory: Path, names: list[str]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name in names:
         try:

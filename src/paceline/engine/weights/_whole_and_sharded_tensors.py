@@ -9,7 +9,7 @@ import torch
 from paceline.engine.state._models_and_optimizers import divided
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
-from paceline.engine.tensors._stored_tensors import fitted
+from paceline.engine.tensors._stored_tensors import fit_stored_tensor
 
 
 def accept_whole_tensors(model: torch.nn.Module) -> None:
@@ -113,7 +113,7 @@ def _fit_parameters(module: torch.nn.Module, state: dict[str, Any], prefix: str,
         stored = state.get(prefix + name)
         # What has another shape is for torch to refuse.
         if stored is not None and getattr(stored, "shape", None) == parameter.shape:
-            state[prefix + name] = fitted(stored, parameter)
+            state[prefix + name] = fit_stored_tensor(stored, parameter)
 
 
 def _fit_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

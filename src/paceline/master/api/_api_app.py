@@ -42,7 +42,7 @@ from paceline.master.api import (
 from paceline.master.api._access_guard import Guard
 from paceline.master.api._body_limits import BodyLimits
 from paceline.master.api._reading_route import NUM_READERS, make_readers
-from paceline.master.api._request_counts import Metering
+from paceline.master.api._request_counts import RequestCounting
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web_ui_files import WebUi
 from paceline.messages.resources import Problem, Shutdown
@@ -94,7 +94,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
     app = _make_app(
         lifespan=lifespan,
         middleware=[
-            Middleware(Metering, measurements=master.measurements),
+            Middleware(RequestCounting, measurements=master.measurements),
             Middleware(Guard, master=master, web=WebUi()),
             Middleware(BodyLimits, prefix=PREFIX),
         ],
@@ -129,7 +129,7 @@ def _make_app(**options: Any) -> FastAPI:
         responses={"4XX": {"model": Problem, "description": "What was wrong, with a `code`."}},
         **options,
     )
-    _problem_answers.install(app)
+    _problem_answers.install_problem_answers(app)
     for module in _ROUTES:
         app.include_router(module.router, prefix=PREFIX)
     return app

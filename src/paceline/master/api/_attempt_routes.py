@@ -11,7 +11,7 @@ from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, experiment_row, write
+from paceline.master.api._row_helpers import MasterOf, experiment_row, write_rows
 from paceline.master.experiments import (
     RefusedError,
     check_not_over,
@@ -94,7 +94,7 @@ async def store_logs(
         def tell(transaction: Transaction) -> None:
             transaction.emit("logs", attempt.experiment_id, trial_id, last=last)
 
-        await write(master, tell)
+        await write_rows(master, tell)
     # The first look at a file reads all of it.
     sequence = await asyncio.to_thread(logs.last_sequence, trial_id, number, member)
     return _json(LogReply(last_sequence=sequence))
@@ -132,7 +132,7 @@ async def read_control(
             )
             master.ingest.store(transaction, attempt_id, [])
 
-        await write(master, begin)
+        await write_rows(master, begin)
     with master.controls.listen(attempt_id) as changed:
         control = await asyncio.to_thread(_read_control, master, attempt_id)
         is_news = control.version > after or not timeout_s or master.is_closing
@@ -150,7 +150,7 @@ async def store_end(
     """Record how an attempt ended, on one of its nodes; a second time changes nothing."""
     master.leases.renew(runner_id(attempt_id, member))
     end = (await _decode(request, AttemptEnd)).by_clock_of(time.time())
-    await write(
+    await write_rows(
         master,
         lambda transaction: end_runner(master.changes, transaction, attempt_id, member, end),
     )

@@ -81,7 +81,7 @@ class BodyLimits:
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
         self._large = [
-            (method, _pattern(prefix + path), limit)
+            (method, _route_pattern_of_limit(prefix + path), limit)
             for (method, path), limit in _limits_of_settings().items()
         ]
 
@@ -173,6 +173,6 @@ def _declared_bytes(scope: Scope) -> int:
     return int(declared) if declared.isdigit() else 0
 
 
-def _pattern(path: str) -> re.Pattern[str]:
+def _route_pattern_of_limit(path: str) -> re.Pattern[str]:
     """Return what the paths of a route match."""
     return re.compile(re.sub(r"{\w+}", "[^/]+", path))

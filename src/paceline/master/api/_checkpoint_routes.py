@@ -12,7 +12,7 @@ from sqlalchemy import select
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, checkpoint_row, write
+from paceline.master.api._row_helpers import MasterOf, checkpoint_row, write_rows
 from paceline.master.experiments import (
     delete_files,
     delete_matching_files,
@@ -49,9 +49,9 @@ async def delete_checkpoint(
     """Delete a checkpoint's files, or those that patterns match; it stays listed."""
     view = await asyncio.to_thread(read_checkpoint, uuid, master)
     await asyncio.to_thread(_check_unused, master, uuid)
-    left = await asyncio.to_thread(_delete, view, glob)
+    left = await asyncio.to_thread(_delete_checkpoint_files, view, glob)
     if left != view.resources:
-        await write(
+        await write_rows(
             master, lambda transaction: note_deleted_files(transaction.connection, uuid, left)
         )
     return await asyncio.to_thread(read_checkpoint, uuid, master)
@@ -88,7 +88,9 @@ def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
-def _delete(checkpoint: resources.Checkpoint, globs: list[str] | None) -> dict[str, int]:
+def _delete_checkpoint_files(
+    checkpoint: resources.Checkpoint, globs: list[str] | None
+) -> dict[str, int]:
     """Delete files of a checkpoint, and return the sizes of those that are left."""
     uuid = checkpoint.uuid
     try:

@@ -93,7 +93,7 @@ def check_config(request: views.ConfigText) -> views.CheckedConfig:
     try:
         checked = validate_config(data)
     except ConfigError as error:
-        return views.CheckedConfig(config=data, problems=_problems(error, request.text))
+        return views.CheckedConfig(config=data, problems=_config_problems(error, request.text))
     return views.CheckedConfig(config=data, problems=[], warnings=list(checked.warnings))
 
 
@@ -131,11 +131,11 @@ def _is_text(content: bytes) -> bool:
     return b"\0" not in content
 
 
-def _problems(error: ConfigError, text: str) -> list[views.ConfigProblem]:
+def _config_problems(error: ConfigError, text: str) -> list[views.ConfigProblem]:
     root = compose_yaml(text)
     return [
         views.ConfigProblem(
-            path=problem.path, message=str(problem), line=_line_of(root, problem.path)
+            path=problem.path, message=str(problem), line=_line_in_config(root, problem.path)
         )
         for problem in error.problems
     ]
@@ -152,18 +152,18 @@ def _syntax_problems(error: ConfigError) -> list[views.ConfigProblem]:
     return found
 
 
-def _line_of(node: yaml.Node | None, path: str) -> int | None:
+def _line_in_config(node: yaml.Node | None, path: str) -> int | None:
     """Return the line where a dotted path stands, or where the deepest part of it does."""
     line = None
     for name in path.replace("[", ".[").split("."):
-        child = _child(node, name)
+        child = _child_in_config(node, name)
         if child is None:
             break
         line, node = child
     return line
 
 
-def _child(node: yaml.Node | None, name: str) -> tuple[int, yaml.Node] | None:
+def _child_in_config(node: yaml.Node | None, name: str) -> tuple[int, yaml.Node] | None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.value == name:

@@ -16,7 +16,7 @@ from paceline.journal import sync_directory
 from paceline.master.api._access_guard import IdentityOf
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, write
+from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.store import note_context
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, check_archive, is_shortage
 
@@ -37,7 +37,7 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
             await asyncio.to_thread(check_archive, part, ArchiveLimits.from_environment())
             # First, so that no file is there that the database does not know, whenever the master
             # dies.
-            await write(master, lambda transaction: note_context(transaction, digest))
+            await write_rows(master, lambda transaction: note_context(transaction, digest))
         await asyncio.to_thread(sync_directory, path.parent)
     except ArchiveTooLargeError as error:
         raise ApiError(413, "context_too_large", str(error)) from error

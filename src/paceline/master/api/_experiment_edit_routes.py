@@ -11,7 +11,7 @@ from paceline.config import ConfigError
 from paceline.master._master import Master
 from paceline.master.api._experiment_routes import Action, ExperimentId, action_of, read_experiment
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, write
+from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.experiments import (
     Leftovers,
     NotFoundError,
@@ -33,7 +33,7 @@ async def change_experiment(
     experiment_id: ExperimentId, request: views.EditExperiment, master: MasterOf
 ) -> resources.Experiment:
     """Change an experiment's name, description, labels or notes."""
-    await write(
+    await write_rows(
         master,
         lambda transaction: edit_experiment(transaction, experiment_id, **request.model_dump()),
     )
@@ -45,7 +45,7 @@ async def fork_experiment(
     experiment_id: ExperimentId, request: views.ForkExperiment, master: MasterOf
 ) -> resources.Experiment:
     """Create an experiment with the code and the changed configuration of another one."""
-    forked = await write(
+    forked = await write_rows(
         master,
         lambda transaction: master.commands.fork(
             transaction,
@@ -76,7 +76,7 @@ def read_loss(experiment_id: ExperimentId, master: MasterOf) -> views.Loss:
 @router.delete("/experiments/{experiment_id}")
 async def remove_experiment(experiment_id: ExperimentId, master: MasterOf) -> views.Deletion:
     """Delete an ended experiment with its trials, metrics, logs and checkpoints."""
-    return views.Deletion(left_behind=await _delete(master, experiment_id))
+    return views.Deletion(left_behind=await _delete_experiment(master, experiment_id))
 
 
 @router.post("/bulk-actions")
@@ -86,7 +86,7 @@ async def act_on_experiments(request: views.BulkAction, master: MasterOf) -> lis
     for experiment_id in dict.fromkeys(request.experiment_ids):
         error = None
         try:
-            left = await _act(master, request.action, experiment_id)
+            left = await _act_on_experiment(master, request.action, experiment_id)
             if left:
                 error = f"Some files could not be deleted: {', '.join(left)}."
         except (NotFoundError, RefusedError, TransitionError, ConfigError) as refusal:
@@ -95,23 +95,25 @@ async def act_on_experiments(request: views.BulkAction, master: MasterOf) -> lis
     return results
 
 
-async def _act(master: Master, action: Action | Literal["delete"], experiment_id: int) -> list[str]:
+async def _act_on_experiment(
+    master: Master, action: Action | Literal["delete"], experiment_id: int
+) -> list[str]:
     if action == "delete":
-        return await _delete(master, experiment_id)
+        return await _delete_experiment(master, experiment_id)
     job = action_of(master, action)
-    await write(master, lambda transaction: job(transaction, experiment_id))
+    await write_rows(master, lambda transaction: job(transaction, experiment_id))
     return []
 
 
-async def _delete(master: Master, experiment_id: int) -> list[str]:
-    leftovers = await write(
+async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
+    leftovers = await write_rows(
         master,
         lambda transaction: delete_experiment(transaction, master.changes, experiment_id),
     )
-    return await asyncio.to_thread(_remove, master, experiment_id, leftovers)
+    return await asyncio.to_thread(_remove_leftovers, master, experiment_id, leftovers)
 
 
-def _remove(master: Master, experiment_id: int, leftovers: Leftovers) -> list[str]:
+def _remove_leftovers(master: Master, experiment_id: int, leftovers: Leftovers) -> list[str]:
     """Remove files whose rows are gone, and return what could not be removed."""
     left = [
         f"{storage}/{uuid}"

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from sqlalchemy import Connection, Text, func, select
 
-from paceline.master._name_cache import KeptNames
+from paceline.master._name_cache import NameCache
 from paceline.master.api._hyperparameter_routes import flat_space
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import Cursor, Limit, MasterOf, place_of
+from paceline.master.api._row_helpers import Cursor, Limit, MasterOf, place_in_rows
 from paceline.master.store import (
     EXPERIMENTS,
     Condition,
@@ -63,12 +63,12 @@ def list_experiments(
             search=search,
             labels=label or (),
             is_archived={"no": False, "only": True, "all": None}[archived],
-            conditions=[_condition(text) for text in where or ()],
+            conditions=[_list_condition(text) for text in where or ()],
             columns=column or (),
             sort_by=sort_by,
             is_descending=order == "desc",
         )
-        after = place_of(cursor, f"{sort_by} {order}", num_keys=2)
+        after = place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
         with master.database.read() as connection:
             listed = list_rows(connection, query, after=after, limit=limit + 1)
             total = None
@@ -102,7 +102,7 @@ def list_experiment_columns(master: MasterOf) -> views.ColumnNames:
     )
 
 
-def _hparam_names(connection: Connection, kept: KeptNames) -> list[str]:
+def _hparam_names(connection: Connection, kept: NameCache) -> list[str]:
     experiments = tables.experiments.c
     newest = connection.execute(select(func.max(experiments.id))).scalar_one()
     state = (newest, sum(number_by_state(connection, EXPERIMENTS).values()))
@@ -120,7 +120,7 @@ def _read_hparam_names(connection: Connection) -> list[str]:
     return sorted({name for space in set(spaces) for name in flat_space(json.loads(space))})
 
 
-def _condition(text: str) -> Condition:
+def _list_condition(text: str) -> Condition:
     try:
         column, operator, value = [*json.loads(text), None][:3]
     except (ValueError, TypeError, RecursionError) as error:

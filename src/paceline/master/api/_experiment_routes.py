@@ -18,7 +18,7 @@ from paceline.master.api._row_helpers import (
     MasterOf,
     checkpoint_page,
     experiment_row,
-    write,
+    write_rows,
 )
 from paceline.master.experiments import MAX_RUNG_ENTRIES, set_archived, thinned
 from paceline.master.store import (
@@ -46,7 +46,7 @@ async def create_experiment(
     digest = request.context_digest
     if digest is not None and not context_path_exists(master, digest):
         raise ApiError(409, "no_context", f"The context {digest!r} must be uploaded before.")
-    experiment_id = await write(
+    experiment_id = await write_rows(
         master,
         lambda transaction: master.commands.create(
             transaction,
@@ -75,7 +75,7 @@ async def continue_experiment(
     def job(transaction: Transaction) -> None:
         master.commands.continue_experiment(transaction, experiment_id, request.config)
 
-    await write(master, job)
+    await write_rows(master, job)
     return await asyncio.to_thread(_read, master, experiment_id)
 
 
@@ -85,7 +85,7 @@ async def act_on_experiment(
 ) -> resources.Experiment:
     """Pause, activate, cancel, kill, archive or unarchive an experiment."""
     job = action_of(master, action)
-    await write(master, lambda transaction: job(transaction, experiment_id))
+    await write_rows(master, lambda transaction: job(transaction, experiment_id))
     return await asyncio.to_thread(_read, master, experiment_id)
 
 

@@ -35,7 +35,7 @@ def read_hyperparameters(
     with master.database.read() as connection:
         experiment = experiment_row(connection, experiment_id)
         searcher = config_of(experiment).searcher
-        name = _metric_name(metric, searcher.metric)
+        name = _metric_beside_hyperparameters(metric, searcher.metric)
         rows, num_trials = sample_trials(
             connection, experiment_id, limit, smaller_is_better=searcher.smaller_is_better
         )
@@ -43,7 +43,7 @@ def read_hyperparameters(
         values = (
             {row.id: row.best_metric for row in rows}
             if is_searched
-            else _best_values(
+            else _best_values_for_hyperparameters(
                 connection, [row.id for row in rows], name, searcher.smaller_is_better
             )
         )
@@ -52,11 +52,12 @@ def read_hyperparameters(
     return views.HparamTable(
         metric=name,
         smaller_is_better=searcher.smaller_is_better,
-        axes=_axes(space, flat),
+        axes=_hyperparameter_axes(space, flat),
         num_trials=num_trials,
         is_sampled=num_trials > len(rows),
         rows=[
-            _row(row, hparams, values.get(row.id)) for row, hparams in zip(rows, flat, strict=True)
+            _hyperparameter_row(row, hparams, values.get(row.id))
+            for row, hparams in zip(rows, flat, strict=True)
         ],
     )
 
@@ -89,7 +90,7 @@ def _walk_space(space: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", entry
 
 
-def _metric_name(metric: str | None, searched: str) -> views.MetricName:
+def _metric_beside_hyperparameters(metric: str | None, searched: str) -> views.MetricName:
     if metric is None:
         return views.MetricName(group="validation", name=searched)
     group, _, name = metric.partition("/")
@@ -98,7 +99,7 @@ def _metric_name(metric: str | None, searched: str) -> views.MetricName:
     return views.MetricName(group=group, name=name)
 
 
-def _best_values(
+def _best_values_for_hyperparameters(
     connection: Connection, trial_ids: list[int], name: views.MetricName, smaller_is_better: bool
 ) -> dict[int, float]:
     series = tables.series.c
@@ -118,7 +119,9 @@ def _best_values(
     return best
 
 
-def _axes(space: dict[str, Any], rows: list[dict[str, Any]]) -> list[views.HparamAxis]:
+def _hyperparameter_axes(
+    space: dict[str, Any], rows: list[dict[str, Any]]
+) -> list[views.HparamAxis]:
     entries = flat_space(space)
     names = sorted(entries.keys() | {name for row in rows for name in row})
     axes = []
@@ -133,20 +136,23 @@ def _axes(space: dict[str, Any], rows: list[dict[str, Any]]) -> list[views.Hpara
         axes.append(
             views.HparamAxis(
                 name=name, type=kind, is_log=is_log, minval=minval, maxval=maxval,
-                is_varied=_is_varied(row.get(name) for row in rows), vals=told.get("vals"),
+                is_varied=_is_varied_hyperparameter(row.get(name) for row in rows),
+                vals=told.get("vals"),
             )
         )  # fmt: skip
     return axes
 
 
-def _is_varied(values: Iterator[Any]) -> bool:
+def _is_varied_hyperparameter(values: Iterator[Any]) -> bool:
     """Tell whether there are two different values, and look no further once there are."""
     texts = (json.dumps(value, sort_keys=True, default=str) for value in values)
     first = next(texts, None)
     return any(text != first for text in texts)
 
 
-def _row(row: Row[Any], hparams: dict[str, Any], metric: float | None) -> views.HparamRow:
+def _hyperparameter_row(
+    row: Row[Any], hparams: dict[str, Any], metric: float | None
+) -> views.HparamRow:
     return views.HparamRow(
         trial_id=row.id,
         state=row.state,

@@ -74,8 +74,10 @@ def list_experiment_logs(
     read: list[int] = []
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
-        spans = _ends(connection, experiment_id) if tail else _begins(connection, experiment_id)
-        spans = _noted(spans, read)
+        spans = (
+            _log_ends(connection, experiment_id) if tail else _log_begins(connection, experiment_id)
+        )
+        spans = _noted_logs(spans, read)
         lines = merge_lines(master.logs, spans, newest_first=tail is not None, only=only)
         chosen = list(islice(lines, tail or limit))
     if tail is not None:
@@ -86,14 +88,14 @@ def list_experiment_logs(
     )
 
 
-def _noted(spans: Iterator[tuple[int, float]], read: list[int]) -> Iterator[tuple[int, float]]:
+def _noted_logs(spans: Iterator[tuple[int, float]], read: list[int]) -> Iterator[tuple[int, float]]:
     """Yield spans, and note the trials whose lines are read."""
     for trial_id, time in spans:
         read.append(trial_id)
         yield trial_id, time
 
 
-def _begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
+def _log_begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
     """Return the experiment's trials with the time of their first attempt, in that order."""
     attempts = tables.attempts.c
     query = (
@@ -104,7 +106,7 @@ def _begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, f
     return ((trial_id, time) for trial_id, time in connection.execute(query))
 
 
-def _ends(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
+def _log_ends(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
     """Return the experiment's trials with the time of their end, the latest first."""
     trials = tables.trials
     query = (

@@ -12,7 +12,7 @@ from paceline.master._master import Master
 from paceline.master.api._access_guard import IdentityOf
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, write
+from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.api._slot_draining import drain_slots, resume_slots
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
 from paceline.master.store import Transaction, slots_by_node, tables
@@ -42,7 +42,7 @@ async def register_node(request: Request, master: MasterOf, identity: IdentityOf
     """Register a node, or a new session of one that is known by its key."""
     assert identity is not None
     facts = _decode(await request.body(), NodeFacts)
-    _check_facts(facts)
+    _check_node_facts(facts)
     if not facts.address and request.client is not None:
         facts = msgspec.structs.replace(facts, address=request.client.host)
     try:
@@ -61,17 +61,17 @@ async def poll_node(
     poll = _decode(await request.body(), NodePoll)
     wait_s = min(poll.wait_s, _MAX_WAIT_S, master.nodes.leases.longest_wait_s)
     with master.nodes.polls.listen(node_id) as changed:
-        _hear(master, node_id, poll, identity.token_id)
-        work = await asyncio.to_thread(_work, master, node_id, poll)
+        _hear_node(master, node_id, poll, identity.token_id)
+        work = await asyncio.to_thread(_node_work, master, node_id, poll)
         if work.version == poll.after and wait_s > 0 and not master.is_closing:
             if await _wait(request, changed, wait_s):
                 master.nodes.note_cut_off(node_id, poll)
                 return Response(status_code=204)  # to nobody
             # Another session may have begun meanwhile, and another token may be needed.
-            _hear(master, node_id, poll, identity.token_id)
+            _hear_node(master, node_id, poll, identity.token_id)
             # A node without attempts has nothing to do until it is told so: many idle nodes poll.
             if changed.is_set() or work.wanted or poll.attempts:
-                work = await asyncio.to_thread(_work, master, node_id, poll)
+                work = await asyncio.to_thread(_node_work, master, node_id, poll)
     return _json(work)
 
 
@@ -80,7 +80,7 @@ def list_nodes(master: MasterOf) -> list[node_views.Node]:
     """List the nodes but the master's own: their state, their slots, and what runs there."""
     with master.database.read() as connection:
         live = _live_attempts(connection)
-    return [_view(master, node, live) for node in master.nodes.all()]
+    return [_node_view(master, node, live) for node in master.nodes.all()]
 
 
 @router.post("/nodes/{name}/drain", status_code=204)
@@ -91,14 +91,14 @@ async def drain_node(name: Name, wanted: node_views.DrainNode, master: MasterOf)
     """
     if name == LOCAL_NAME:
         what, slots = f"the node {name}", range(len(master.devices))
-        await write(
+        await write_rows(
             master,
             lambda transaction: drain_slots(
                 master, transaction, LOCAL_NODE, slots, what=what, finish=wanted.finish
             ),
         )
         return
-    node = _named(master, name)
+    node = _node_named(master, name)
 
     def job(transaction: Transaction) -> None:
         master.nodes.set_draining(transaction, node.id, is_draining=True)
@@ -106,7 +106,7 @@ async def drain_node(name: Name, wanted: node_views.DrainNode, master: MasterOf)
             if node.id in slots_by_node(attempt) and not wanted.finish:
                 master.changes.preempt(transaction, attempt, f"the node {name} is drained")
 
-    await write(master, job)
+    await write_rows(master, job)
 
 
 @router.post("/nodes/{name}/resume", status_code=204)
@@ -114,12 +114,12 @@ async def resume_node(name: Name, master: MasterOf) -> None:
     """Take a drained node back."""
     if name == LOCAL_NAME:
         slots = range(len(master.devices))
-        await write(
+        await write_rows(
             master, lambda transaction: resume_slots(master, transaction, LOCAL_NODE, slots)
         )
         return
-    node = _named(master, name)
-    await write(
+    node = _node_named(master, name)
+    await write_rows(
         master,
         lambda transaction: master.nodes.set_draining(transaction, node.id, is_draining=False),
     )
@@ -128,7 +128,7 @@ async def resume_node(name: Name, master: MasterOf) -> None:
 @router.delete("/nodes/{name}", status_code=204)
 async def forget_node(name: Name, master: MasterOf) -> None:
     """Forget a node that is lost or drained, and has no attempts."""
-    node = _named(master, name)
+    node = _node_named(master, name)
 
     def job(transaction: Transaction) -> None:
         live = _live_attempts(transaction.connection)
@@ -143,7 +143,7 @@ async def forget_node(name: Name, master: MasterOf) -> None:
             )
         master.nodes.forget(transaction, node.id)
 
-    await write(master, job)
+    await write_rows(master, job)
 
 
 async def _wait(request: Request, changed: asyncio.Event, wait_s: float) -> bool:
@@ -163,7 +163,7 @@ async def _await_close(request: Request) -> None:
         pass
 
 
-def _hear(master: Master, node_id: int, poll: NodePoll, token_id: int | None) -> None:
+def _hear_node(master: Master, node_id: int, poll: NodePoll, token_id: int | None) -> None:
     try:
         master.nodes.hear(node_id, poll, token_id)
     except NodeRefusedError as error:
@@ -173,11 +173,11 @@ def _hear(master: Master, node_id: int, poll: NodePoll, token_id: int | None) ->
         raise ApiError(404, "unknown_node", str(error)) from error
 
 
-def _work(master: Master, node_id: int, poll: NodePoll) -> NodeWork:
+def _node_work(master: Master, node_id: int, poll: NodePoll) -> NodeWork:
     return work_for(master.database, master.changes, master.nodes, node_id, poll)
 
 
-def _named(master: Master, name: str) -> RegisteredNode:
+def _node_named(master: Master, name: str) -> RegisteredNode:
     for node in master.nodes.all():
         if node.name == name:
             return node
@@ -193,14 +193,14 @@ def _live_attempts(connection: Connection) -> list[Row[Any]]:
     return list(connection.execute(query.order_by(attempts.c.id)))
 
 
-def _view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_views.Node:
+def _node_view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_views.Node:
     own = [attempt for attempt in live if node.id in slots_by_node(attempt)]
     facts = node.facts
     seen_at = master.nodes.seen_at(node.id)
     return node_views.Node(
         id=node.id,
         name=node.name,
-        state=_state(master, node, has_attempts=bool(own)),
+        state=_node_state(master, node, has_attempts=bool(own)),
         pool=facts.pool,
         labels=facts.labels,
         devices=facts.devices,
@@ -217,7 +217,9 @@ def _view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_vi
     )
 
 
-def _state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> node_views.NodeState:
+def _node_state(
+    master: Master, node: RegisteredNode, *, has_attempts: bool
+) -> node_views.NodeState:
     if master.nodes.is_lost(node.id):
         return "lost"
     if master.nodes.seen_at(node.id) is None or master.nodes.is_cut_off(node.id):
@@ -227,7 +229,7 @@ def _state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> node_
     return "ready"
 
 
-def _check_facts(facts: NodeFacts) -> None:
+def _check_node_facts(facts: NodeFacts) -> None:
     for name, value in (("name", facts.name), ("pool", facts.pool)):
         if not re.fullmatch(NAME_PATTERN, value):
             raise ApiError(

@@ -9,7 +9,7 @@ from sqlalchemy import delete, insert
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, write
+from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.api._slot_draining import drain_slots, resume_slots
 from paceline.master.experiments import read_cluster, read_pools
 from paceline.master.scheduling import PoolSettings
@@ -66,7 +66,7 @@ async def set_pool(name: Name, wanted: queue_views.SetPool, master: MasterOf) ->
         )
         transaction.after_commit(master.changes.wake)
 
-    await write(master, job)
+    await write_rows(master, job)
 
 
 @router.delete("/pools/{name}", status_code=204)
@@ -79,7 +79,7 @@ async def reset_pool(name: Name, master: MasterOf) -> None:
         _forget(transaction, name)
         transaction.after_commit(master.changes.wake)
 
-    await write(master, job)
+    await write_rows(master, job)
 
 
 @router.post("/nodes/{name}/slots/{slot}/drain", status_code=204)
@@ -93,7 +93,7 @@ async def drain_slot(
         what = f"the slot {slot} of the node {name}"
         drain_slots(master, transaction, node_id, [slot], what=what, finish=wanted.finish)
 
-    await write(master, job)
+    await write_rows(master, job)
 
 
 @router.post("/nodes/{name}/slots/{slot}/resume", status_code=204)
@@ -101,7 +101,7 @@ async def resume_slot(name: Name, slot: SlotNumber, master: MasterOf) -> None:
     """Take a drained slot back."""
     node_id = _node_with(master, name, slot)
 
-    await write(master, lambda transaction: resume_slots(master, transaction, node_id, [slot]))
+    await write_rows(master, lambda transaction: resume_slots(master, transaction, node_id, [slot]))
 
 
 def _forget(transaction: Transaction, name: str) -> None:

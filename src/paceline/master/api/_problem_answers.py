@@ -49,7 +49,7 @@ def problem(status: int, code: str, detail: str) -> Response:
     return Response(content, status_code=status, media_type="application/problem+json")
 
 
-def install(app: FastAPI) -> None:
+def install_problem_answers(app: FastAPI) -> None:
     """Answer the errors that routes raise."""
     _install_general(app)
 

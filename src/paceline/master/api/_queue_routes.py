@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, select
 
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, write
+from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.experiments import Cluster, move_experiment, read_cluster, waiting_trials
 from paceline.master.scheduling import (
     PolicyName,
@@ -40,7 +40,9 @@ def list_queue(
     with master.database.read() as connection:
         cluster = read_cluster(connection, master.reconciler.slots(), now)
         found = (
-            one for one in _results(connection, cluster) if pool is None or one.waiting.pool == pool
+            one
+            for one in _queue_results(connection, cluster)
+            if pool is None or one.waiting.pool == pool
         )
         shown = list(islice(found, limit))
         facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
@@ -77,10 +79,10 @@ async def move_in_queue(request: queue_views.MoveExperiment, master: MasterOf) -
         )
         transaction.after_commit(master.changes.wake)
 
-    await write(master, job)
+    await write_rows(master, job)
 
 
-def _results(connection: Connection, cluster: Cluster) -> Iterator[SchedulingResult]:
+def _queue_results(connection: Connection, cluster: Cluster) -> Iterator[SchedulingResult]:
     resting = []
 
     def ready() -> Iterator[Any]:
@@ -121,7 +123,7 @@ def _queue_entry(
     waiting, reason, behind = result.waiting, result.reason, result.behind
     _, name, created_at, ended_at = facts
     settings = cluster.pools.get(waiting.pool, PoolSettings())
-    detail = _detail(cluster, settings, result, now, addresses)
+    detail = _queue_detail(cluster, settings, result, now, addresses)
     if failure is not None and needs_node(result):
         detail = f"{detail} {failure}"
     return views.QueueEntry(
@@ -141,7 +143,7 @@ def _queue_entry(
     )
 
 
-def _detail(
+def _queue_detail(
     cluster: Cluster,
     settings: PoolSettings,
     result: SchedulingResult,
@@ -163,7 +165,7 @@ def _detail(
             assert behind is not None
             return (
                 f"Trial {behind.trial_id} of experiment {behind.experiment_id} comes before it and"
-                f" waits for {_slots(behind.num_slots)}."
+                f" waits for {_slots_text(behind.num_slots)}."
             )
         case Reason.MAX_SLOTS:
             return f"Its experiment may use {waiting.max_slots} slots at a time."
@@ -172,14 +174,14 @@ def _detail(
         case Reason.PREEMPTING:
             return "Less important trials store a checkpoint and make room for it."
         case Reason.PAUSING:
-            return _pausing(cluster, result, now)
+            return _pausing_in_queue(cluster, result, now)
         case Reason.TOO_LARGE if len(cluster.nodes) == 1 and total:
-            return f"It needs {_slots(waiting.num_slots)}, but there are only {total}."
+            return f"It needs {_slots_text(waiting.num_slots)}, but there are only {total}."
         case _:
-            return _too_large(cluster, result, total, largest, addresses)
+            return _too_large_for_queue(cluster, result, total, largest, addresses)
 
 
-def _too_large(
+def _too_large_for_queue(
     cluster: Cluster,
     result: SchedulingResult,
     total: int,
@@ -187,7 +189,7 @@ def _too_large(
     addresses: Mapping[int, str],
 ) -> str:
     waiting = result.waiting
-    needed = f"It needs {_slots(waiting.num_slots)}, but"
+    needed = f"It needs {_slots_text(waiting.num_slots)}, but"
     if total < waiting.num_slots:
         return f"{needed} the pool {waiting.pool!r} has {total or 'none'} now."
     text = (
@@ -208,7 +210,7 @@ def _too_large(
     return text
 
 
-def _pausing(cluster: Cluster, result: SchedulingResult, now: float) -> str:
+def _pausing_in_queue(cluster: Cluster, result: SchedulingResult, now: float) -> str:
     until = cluster.pausing_trials.get(result.waiting.trial_id)
     if until is not None:
         why = "Its runner died several times in a row, or its nodes did not come together"
@@ -218,5 +220,5 @@ def _pausing(cluster: Cluster, result: SchedulingResult, now: float) -> str:
     return f"{why}; the next one starts in {max(until - now, 0.0):.0f} s."
 
 
-def _slots(number: int) -> str:
+def _slots_text(number: int) -> str:
     return f"{number} slot{'s' * (number != 1)}"

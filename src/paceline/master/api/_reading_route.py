@@ -31,7 +31,7 @@ class ReadingRoute(APIRoute):
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         if _is_reading(endpoint, options):
-            endpoint = _in_one_thread(endpoint)
+            endpoint = _read_in_one_thread(endpoint)
         super().__init__(path, endpoint, **options)
 
 
@@ -49,7 +49,7 @@ def _is_reading(endpoint: Callable[..., Any], options: dict[str, Any]) -> bool:
     )
 
 
-def _in_one_thread(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _read_in_one_thread(endpoint: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(endpoint)
     # FastAPI gives the request to one parameter only.
     own = [name for name, one in signature.parameters.items() if one.annotation is Request]

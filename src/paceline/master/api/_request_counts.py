@@ -21,7 +21,7 @@ _WAITING_ROUTES = frozenset(
 _UNMATCHED = "other"
 
 
-class Metering:
+class RequestCounting:
     """ASGI middleware: measures each request of the API until its answer begins.
 
     It stands before all others, so that what they refuse is counted as well.

@@ -39,12 +39,12 @@ Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="At most so many ite
 Cursor = Annotated[str | None, Query(description="`next_cursor` of the answer before.")]
 
 
-async def write(master: Master, job: Callable[[Transaction], Result]) -> Result:
+async def write_rows(master: Master, job: Callable[[Transaction], Result]) -> Result:
     """Run a job in the writer thread and wait for its commit."""
     return await asyncio.wrap_future(master.database.write(job))
 
 
-def position(cursor: str | None, default: list[Any]) -> list[Any]:
+def position_in_rows(cursor: str | None, default: list[Any]) -> list[Any]:
     """Return the position in a cursor.
 
     Raises:
@@ -61,7 +61,7 @@ def position(cursor: str | None, default: list[Any]) -> list[Any]:
     return decoded
 
 
-def place_of(cursor: str | None, order: str, num_keys: int) -> Place | None:
+def place_in_rows(cursor: str | None, order: str, num_keys: int) -> Place | None:
     """Return the place in a list of some order that a cursor names; None is the beginning.
 
     A cursor of an earlier version says how many rows come before.
@@ -121,7 +121,7 @@ def checkpoint_page(
     limit: int,
 ) -> resources.Page[resources.Checkpoint]:
     """Return one page of checkpoints; `name` is that of the order, for the cursor."""
-    after = place_of(cursor, name, len(order.keys))
+    after = place_in_rows(cursor, name, len(order.keys))
     rows = order.read(connection, query, after=after, limit=limit + 1)
     more = None
     if len(rows) > limit:

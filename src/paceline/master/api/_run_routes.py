@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path, Request, Response
 
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, write
+from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.messages.runs import RunRecords, RunRegistration
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
@@ -27,7 +27,7 @@ async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Res
             "invalid_request",
             f"`info.run_id` must be the one in the path, {run_id!r}, but got {body.info.run_id!r}.",
         )
-    reply = await write(
+    reply = await write_rows(
         master, lambda transaction: master.unmanaged.register(transaction, body.info, body.path)
     )
     return _json(reply)
@@ -39,7 +39,7 @@ async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -
     """Store journal records of a run; what is known already is dropped."""
     body = await _decode(request, RunRecords)
     try:
-        reply = await write(
+        reply = await write_rows(
             master,
             lambda transaction: master.unmanaged.take(
                 transaction,

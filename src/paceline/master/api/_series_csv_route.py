@@ -51,18 +51,18 @@ def export_metric_series(
     they are in seconds since the epoch. If `x` is a metric, a step at which it was not reported
     has an empty cell.
     """
-    selections = [(name, _selection(name)) for name in series]
+    selections = [(name, _csv_selection(name)) for name in series]
     with master.database.read() as connection:
         for _, selection in selections:
             trial_row(connection, selection.trial_id)
     return StreamingResponse(
-        _lines(master, selections, x),
+        _csv_lines(master, selections, x),
         media_type="text/csv",
         headers={"Content-Disposition": "attachment", "Cache-Control": "no-store"},
     )
 
 
-def _selection(name: str) -> Selection:
+def _csv_selection(name: str) -> Selection:
     found = _SERIES.fullmatch(name)
     if found is None:
         raise ApiError(
@@ -74,24 +74,26 @@ def _selection(name: str) -> Selection:
     return Selection(trial_id=int(trial), group=unquote(group), key=unquote(key))
 
 
-def _lines(master: Master, selections: list[tuple[str, Selection]], x: str) -> Iterator[bytes]:
+def _csv_lines(master: Master, selections: list[tuple[str, Selection]], x: str) -> Iterator[bytes]:
     batches = [] if x == "batches" else ["batches"]
-    yield _encoded([["series", _text(x), "value", *batches]])
+    yield _encoded([["series", _csv_text(x), "value", *batches]])
     for name, selection in selections:
         after: int | None = -1
         # No read stays open while the client takes its time: it would hold old pages on disk.
         while after is not None:
             with master.database.read() as connection:
-                points = _points(connection, replace(selection, after_step=after), x)
+                points = _csv_points(connection, replace(selection, after_step=after), x)
                 read = list(islice(points, _ROWS_PER_READ))
             after = read[-1][0] if len(read) == _ROWS_PER_READ else None
             yield _encoded(
-                [name, _cell(along), _cell(value), *([step] if batches else [])]
+                [name, _csv_cell(along), _csv_cell(value), *([step] if batches else [])]
                 for step, along, value in read
             )
 
 
-def _points(connection: Connection, selection: Selection, x: str) -> Iterator[tuple[int, Any, Any]]:
+def _csv_points(
+    connection: Connection, selection: Selection, x: str
+) -> Iterator[tuple[int, Any, Any]]:
     """Yield (step, place on the x axis, value)."""
     points = iter_points(connection, selection)
     if x == "batches":
@@ -113,13 +115,13 @@ def _encoded(rows: Any) -> bytes:
     return text.getvalue().encode("utf-8", "replace")
 
 
-def _cell(value: Any) -> Any:
+def _csv_cell(value: Any) -> Any:
     """Return a reported value as a cell: numbers exact, also those that are not finite."""
     if isinstance(value, str):
-        return _text(value)
+        return _csv_text(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number or value is None else json.dumps(value)
 
 
-def _text(text: str) -> str:
+def _csv_text(text: str) -> str:
     return f"'{text}" if _FORMULA.match(text) else text

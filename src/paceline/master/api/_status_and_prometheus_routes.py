@@ -8,7 +8,7 @@ from sqlalchemy import Connection, func, select
 
 from paceline.master._master import Master
 from paceline.master._measurements import LAG_BOUNDS_S, REQUEST_BOUNDS_S
-from paceline.master._prometheus_text import CONTENT_TYPE, Exposition
+from paceline.master._prometheus_text import CONTENT_TYPE, PrometheusText
 from paceline.master.api._master_routes import read_master
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
@@ -37,7 +37,7 @@ _STATES = ("experiments", "trials", "attempts", "checkpoints")
 @router.get("/status")
 def read_status(request: Request, master: MasterOf) -> MasterStatus:
     """Tell what the master is, how busy it is, and what is wrong."""
-    found = _facts(master)
+    found = _status_facts(master)
     checkpoints, checkpoint_bytes = found["stored"]
     return MasterStatus(
         **dict(read_master(master)),
@@ -57,23 +57,23 @@ def read_status(request: Request, master: MasterOf) -> MasterStatus:
         memory_bytes=psutil.Process().memory_info().rss,
         sizes=master.sizes.read(),
         free_bytes=master.sizes.free_bytes(),
-        problems=_problems(master, found),
+        problems=_status_problems(master, found),
     )
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def read_metrics(request: Request, master: MasterOf) -> Response:
     """Tell numbers of the master in the text form of Prometheus."""
-    shown = Exposition()
-    _show_store(shown, master)
-    _show_requests(shown, master)
+    shown = PrometheusText()
+    _add_store_to_prometheus(shown, master)
+    _add_requests_to_prometheus(shown, master)
     connections = [({"kind": kind}, n) for kind, n in _connections(request).items()]
     shown.series("paceline_connections", "Open connections.", "gauge", connections)
-    _show_process(shown, master)
+    _add_process_to_prometheus(shown, master)
     return Response(shown.text(), media_type=CONTENT_TYPE)
 
 
-def _facts(master: Master) -> dict[str, Any]:
+def _status_facts(master: Master) -> dict[str, Any]:
     with master.database.read() as connection:
         return {
             "experiments": number_by_state(connection, EXPERIMENTS),
@@ -115,7 +115,7 @@ def _num_waiting(connection: Connection) -> int:
     return max(found, 0)
 
 
-def _problems(master: Master, found: dict[str, Any]) -> list[str]:
+def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
     problems = [
         f"Experiment {number} waits, as its search method `{name}` is not installed on the master."
         for number, name in found["missing_methods"]
@@ -145,8 +145,8 @@ def _problems(master: Master, found: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _show_store(shown: Exposition, master: Master) -> None:
-    found = _facts(master)
+def _add_store_to_prometheus(shown: PrometheusText, master: Master) -> None:
+    found = _status_facts(master)
     shown.gauge("paceline_info", "The version of Paceline.", 1, version=master.version)
     info = read_master(master)
     shown.gauge("paceline_slots", "Slots of the master.", info.num_slots)
@@ -175,7 +175,7 @@ def _show_store(shown: Exposition, master: Master) -> None:
     shown.gauge("paceline_home_free_bytes", "Free bytes of its disk.", master.sizes.free_bytes())
 
 
-def _show_requests(shown: Exposition, master: Master) -> None:
+def _add_requests_to_prometheus(shown: PrometheusText, master: Master) -> None:
     requests = [
         ({"method": method, "route": route, "status": str(status)}, number)
         for (method, route, status), number in sorted(master.measurements.requests().items())
@@ -194,7 +194,7 @@ def _show_requests(shown: Exposition, master: Master) -> None:
     )
 
 
-def _show_process(shown: Exposition, master: Master) -> None:
+def _add_process_to_prometheus(shown: PrometheusText, master: Master) -> None:
     process = psutil.Process()
     times = process.cpu_times()
     shown.gauge(

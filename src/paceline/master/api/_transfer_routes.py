@@ -46,7 +46,7 @@ async def offer_checkpoint(
     """Tell what is missing of a checkpoint; once nothing is, it is stored."""
     async with _offer_place(master):
         offer = await _decode(request, CheckpointOffer)
-        needs = await _do(
+        needs = await _do_transfer(
             master, attempt_id, lambda: master.transfers.offer(attempt_id, uuid, offer), uuid
         )
     if needs.is_stored:
@@ -62,7 +62,7 @@ async def offer_shards(
     """Tell what is missing of the files that ranks of one more node have stored."""
     async with _offer_place(master):
         offer = await _decode(request, ShardOffer)
-        needs = await _do(
+        needs = await _do_transfer(
             master,
             attempt_id,
             lambda: master.transfers.offer_shards(attempt_id, member, uuid, offer),
@@ -89,10 +89,10 @@ async def store_piece(
     A piece that does not begin at the present size changes nothing.
     """
     async with _piece_place(master):
-        data = await _body(request, _LONGEST_PIECE_S)
+        data = await _transfer_body(request, _LONGEST_PIECE_S)
         if xxhash.xxh3_128_hexdigest(data) != digest:
             raise ApiError(422, "damaged_piece", f"A piece of {name!r} was damaged on its way.")
-        num_bytes = await _do(
+        num_bytes = await _do_transfer(
             master,
             attempt_id,
             lambda: master.transfers.receive(attempt_id, uuid, name, offset, data, member),
@@ -105,14 +105,16 @@ async def store_piece(
 @router.delete("/attempts/{attempt_id}/checkpoints/{uuid}", status_code=204)
 async def delete_sent_checkpoint(attempt_id: AttemptId, uuid: Uuid, master: MasterOf) -> None:
     """Delete a checkpoint of the attempt's trial; a second time changes nothing."""
-    await _do(master, attempt_id, lambda: master.transfers.delete(attempt_id, uuid))
+    await _do_transfer(master, attempt_id, lambda: master.transfers.delete(attempt_id, uuid))
 
 
 @router.get("/attempts/{attempt_id}/checkpoints/{uuid}")
 async def read_checkpoint_files(attempt_id: AttemptId, uuid: Uuid, master: MasterOf) -> Response:
     """Read the manifest of a checkpoint that the attempt may start from."""
     async with _offer_place(master):
-        files = await _do(master, attempt_id, lambda: master.transfers.read_files(attempt_id, uuid))
+        files = await _do_transfer(
+            master, attempt_id, lambda: master.transfers.read_files(attempt_id, uuid)
+        )
         return _json(files)
 
 
@@ -122,7 +124,7 @@ async def read_piece(
 ) -> Response:
     """Read a piece of a file of such a checkpoint, as large as pieces are; nothing is verified."""
     async with _piece_place(master):
-        data = await _do(
+        data = await _do_transfer(
             master,
             attempt_id,
             lambda: master.transfers.read_piece(attempt_id, uuid, name, offset),
@@ -131,15 +133,15 @@ async def read_piece(
 
 
 def _piece_place(master: Master) -> AbstractAsyncContextManager[None]:
-    return _place(master.transfers.pieces, PIECES_AT_ONCE, "pieces")
+    return _transfer_place(master.transfers.pieces, PIECES_AT_ONCE, "pieces")
 
 
 def _offer_place(master: Master) -> AbstractAsyncContextManager[None]:
-    return _place(master.transfers.offers, OFFERS_AT_ONCE, "lists of files")
+    return _transfer_place(master.transfers.offers, OFFERS_AT_ONCE, "lists of files")
 
 
 @asynccontextmanager
-async def _place(places: asyncio.Semaphore, number: int, what: str) -> AsyncIterator[None]:
+async def _transfer_place(places: asyncio.Semaphore, number: int, what: str) -> AsyncIterator[None]:
     """Hold one of the places for what is in memory; its sender comes again if there is none."""
     try:
         await asyncio.wait_for(places.acquire(), _LONGEST_WAIT_S)
@@ -156,7 +158,7 @@ async def _place(places: asyncio.Semaphore, number: int, what: str) -> AsyncIter
         places.release()
 
 
-async def _body(request: Request, timeout_s: float) -> bytes:
+async def _transfer_body(request: Request, timeout_s: float) -> bytes:
     try:
         return await asyncio.wait_for(request.body(), timeout_s)
     except asyncio.TimeoutError as error:
@@ -165,7 +167,7 @@ async def _body(request: Request, timeout_s: float) -> bytes:
         ) from error
 
 
-async def _do(
+async def _do_transfer(
     master: Master,
     attempt_id: int,
     job: Callable[[], Result],
@@ -204,7 +206,7 @@ async def _do(
 
 async def _decode(request: Request, kind: type[Any]) -> Any:
     try:
-        return msgspec.json.decode(await _body(request, _LONGEST_OFFER_S), type=kind)
+        return msgspec.json.decode(await _transfer_body(request, _LONGEST_OFFER_S), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(422, "invalid_request", str(error)) from error
 

@@ -13,8 +13,8 @@ from paceline.master.api._row_helpers import (
     Limit,
     MasterOf,
     experiment_row,
-    place_of,
-    position,
+    place_in_rows,
+    position_in_rows,
 )
 from paceline.master.store import (
     TRIALS,
@@ -77,9 +77,11 @@ def list_trials(
         else:
             is_descending = order == "desc"
         by_id = sort_by == "id"
-        keys = (_trials.id,) if by_id else (_key(sort_by).label("place"), _trials.id)
+        keys = (_trials.id,) if by_id else (_trial_sort_key(sort_by).label("place"), _trials.id)
         name = f"{sort_by} {'desc' if is_descending else 'asc'}"
-        after = position(cursor, [0]) if by_id and cursor else place_of(cursor, name, 2)
+        after = (
+            position_in_rows(cursor, [0]) if by_id and cursor else place_in_rows(cursor, name, 2)
+        )
         rows = Order(keys, is_descending, is_missing_descending=False).read(
             connection, select(tables.trials, *keys[:-1]).where(*conditions),
             after=after, limit=limit + 1,
@@ -92,7 +94,7 @@ def list_trials(
     return resources.Page(items=views, next_cursor=more, total=total)
 
 
-def _key(sort_by: str) -> ColumnElement[Any]:
+def _trial_sort_key(sort_by: str) -> ColumnElement[Any]:
     kind, _, name = sort_by.partition(":")
     if kind == "hparam" and name:
         try:

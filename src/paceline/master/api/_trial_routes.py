@@ -14,9 +14,9 @@ from paceline.master.api._row_helpers import (
     TrialId,
     checkpoint_page,
     experiment_row,
-    position,
+    position_in_rows,
     trial_row,
-    write,
+    write_rows,
 )
 from paceline.master.store import (
     Order,
@@ -74,7 +74,7 @@ def list_environments(trial_id: TrialId, master: MasterOf) -> list[resources.Att
 @router.post("/trials/{trial_id}/kill")
 async def kill_trial(trial_id: TrialId, master: MasterOf) -> resources.Trial:
     """End a trial at once."""
-    await write(master, lambda transaction: master.commands.kill_trial(transaction, trial_id))
+    await write_rows(master, lambda transaction: master.commands.kill_trial(transaction, trial_id))
     return await asyncio.to_thread(read_trial, trial_id, master)
 
 
@@ -90,7 +90,7 @@ async def continue_trial(
             transaction, trial_id, request.config, activate=request.activate
         )
 
-    experiment_id = await write(master, job)
+    experiment_id = await write_rows(master, job)
     return await asyncio.to_thread(read_experiment, experiment_id, master)
 
 
@@ -103,7 +103,7 @@ def list_metrics(
     cursor: Cursor = None,
 ) -> resources.Page[resources.MetricRow]:
     """List the rows of one metric group in step order; superseded rows are left out."""
-    after = position(cursor, [0])[0] if cursor is not None else -1
+    after = position_in_rows(cursor, [0])[0] if cursor is not None else -1
     with master.database.read() as connection:
         trial_row(connection, trial_id)
         rows = read_rows(connection, trial_id, group, after_step=after, limit=limit + 1)

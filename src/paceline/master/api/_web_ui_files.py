@@ -84,7 +84,7 @@ class WebUi:
 
 def _file_response(path: Path, headers: Headers, *, is_hashed: bool) -> Response:
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    body, packed, etag = _load(path, path.stat().st_mtime_ns)
+    body, packed, etag = _load_web_file(path, path.stat().st_mtime_ns)
     sent = {"ETag": etag, "Vary": "Accept-Encoding", _POLICY: _FILE_POLICY}
     # The names of hashed files change with their content; all else is asked for every time.
     sent["Cache-Control"] = "public, max-age=31536000, immutable" if is_hashed else "no-cache"
@@ -99,7 +99,7 @@ def _file_response(path: Path, headers: Headers, *, is_hashed: bool) -> Response
 
 
 @lru_cache(maxsize=256)
-def _load(path: Path, _modified: int) -> tuple[bytes, bytes, str]:
+def _load_web_file(path: Path, _modified: int) -> tuple[bytes, bytes, str]:
     """Return a file's content, plain and compressed, and its tag."""
     body = path.read_bytes()
     kind = mimetypes.guess_type(path.name)[0] or ""

@@ -59,7 +59,7 @@ def end_attempt(
     if attempt.state == AttemptState.ENDED.value:
         return
     attempts = tables.attempts
-    end = msgspec.structs.replace(end, kind=_kind(end, attempt))
+    end = msgspec.structs.replace(end, kind=_error_kind_of_end(end, attempt))
     # On several nodes, the error of rank 0 may only answer that of another one.
     error = attempt.error if attempt.members is None else None
     stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
@@ -75,10 +75,10 @@ def end_attempt(
     )  # fmt: skip
     trial = changes.trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
-    decision = judge_exit(_facts(transaction, trial, attempt, config_of(experiment), end))
+    decision = judge_exit(_facts_of_end(transaction, trial, attempt, config_of(experiment), end))
     if decision.note:
         changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
-    _follow(changes, transaction, trial, experiment, decision)
+    _follow_end(changes, transaction, trial, experiment, decision)
     transaction.after_commit(changes.wake)
     faults.reach("master.attempt.ended")
 
@@ -99,7 +99,7 @@ def describe_end(end: AttemptEnd, error: str | None) -> str:
     return f"{how}: {details}" if details else how
 
 
-def _is_success(end: AttemptEnd, outcome: str | None) -> bool:
+def _is_successful_end(end: AttemptEnd, outcome: str | None) -> bool:
     """Tell whether the code did its work.
 
     A process with gloo threads may abort while Python ends, after all is done and said.
@@ -108,14 +108,14 @@ def _is_success(end: AttemptEnd, outcome: str | None) -> bool:
     return end.code == 0 or (has_aborted and outcome in ("completed", "preempted"))
 
 
-def _kind(end: AttemptEnd, attempt: Row[Any]) -> ErrorKind | None:
-    is_success = _is_success(end, attempt.outcome) or attempt.early_exit == INVALID_HP
+def _error_kind_of_end(end: AttemptEnd, attempt: Row[Any]) -> ErrorKind | None:
+    is_success = _is_successful_end(end, attempt.outcome) or attempt.early_exit == INVALID_HP
     if is_success and end.reason is ExitReason.EXITED:
         return None
     return end.kind or kind_of_end(end.reason, is_success)
 
 
-def _facts(
+def _facts_of_end(
     transaction: Transaction,
     trial: Row[Any],
     attempt: Row[Any],
@@ -129,7 +129,7 @@ def _facts(
         retries=trial.retries,
         reason=end.reason,
         kind=end.kind,
-        is_success=_is_success(end, attempt.outcome),
+        is_success=_is_successful_end(end, attempt.outcome),
         was_asked_to_stop=attempt.preempt_reason is not None or attempt.should_kill,
         acknowledged=attempt.preempt_acknowledged,
         early_exit=attempt.early_exit,
@@ -143,12 +143,12 @@ def _facts(
         num_shortages=num_in_a_row(
             transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
         ),
-        is_repeated=_is_repeated(transaction, attempt, end),
+        is_repeated=_is_repeated_end(transaction, attempt, end),
         text=describe_end(end, attempt.error if attempt.members is None else None),
     )
 
 
-def _is_repeated(transaction: Transaction, attempt: Row[Any], end: AttemptEnd) -> bool:
+def _is_repeated_end(transaction: Transaction, attempt: Row[Any], end: AttemptEnd) -> bool:
     """Tell whether an attempt failed as the one before it did, and has stored no checkpoint.
 
     What was ended by a signal was lost, and may be luckier the next time.
@@ -170,7 +170,7 @@ def _is_repeated(transaction: Transaction, attempt: Row[Any], end: AttemptEnd) -
     return is_same and transaction.connection.execute(stored.limit(1)).first() is None
 
 
-def _follow(
+def _follow_end(
     changes: StateChanges,
     transaction: Transaction,
     trial: Row[Any],
@@ -188,10 +188,10 @@ def _follow(
         return
     problem = None
     if decision.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
-        problem = _missing_metric(transaction, trial, experiment)
+        problem = _missing_metric_at_end(transaction, trial, experiment)
     warning = problem
     if warning is None and decision.state is TrialState.COMPLETED:
-        warning = _nan_metric(transaction, trial, experiment)
+        warning = _nan_metric_at_end(transaction, trial, experiment)
     if warning is not None:
         changes.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
     if problem is not None:
@@ -242,7 +242,9 @@ def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
     return len(reasons) == _MAX_INVALID_IN_A_ROW and set(reasons) == {INVALID_HP}
 
 
-def _nan_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
+def _nan_metric_at_end(
+    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+) -> str | None:
     """Say that the searched metric was never a number, if a trial reported it so."""
     if trial.best_metric is not None or trial.latest_metric is None:
         return None
@@ -257,7 +259,9 @@ def _nan_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any])
     )
 
 
-def _missing_metric(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
+def _missing_metric_at_end(
+    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+) -> str | None:
     """Say what a trial that ended by itself failed to report, if the search needed it."""
     searcher = config_of(experiment).searcher
     if isinstance(searcher, MissingSearcher):

@@ -46,20 +46,20 @@ def sweep_checkpoints(database: Database, experiment_id: int) -> float | None:
     has_ended = ExperimentState(experiment.state).is_terminal
     if not has_ended:
         # Before the checkpoints are read, so that one that comes meanwhile is not missed.
-        _mark(database, experiment_id, is_done=True)
+        _mark_for_sweep(database, experiment_id, is_done=True)
         if not config_of(experiment).deletes_while_running:
             return None
-    storages, doomed, next_s = _plan(database, experiment)
+    storages, doomed, next_s = _plan_sweep(database, experiment)
     if has_ended:
         for storage in set(storages.values()):
             _sweep_leftovers(storage)
     deleted = [uuid for uuid in doomed if delete_files(storages[uuid], uuid)]
     faults.reach("master.retention.deleted")
-    _mark(database, experiment_id, deleted, is_done=next_s is None if has_ended else None)
+    _mark_for_sweep(database, experiment_id, deleted, is_done=next_s is None if has_ended else None)
     return next_s if has_ended else None
 
 
-def _mark(
+def _mark_for_sweep(
     database: Database,
     experiment_id: int,
     deleted: Sequence[str] = (),
@@ -85,7 +85,7 @@ def _mark(
     database.write(mark).result()
 
 
-def _plan(
+def _plan_sweep(
     database: Database, experiment: Row[Any]
 ) -> tuple[dict[str, str], list[str], float | None]:
     """Return the storages of the checkpoints, which ones to delete, and when to plan again."""
@@ -108,7 +108,7 @@ def _plan(
         }
         options: dict[str, Any] = {
             "smaller_is_better": searcher.smaller_is_better,
-            "protected": _needed(connection, experiment.id),
+            "protected": _needed_in_sweep(connection, experiment.id),
         }
     candidates = [
         Candidate(
@@ -128,7 +128,7 @@ def _plan(
     return storages, doomed, next_planning_s(kept, policy, **options)
 
 
-def _needed(connection: Connection, experiment_id: int) -> frozenset[str]:
+def _needed_in_sweep(connection: Connection, experiment_id: int) -> frozenset[str]:
     """Return the checkpoints that trials go on from, or will."""
     trials, attempts = tables.trials.c, tables.attempts.c
     sources = connection.execute(

@@ -30,7 +30,7 @@ _LAUNCHER_LOST = re.compile(r"The launcher of node (\d{1,4}) was lost: ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Runner:
+class AttemptRunner:
     """A runner that an attempt has or is to have; `id` tells it from others of the attempt.
 
     `place` names its node if the attempt has several.
@@ -46,11 +46,11 @@ class Runner:
     place: str = ""
 
 
-def runners_of(attempt: Row[Any]) -> list[Runner]:
+def runners_of(attempt: Row[Any]) -> list[AttemptRunner]:
     """Return the runners to look after: one, or those of the members that have not ended."""
     members = read_members(attempt)
     return [
-        Runner(
+        AttemptRunner(
             id=runner_id(attempt.id, number),
             attempt_id=attempt.id,
             member=number,

@@ -19,7 +19,7 @@ from paceline.master.experiments._attempt_launch import Node, build_launch
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
 from paceline.master.experiments._multi_node_attempts import (
-    Runner,
+    AttemptRunner,
     end_runner,
     give_back,
     runners_of,
@@ -268,7 +268,7 @@ class Reconciler:
                 lambda transaction: give_back(self._changes, transaction, attempt.id, timeout_s)
             ).result()
 
-    def _start(self, runner: Runner) -> None:
+    def _start(self, runner: AttemptRunner) -> None:
         """Start a runner, or end its attempt if it is not wanted any more or cannot be started."""
         end = None
         num_before = self._num_runners.get(runner.id, 0)
@@ -295,7 +295,11 @@ class Reconciler:
             self._database.write(lambda transaction: self._end(transaction, runner, ended)).result()
 
     def _end(
-        self, transaction: Transaction, runner: Runner, end: AttemptEnd, is_lost: bool = False
+        self,
+        transaction: Transaction,
+        runner: AttemptRunner,
+        end: AttemptEnd,
+        is_lost: bool = False,
     ) -> None:
         end_runner(
             self._changes, transaction, runner.attempt_id, runner.member, end, is_lost=is_lost

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection
 
 from paceline.master.executors import Executor
-from paceline.master.experiments._multi_node_attempts import Runner
+from paceline.master.experiments._multi_node_attempts import AttemptRunner
 from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Database, Transaction
@@ -40,7 +40,7 @@ class RunnerWatch:
         changes: StateChanges,
         executor: Executor,
         leases: Leases,
-        end: Callable[[Transaction, Runner, AttemptEnd, bool], None],
+        end: Callable[[Transaction, AttemptRunner, AttemptEnd, bool], None],
     ) -> None:
         self._executor = executor
         self._database = database
@@ -53,7 +53,7 @@ class RunnerWatch:
         self._signs: dict[int, object] = {}
         self._shipping: set[int] = set()
 
-    def look(self, runner: Runner) -> bool:
+    def look(self, runner: AttemptRunner) -> bool:
         """Look at an attempt whose runner is at work; True if the runner was killed just now."""
         self._leases.begin(runner.id)
         sign = self._executor.sign_of_life(runner.id)
@@ -82,7 +82,7 @@ class RunnerWatch:
         for runner_id in (self._signs.keys() | self._shipping) - set(runner_ids):
             self._forget(runner_id)
 
-    def _kill_when_late(self, runner: Runner) -> bool:
+    def _kill_when_late(self, runner: AttemptRunner) -> bool:
         now = time.monotonic()
         has_noted = self._leases.has_seen(runner.id, runner.control_version)
         is_hung = not has_noted and runner.id not in self._shipping
@@ -94,7 +94,7 @@ class RunnerWatch:
         logger.warning("The runner of attempt %d does not follow and is killed.", runner.attempt_id)
         return self._kill(runner)
 
-    def _end_silent(self, runner: Runner) -> bool:
+    def _end_silent(self, runner: AttemptRunner) -> bool:
         if runner.id in self._killed_at:
             return self._kill(runner)
         of_node = f" of {runner.place}" if runner.place else ""
@@ -110,7 +110,7 @@ class RunnerWatch:
         ).result()
         return self._kill(runner)
 
-    def _kill(self, runner: Runner) -> bool:
+    def _kill(self, runner: AttemptRunner) -> bool:
         """Kill a runner; one that cannot be killed loses its attempt all the same, in time."""
         now = time.monotonic()
         is_out_of_reach = self._executor.is_out_of_reach(runner.id)

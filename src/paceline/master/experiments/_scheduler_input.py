@@ -87,7 +87,7 @@ def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float)
     is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
     return Cluster(
         nodes=known,
-        holding=_holdings(connection, is_ranked=is_ranked),
+        holding=_slot_holdings(connection, is_ranked=is_ranked),
         pools=pools,
         pausing_nodes=resting,
         pausing_trials=pausing_trials(connection, now),
@@ -125,9 +125,9 @@ def live_attempts(connection: Connection) -> list[Row[Any]]:
     return list(connection.execute(query.order_by(attempts.c.id)))
 
 
-def _holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
+def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
     """Return who holds which slots; with priorities and weights if the order depends on them."""
-    ranks = _Ranks(connection)
+    ranks = _QueueRanks(connection)
     attempts = live_attempts(connection)
     if is_ranked:
         ranks.load({attempt.experiment_id for attempt in attempts})
@@ -179,7 +179,7 @@ def waiting_trials(connection: Connection, *, is_by_arrival: bool = False) -> It
         query = query.order_by(func.coalesce(experiments.c.queue_place, trials.c.id), trials.c.id)
     else:
         query = query.order_by(trials.c.id)
-    ranks = _Ranks(connection)
+    ranks = _QueueRanks(connection)
     with connection.execution_options(yield_per=_NUM_READ_AT_ONCE).execute(query) as rows:
         for part in rows.partitions():
             # Only of the experiments that the caller gets to.
@@ -193,7 +193,7 @@ def waiting_trials(connection: Connection, *, is_by_arrival: bool = False) -> It
                     yield make_waiting(trial_id=trial_id)
 
 
-class _Ranks:
+class _QueueRanks:
     """What the order depends on, read once for each experiment."""
 
     def __init__(self, connection: Connection) -> None:

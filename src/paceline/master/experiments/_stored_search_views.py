@@ -97,7 +97,7 @@ class SearchViews:
         def look(transaction: Transaction) -> tuple[Brackets, int]:
             search = self._searches.peek(transaction, experiment_id)
             num_inputs = _num_inputs(transaction.connection, experiment_id)
-            return _view(transaction.connection, experiment_id, search), num_inputs
+            return _read_view(transaction.connection, experiment_id, search), num_inputs
 
         if self._searches.is_loaded(experiment_id):
             # It changes in the writer's thread alone.
@@ -107,11 +107,11 @@ class SearchViews:
             return brackets
         with self._database.read() as connection:
             loaded = load_search(connection, experiment_id)
-            brackets = _view(connection, experiment_id, loaded.search)
+            brackets = _read_view(connection, experiment_id, loaded.search)
         if loaded.search is not None:
             num_inputs = loaded.num_inputs
             self._database.write(
-                lambda transaction: _store(
+                lambda transaction: _store_view(
                     transaction.connection, experiment_id, brackets, num_inputs
                 )
             ).result()
@@ -125,12 +125,12 @@ def store_search_view(transaction: Transaction, searches: Searches, experiment_i
     search = searches.peek(transaction, experiment_id)
     connection = transaction.connection
     try:
-        brackets = _view(connection, experiment_id, search)
+        brackets = _read_view(connection, experiment_id, search)
     except SearchMethodError:
         logger.exception("The rungs of experiment %d cannot be stored.", experiment_id)
         return
     if brackets:
-        _store(connection, experiment_id, brackets, _num_inputs(connection, experiment_id))
+        _store_view(connection, experiment_id, brackets, _num_inputs(connection, experiment_id))
 
 
 def thinned(entries: Sequence[Any], limit: int) -> list[Any]:
@@ -148,7 +148,7 @@ def _num_inputs(connection: Connection, experiment_id: int) -> int:
     return 0 if found is None else found + 1
 
 
-def _view(connection: Connection, experiment_id: int, search: Search | None) -> Brackets:
+def _read_view(connection: Connection, experiment_id: int, search: Search | None) -> Brackets:
     rungs = [bracket.rungs for bracket in (() if search is None else search.rungs())]
     shown = [[thinned(rung.entries, MAX_RUNG_ENTRIES) for rung in bracket] for bracket in rungs]
     requests = {entry.request_id for bracket in shown for rung in bracket for entry in rung}
@@ -191,7 +191,9 @@ def _trial_ids(
     return found
 
 
-def _store(connection: Connection, experiment_id: int, brackets: Brackets, num_inputs: int) -> None:
+def _store_view(
+    connection: Connection, experiment_id: int, brackets: Brackets, num_inputs: int
+) -> None:
     views = tables.search_views
     if connection.execute(
         select(tables.experiments.c.id).where(tables.experiments.c.id == experiment_id)

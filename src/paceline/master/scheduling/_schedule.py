@@ -79,14 +79,14 @@ def decide(
         used_by[holder.experiment_id] += holder.num_slots
     nodes_of, holding_of = _by_pool(nodes, holding)
     # Only of the pools that trials wait for.
-    queues: dict[str, _PoolQueue] = {}
+    queues: dict[str, _PoolSchedule] = {}
     collected: dict[str, list[Waiting]] = defaultdict(list)
     for trial in waiting:
         queue = queues.get(trial.pool)
         if queue is None:
             own = nodes_of.get(trial.pool, [])
             settings = pools.get(trial.pool) if own else None
-            queue = queues[trial.pool] = _PoolQueue(
+            queue = queues[trial.pool] = _PoolSchedule(
                 settings or PoolSettings(), holding_of.get(trial.pool, []), own, used_by
             )
         if queue.is_fifo:
@@ -111,7 +111,7 @@ def _by_pool(
     return nodes_of, holding_of
 
 
-class _PoolQueue:
+class _PoolSchedule:
     """One pool: its free slots, and those that will be free once preempted attempts have left."""
 
     def __init__(

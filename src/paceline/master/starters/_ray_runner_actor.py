@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def make_actor_class() -> Any:
+def make_runner_actor_class() -> Any:
     """Return the class of the actors; it travels by value, as their node may lack Paceline."""
 
     class PacelineRunner:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.master.starters import _ray_guard
-from paceline.master.starters._ray_runner_actor import make_actor_class
+from paceline.master.starters._ray_runner_actor import make_runner_actor_class
 from paceline.workers import RayConnection, join_ray, told_resources, why_waiting
 
 _ANSWER_S = 5.0
@@ -61,7 +61,7 @@ class RayRunners:
             name=self._prefix + ",".join(names),
             lifetime="detached",
         )
-        actors = self._ray.remote(make_actor_class())
+        actors = self._ray.remote(make_runner_actor_class())
         custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
         for index, order in enumerate(orders):
             self._handles[order["name"]] = actors.options(

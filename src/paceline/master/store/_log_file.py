@@ -16,10 +16,10 @@ from paceline._sealed_json import check_line, seal_line
 from paceline.master.store._log_filter import LogFilter, StoredLine, line_id
 from paceline.master.store._log_index import (
     RECORD_BYTES,
-    Block,
-    Needles,
-    make_record,
-    read_record,
+    LogBlock,
+    LogNeedles,
+    make_index_record,
+    read_index_record,
 )
 from paceline.messages.attempts import LogEntry
 
@@ -55,7 +55,7 @@ class LogFile:
         self._on_damaged = on_damaged
         # Where each block begins, and what the index says of those that are full.
         self._starts: list[int] = []
-        self._blocks: list[Block] = []
+        self._blocks: list[LogBlock] = []
         self._size = 0
         self._is_loaded = False
         self.is_full = False
@@ -169,7 +169,7 @@ class LogFile:
 
     def _blocks_for(
         self, only: LogFilter, start: int, newest_first: bool
-    ) -> Iterator[tuple[bytes, int, Needles, Block | None]]:
+    ) -> Iterator[tuple[bytes, int, LogNeedles, LogBlock | None]]:
         """Yield the bytes of each block and the number of its first line.
 
         Where no line can pass, there are no bytes, but what the index says.
@@ -177,7 +177,7 @@ class LogFile:
         with self.lock:
             num_lines, starts = self.num_lines, [*self._starts, self._size]
             blocks = list(self._blocks)
-        needles = Needles(only)
+        needles = LogNeedles(only)
         if not num_lines:
             return
         may_pass = needles.blocks(self._index_path, blocks)
@@ -229,7 +229,7 @@ class LogFile:
             file.seek(begin)
             content = file.read(end - begin)
             record = found[number * RECORD_BYTES : (number + 1) * RECORD_BYTES]
-            block = read_record(content, record)
+            block = read_index_record(content, record)
             is_full = number < self.num_lines // BLOCK_LINES
             if block is None or not is_full or block.num_damaged:
                 record, block = self._record_of(number, content)
@@ -241,12 +241,12 @@ class LogFile:
             with open_private(self._index_path, "wb") as index:
                 index.write(made)
 
-    def _record_of(self, number: int, content: bytes) -> tuple[bytes, Block]:
+    def _record_of(self, number: int, content: bytes) -> tuple[bytes, LogBlock]:
         """Return the record of a block, and what it says."""
         entries = [self._decode(*line) for line in _numbered(content, number * BLOCK_LINES)]
         times = [entry[1] for entry in entries if entry is not None]
-        record = make_record(content, times, num_damaged=len(entries) - len(times))
-        block = read_record(content, record)
+        record = make_index_record(content, times, num_damaged=len(entries) - len(times))
+        block = read_index_record(content, record)
         assert block is not None
         return record, block
 

@@ -37,7 +37,7 @@ _CHECKSUM = re.compile(rb", \d+\]\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LogBlock:
     """What the index says of a block, but for its texts: the span of the times of its lines.
 
     `digest` is that of the record's body, to know whether it is still what it was.
@@ -49,7 +49,7 @@ class Block:
     digest: int
 
 
-def make_record(content: bytes, times: list[float], num_damaged: int) -> bytes:
+def make_index_record(content: bytes, times: list[float], num_damaged: int) -> bytes:
     """Return the record of a full block; `times` are those of its lines that can be read."""
     low, high = min(times, default=np.inf), max(times, default=-np.inf)
     text = _CHECKSUM.sub(b"]\n", content)  # nobody looks for checksums
@@ -58,7 +58,7 @@ def make_record(content: bytes, times: list[float], num_damaged: int) -> bytes:
     return digest.to_bytes(_DIGEST_BYTES, "little") + body
 
 
-def read_record(content: bytes, record: bytes) -> Block | None:
+def read_index_record(content: bytes, record: bytes) -> LogBlock | None:
     """Return what a record says; None if it is damaged, or not the block's."""
     if len(record) != RECORD_BYTES:
         return None
@@ -66,10 +66,10 @@ def read_record(content: bytes, record: bytes) -> Block | None:
     body = record[_DIGEST_BYTES:]
     if digest != xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh3_64_intdigest(content)):
         return None
-    return Block(low, high, num_damaged, xxhash.xxh3_64_intdigest(body))
+    return LogBlock(low, high, num_damaged, xxhash.xxh3_64_intdigest(body))
 
 
-class Needles:
+class LogNeedles:
     """Texts that the lines which pass a filter must hold, as they stand in the file.
 
     What a block or a line lacks says that nothing there passes; what it has says little.
@@ -86,7 +86,7 @@ class Needles:
         self._groups = groups
         self._only = only
 
-    def blocks(self, index_path: Path, blocks: Sequence[Block]) -> list[bool]:
+    def blocks(self, index_path: Path, blocks: Sequence[LogBlock]) -> list[bool]:
         """Tell of each indexed block whether a line of it could pass."""
         passing = [self._is_in_time(block) for block in blocks]
         if not self._groups or not any(passing):
@@ -100,11 +100,11 @@ class Needles:
                     passing[number] &= is_passing
         return passing
 
-    def _is_in_time(self, block: Block) -> bool:
+    def _is_in_time(self, block: LogBlock) -> bool:
         since, until = self._only.since, self._only.until
         return (since is None or block.high >= since) and (until is None or block.low <= until)
 
-    def _among(self, records: bytes, blocks: Sequence[Block]) -> list[bool]:
+    def _among(self, records: bytes, blocks: Sequence[LogBlock]) -> list[bool]:
         whole = len(records) // RECORD_BYTES
         rows = np.frombuffer(records, np.uint8, whole * RECORD_BYTES).reshape(whole, RECORD_BYTES)
         bits = rows[:, _HEAD.size :]

@@ -18,8 +18,8 @@ from paceline.journal import MetricsReported, same_value
 from paceline.master.store import _tables as tables
 from paceline.master.store._point_encoding import Points, Summary, tagged
 from paceline.master.store._series_reader import (
-    Piece,
     Selection,
+    SeriesPiece,
     load_points,
     visible_limits,
     visible_pieces,
@@ -67,7 +67,7 @@ def add_metrics(
     conflicts: list[Conflict] = []
     reports = list(records)
     repeated = [r for r in reports if attempt > 1 and r.steps_completed <= resumed_steps]
-    known = _known_values(connection, trial_id, attempt, repeated)
+    known = _known_metric_values(connection, trial_id, attempt, repeated)
     for record in reports:
         standing = known.get(record.group, {})
         for key, value in record.metrics.items():
@@ -100,8 +100,8 @@ def read_rows(
     What is read and held grows with the rows returned, not with what lies beyond them.
     """
     selection = Selection(trial_id=trial_id, group=group, after_step=after_step)
-    loaded: list[tuple[Piece, Points]] = []
-    steps = _Steps()
+    loaded: list[tuple[SeriesPiece, Points]] = []
+    steps = _MetricSteps()
     for first_step, pieces in visible_pieces(connection, selection):
         # Every step below the first one of the pieces to come is known by now.
         if limit is not None and steps.num_below(first_step) >= limit:
@@ -163,7 +163,7 @@ def numbers_at(
     connection: Connection, trial_id: int, group: str, key: str, steps: set[int]
 ) -> dict[int, float]:
     """Return a metric's visible values at some steps, without NaN and what is no number."""
-    found = _values_at(connection, trial_id, group, {(step, key) for step in steps})
+    found = _metric_values_at(connection, trial_id, group, {(step, key) for step in steps})
     return {
         step: float(value)
         for (step, _), value in found.items()
@@ -189,7 +189,9 @@ def read_summary(connection: Connection, trial_id: int) -> dict[str, dict[str, S
         else:
             cut_groups.add(row.group)
     for group in cut_groups:
-        _summarise_missing(connection, Selection(trial_id=trial_id, group=group), summaries)
+        _add_missing_metric_summaries(
+            connection, Selection(trial_id=trial_id, group=group), summaries
+        )
     merged: dict[str, dict[str, Summary]] = {}
     for row in rows:
         summary = summaries.get(row.id, Summary())
@@ -220,7 +222,9 @@ def trim_summaries(connection: Connection, trial_id: int) -> None:
     ]
     trimmed = {row.id: Summary() for row in rows if row not in cut}
     for group in {row.group for row in cut}:
-        _summarise_missing(connection, Selection(trial_id=trial_id, group=group), trimmed)
+        _add_missing_metric_summaries(
+            connection, Selection(trial_id=trial_id, group=group), trimmed
+        )
     for row in cut:
         summary = trimmed.get(row.id, Summary())
         connection.execute(
@@ -238,7 +242,7 @@ def has_points_beyond(connection: Connection, trial_id: int, step: int) -> bool:
     return connection.execute(query.limit(1)).first() is not None
 
 
-class _Steps:
+class _MetricSteps:
     """Distinct steps, and how many lie below a bound that only rises."""
 
     def __init__(self) -> None:
@@ -259,7 +263,7 @@ class _Steps:
         return self._num_below
 
 
-def _known_values(
+def _known_metric_values(
     connection: Connection, trial_id: int, attempt: int, records: list[MetricsReported]
 ) -> dict[str, dict[tuple[int, str], Any]]:
     """Return per group what earlier attempts say about what the records report again."""
@@ -268,13 +272,13 @@ def _known_values(
         cells = wanted.setdefault(record.group, set())
         cells.update((record.steps_completed, key) for key in record.metrics)
     return {
-        group: _values_at(connection, trial_id, group, cells, below_attempt=attempt)
+        group: _metric_values_at(connection, trial_id, group, cells, below_attempt=attempt)
         for group, cells in wanted.items()
         if cells
     }
 
 
-def _values_at(
+def _metric_values_at(
     connection: Connection,
     trial_id: int,
     group: str,
@@ -306,7 +310,7 @@ def _values_at(
     return {cell: value for cell, (_, value) in found.items()}
 
 
-def _summarise_missing(
+def _add_missing_metric_summaries(
     connection: Connection, selection: Selection, summaries: dict[int, Summary]
 ) -> None:
     """Add the summaries of those series of a group of which only a part is visible."""
@@ -317,5 +321,5 @@ def _summarise_missing(
             summaries.setdefault(piece.series_id, Summary()).add(points)
 
 
-def _precedence(pair: tuple[Piece, Points]) -> tuple[int, int, int]:
+def _precedence(pair: tuple[SeriesPiece, Points]) -> tuple[int, int, int]:
     return pair[0].precedence

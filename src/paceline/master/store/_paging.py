@@ -52,7 +52,7 @@ class Order:
             descending = self._is_missing_descending
             missing: ColumnElement[bool] = first.is_(None)
             if after is not None and after[0] is None:
-                missing = and_(missing, _beyond(rest, after[1:], descending))
+                missing = and_(missing, _beyond_page(rest, after[1:], descending))
             last = query.where(missing).order_by(*(_directed(key, descending) for key in rest))
             rows += connection.execute(last.limit(limit - len(rows)))
         return rows
@@ -68,15 +68,15 @@ class Order:
 
     def _beyond(self, place: Sequence[Any]) -> ColumnElement[bool]:
         if self._is_rest_descending == self.is_descending:
-            return _beyond(self.keys, place, self.is_descending)
+            return _beyond_page(self.keys, place, self.is_descending)
         first, value = self.keys[0], place[0]
         is_among = first <= value if self.is_descending else first >= value
         is_tie_beyond = and_(
-            first == value, _beyond(self.keys[1:], place[1:], self._is_rest_descending)
+            first == value, _beyond_page(self.keys[1:], place[1:], self._is_rest_descending)
         )
         # The first condition says nothing new, but an index can be entered by it.
         return and_(
-            is_among, or_(_beyond(self.keys[:1], place[:1], self.is_descending), is_tie_beyond)
+            is_among, or_(_beyond_page(self.keys[:1], place[:1], self.is_descending), is_tie_beyond)
         )
 
 
@@ -88,7 +88,7 @@ def _directed(key: ColumnElement[Any], is_descending: bool) -> ColumnElement[Any
     return key.desc() if is_descending else key.asc()
 
 
-def _beyond(
+def _beyond_page(
     keys: Sequence[ColumnElement[Any]], place: Sequence[Any], is_descending: bool
 ) -> ColumnElement[bool]:
     """Compare as rows of values, which an index on the keys can find."""

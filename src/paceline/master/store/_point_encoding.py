@@ -34,7 +34,7 @@ class Points:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class PointColumn:
     """Points of one kind as bytes."""
 
     kind: str
@@ -43,7 +43,7 @@ class Column:
     values: bytes
 
 
-def encode_points(points: Points) -> Column:
+def encode_points(points: Points) -> PointColumn:
     """Return points as bytes; exact for every value that JSON or a float can hold."""
     kinds = set(map(type, points.values))
     if kinds == {float}:
@@ -54,7 +54,7 @@ def encode_points(points: Points) -> Column:
         kind = MIXED
         values = json.dumps([_tag(value) for value in points.values]).encode()
     steps, times = array("q", points.steps), array("d", points.times)
-    return Column(kind, steps.tobytes(), times.tobytes(), values)
+    return PointColumn(kind, steps.tobytes(), times.tobytes(), values)
 
 
 def decode_points(kind: str, steps: bytes, times: bytes, values: bytes) -> Points:

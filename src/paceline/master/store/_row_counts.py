@@ -27,7 +27,7 @@ _ADD = (
 )
 
 
-def _add(kind: str, row: str, sign: int, *, size: str | None = None) -> str:
+def _add_to_row_counts(kind: str, row: str, sign: int, *, size: str | None = None) -> str:
     """Return the statements that add a row of a table to its counts, or take it away."""
     return " ".join(
         _ADD.format(
@@ -43,7 +43,10 @@ def _add(kind: str, row: str, sign: int, *, size: str | None = None) -> str:
 
 def _triggers_of(table: str, *, size: str | None = None) -> list[str]:
     columns = "state" if size is None else f"state, {size}"
-    added, removed = _add(table, "NEW", 1, size=size), _add(table, "OLD", -1, size=size)
+    added, removed = (
+        _add_to_row_counts(table, "NEW", 1, size=size),
+        _add_to_row_counts(table, "OLD", -1, size=size),
+    )
     return [
         f"CREATE TRIGGER count_{table}_1 AFTER INSERT ON {table} BEGIN {added} END",
         f"CREATE TRIGGER count_{table}_2 AFTER DELETE ON {table} BEGIN {removed} END",

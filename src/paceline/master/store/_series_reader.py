@@ -23,7 +23,7 @@ _ROWS_PER_LOAD = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class SeriesPiece:
     """Location of points, and the wanted range: `first_step` to `last_step`, inclusive."""
 
     attempt: int
@@ -86,15 +86,15 @@ def visible_limits(connection: Connection, trial_id: int) -> dict[int, int | Non
 
 def visible_pieces(
     connection: Connection, selection: Selection
-) -> Iterator[tuple[int, list[Piece]]]:
+) -> Iterator[tuple[int, list[SeriesPiece]]]:
     """Yield (first step, pieces from there on) in order of the first steps.
 
     Only where points lie is read here, and no further than the caller iterates; the points
     themselves are for `load_points`. What later attempts supersede is left out.
     """
     limits = visible_limits(connection, selection.trial_id)
-    chunked: dict[int, Piece] = {}
-    tails: list[Piece] = []
+    chunked: dict[int, SeriesPiece] = {}
+    tails: list[SeriesPiece] = []
     for row in connection.execute(_series_query(selection)):
         last_step = _least(limits.get(row.attempt), selection.up_to_step)
         if last_step is not None and row.first_step > last_step:
@@ -103,7 +103,7 @@ def visible_pieces(
         if row.chunked_steps is not None:
             # Steps may come out of order, so only the tail's steps tell where it begins.
             first_step = min(array("q", row.chunked_steps), default=None)
-        piece = Piece(
+        piece = SeriesPiece(
             attempt=row.attempt, series_id=row.id, key=row.key, chunk_id=_TAIL,
             first_step=max(first_step or 0, selection.after_step + 1), last_step=last_step,
         )  # fmt: skip
@@ -117,16 +117,20 @@ def visible_pieces(
         yield first, [p for p in pieces if p.last_step is None or first <= p.last_step]
 
 
-def load_points(connection: Connection, pieces: Iterable[Piece]) -> list[tuple[Piece, Points]]:
+def load_points(
+    connection: Connection, pieces: Iterable[SeriesPiece]
+) -> list[tuple[SeriesPiece, Points]]:
     """Return the wanted points of pieces."""
-    tails: dict[int, Piece] = {}
-    chunks: dict[int, Piece] = {}
+    tails: dict[int, SeriesPiece] = {}
+    chunks: dict[int, SeriesPiece] = {}
     for piece in pieces:
         if piece.chunk_id == _TAIL:
             tails[piece.series_id] = piece
         else:
             chunks[piece.chunk_id] = piece
-    return _load(connection, tables.series, tails) + _load(connection, tables.chunks, chunks)
+    return _load_series(connection, tables.series, tails) + _load_series(
+        connection, tables.chunks, chunks
+    )
 
 
 def _series_query(selection: Selection) -> Any:
@@ -138,8 +142,8 @@ def _series_query(selection: Selection) -> Any:
 
 
 def _chunk_pieces(
-    connection: Connection, selection: Selection, series: dict[int, Piece]
-) -> Iterator[Piece]:
+    connection: Connection, selection: Selection, series: dict[int, SeriesPiece]
+) -> Iterator[SeriesPiece]:
     chunks = tables.chunks.c
     query = (
         select(chunks.id, chunks.series_id, chunks.first_step)
@@ -152,7 +156,7 @@ def _chunk_pieces(
         for row in rows:
             tail = series.get(row.series_id)
             if tail is not None:
-                yield Piece(
+                yield SeriesPiece(
                     attempt=tail.attempt, series_id=tail.series_id, key=tail.key, chunk_id=row.id,
                     first_step=max(row.first_step, selection.after_step + 1),
                     last_step=tail.last_step,
@@ -167,9 +171,9 @@ def _chunk_pieces(
         rows = connection.execute(query.where(beyond)).all()
 
 
-def _load(
-    connection: Connection, table: Any, pieces: dict[int, Piece]
-) -> list[tuple[Piece, Points]]:
+def _load_series(
+    connection: Connection, table: Any, pieces: dict[int, SeriesPiece]
+) -> list[tuple[SeriesPiece, Points]]:
     loaded = []
     ids = list(pieces)
     columns = table.c
@@ -179,11 +183,11 @@ def _load(
         ).where(columns.id.in_(ids[start : start + _ROWS_PER_LOAD]))
         for row in connection.execute(query):
             points = decode_points(row.kind, row.steps, row.times, row.value_bytes)
-            loaded.append((pieces[row.id], _cut(points, pieces[row.id])))
+            loaded.append((pieces[row.id], _cut_series(points, pieces[row.id])))
     return loaded
 
 
-def _cut(points: Points, piece: Piece) -> Points:
+def _cut_series(points: Points, piece: SeriesPiece) -> Points:
     first, last = piece.first_step, piece.last_step
     if not points.steps or (
         min(points.steps) >= first and (last is None or max(points.steps) <= last)
@@ -201,7 +205,7 @@ def _cut(points: Points, piece: Piece) -> Points:
     )
 
 
-def _first_step(piece: Piece) -> int:
+def _first_step(piece: SeriesPiece) -> int:
     return piece.first_step
 
 

@@ -35,7 +35,10 @@ def find_log_damage(database: Path) -> str | None:
             frame_size = _FRAME.size + page_size
             is_known = magic & ~1 == _MAGIC and page_size in (2**n for n in range(9, 17))
             order = ">" if magic & 1 else "<"
-            if not is_known or _add((0, 0), _words(header[:24], order)) != (sum_1, sum_2):
+            if not is_known or _add_wal_checksum((0, 0), _words(header[:24], order)) != (
+                sum_1,
+                sum_2,
+            ):
                 size = path.stat().st_size - _HEADER.size
                 return (
                     f"its header is damaged, so that {size} bytes are not taken" if size else None
@@ -52,7 +55,7 @@ def find_log_damage(database: Path) -> str | None:
                         continue
                     if is_whole:
                         covered = frame[:8] + frame[_FRAME.size :]
-                        sums = _add(sums, _words(covered, order))
+                        sums = _add_wal_checksum(sums, _words(covered, order))
                         if sums == (sum_1, sum_2):
                             continue
                         is_whole, num_whole = False, num_frames - 1
@@ -78,7 +81,7 @@ _Start = tuple[tuple[int, int], tuple[int, int]]
 _weights: dict[int, tuple[_Start, Words, Words]] = {}
 
 
-def _add(sums: tuple[int, int], words: Words) -> tuple[int, int]:
+def _add_wal_checksum(sums: tuple[int, int], words: Words) -> tuple[int, int]:
     """Return the checksum of words after others, all modulo 2**32.
 
     For each pair of words, s0 += x0 + s1 and then s1 += x1 + s0. That is linear, so each result is

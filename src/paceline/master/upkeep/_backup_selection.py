@@ -25,7 +25,7 @@ _GROWS = re.compile(r".*\.(jsonl|journal)")
 
 
 @dataclass(slots=True)
-class Selection:
+class BackupSelection:
     """Files that belong to a backup, and what is left out, in words."""
 
     names: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Selection:
 
 def select_files(
     home: Path, known: KnownFiles, attempts: set[int], *, checkpoints: bool
-) -> Selection:
+) -> BackupSelection:
     """Return the files of a home that go with a copy of its database.
 
     Args:
@@ -43,7 +43,7 @@ def select_files(
         attempts: The attempts that have not ended by the copy.
         checkpoints: Whether to take the home's checkpoints.
     """
-    selection = Selection()
+    selection = BackupSelection()
     for name in _files_below(home):
         top = name.partition("/")[0]
         if top == CHECKPOINTS:

@@ -62,17 +62,17 @@ def new_name(to: Path) -> str:
     return f"{stamp}-{max(taken) + 1}" if taken else stamp
 
 
-def part_of(to: Path, name: str) -> Path:
+def part_of_backup(to: Path, name: str) -> Path:
     """Return where a backup lies until it is whole."""
     return to / f".{name}{_PART}"
 
 
-def parts(to: Path) -> list[Path]:
+def parts_of_backups(to: Path) -> list[Path]:
     """Return what interrupted backups left."""
     return sorted(to.glob(f".*{_PART}"))
 
 
-def whole(to: Path) -> list[Path]:
+def whole_backups(to: Path) -> list[Path]:
     """Return the backups that are whole, oldest first."""
     if not to.is_dir():
         return []

@@ -31,7 +31,7 @@ class Finding:
 Report = Callable[[Finding], None]
 
 
-class Pace:
+class CheckPace:
     """Keep reads of files to a number of bytes per second; without one, they are not slowed.
 
     Args:

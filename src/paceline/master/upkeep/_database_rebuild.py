@@ -76,8 +76,8 @@ def rebuild_database(home: Path) -> Rebuilt:
         path.unlink()
     Database(part).close()
     with closing(sqlite3.connect(part)) as connection, connection:
-        _load(connection, home, experiments, result)
-    _finish(part, home)
+        _load_into_database(connection, home, experiments, result)
+    _finish_rebuild(part, home)
     with closing(sqlite3.connect(part)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")
         for name in ("experiments", "trials"):
@@ -91,7 +91,7 @@ def rebuild_database(home: Path) -> Rebuilt:
     return result
 
 
-def _load(
+def _load_into_database(
     connection: sqlite3.Connection, home: Path, experiments: list[int], result: Rebuilt
 ) -> None:
     """Store the rows of all records; a later line of a row takes the place of an earlier one."""
@@ -155,7 +155,7 @@ def _drop_orphans(connection: sqlite3.Connection, result: Rebuilt) -> None:
         ]
 
 
-def _finish(part: Path, home: Path) -> None:
+def _finish_rebuild(part: Path, home: Path) -> None:
     """Add what the files of the home say beyond the records."""
     database = Database(part)
     try:

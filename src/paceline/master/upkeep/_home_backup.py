@@ -29,10 +29,10 @@ from paceline.master.upkeep._backup_snapshots import (
     BackupError,
     Content,
     new_name,
-    part_of,
-    parts,
+    part_of_backup,
+    parts_of_backups,
     read_content,
-    whole,
+    whole_backups,
 )
 from paceline.master.upkeep._line_files import whole_lines
 from paceline.messages.states import AttemptState, CheckpointState
@@ -111,13 +111,13 @@ class Backup:
             DatabaseVersionError: The database is damaged, or cannot be read.
             OSError: It cannot be written; earlier backups are untouched.
         """
-        for path in parts(self._to):
+        for path in parts_of_backups(self._to):
             _remove(path)
         earlier = self._newest()
         name = new_name(self._to)
-        part = part_of(self._to, name)
+        part = part_of_backup(self._to, name)
         part.mkdir(mode=0o700)
-        work = _Work(self._home, part, *earlier)
+        work = _BackupWork(self._home, part, *earlier)
         try:
             content = work.copy(checkpoints=self._checkpoints)
             sync_tree(part)
@@ -137,18 +137,18 @@ class Backup:
 
     def remove(self, path: Path) -> None:
         """Remove a backup; it counts as whole until it is gone from its place."""
-        gone = part_of(self._to, path.name)
+        gone = part_of_backup(self._to, path.name)
         path.rename(gone)
         _remove(gone)
 
     def keep(self, number: int) -> None:
         """Remove the oldest backups beyond a number."""
-        for path in whole(self._to)[:-number]:
+        for path in whole_backups(self._to)[:-number]:
             self.remove(path)
 
     def _newest(self) -> tuple[Path | None, Content | None]:
         """Return the newest earlier backup of this home that can be read."""
-        for path in reversed(whole(self._to)):
+        for path in reversed(whole_backups(self._to)):
             try:
                 content = read_content(path)
             except BackupError:
@@ -162,7 +162,7 @@ class Backup:
         return None, None
 
 
-class _Work:
+class _BackupWork:
     """One backup that is being made, beside the newest earlier one."""
 
     def __init__(

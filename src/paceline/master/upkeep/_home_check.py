@@ -24,7 +24,7 @@ from paceline.master.store import (
 )
 from paceline.master.upkeep._backup_selection import DATABASE
 from paceline.master.upkeep._backup_snapshots import BackupError
-from paceline.master.upkeep._check_findings import Finding, Pace
+from paceline.master.upkeep._check_findings import CheckPace, Finding
 from paceline.master.upkeep._database_rebuild import rebuild_database
 from paceline.master.upkeep._home_file_checks import (
     check_checkpoints,
@@ -135,7 +135,7 @@ def _look(home: Path, *, is_quick: bool) -> list[Finding]:
     problem = _database_problem(home, is_quick=is_quick)
     if problem is not None:
         return [Finding(kind="database", where=DATABASE, problem=problem)]
-    pace = Pace()
+    pace = CheckPace()
     with open_copy(home / DATABASE) as connection:
         version = read_version(connection)
         if version != tables.SCHEMA_VERSION:
@@ -207,7 +207,9 @@ def _mend_rows(home: Path, *, is_quick: bool) -> None:
     """Mend rows of the database, records and checkpoints that are gone."""
     with open_copy(home / DATABASE) as connection:
         wrong = check_records(home, connection, lambda _: None)
-        gone = check_checkpoints(home, connection, lambda _: None, Pace(), reads_bytes=not is_quick)
+        gone = check_checkpoints(
+            home, connection, lambda _: None, CheckPace(), reads_bytes=not is_quick
+        )
         connection.rollback()
         ids = [row[0] for row in connection.execute(text("SELECT id FROM experiments"))]
         rows = [

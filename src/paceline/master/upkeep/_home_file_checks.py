@@ -10,14 +10,14 @@ from sqlalchemy import Connection, Row, select
 
 from paceline.master.store import num_damaged_lines, tables
 from paceline.master.upkeep._backup_selection import CHECKPOINTS
-from paceline.master.upkeep._check_findings import Finding, Pace, Report
+from paceline.master.upkeep._check_findings import CheckPace, Finding, Report
 from paceline.messages.states import AttemptState, CheckpointState
 from paceline.storage import CheckpointError, DirectoryStorage
 
 _PIECE = 1024 * 1024
 
 
-def check_contexts(home: Path, connection: Connection, report: Report, pace: Pace) -> None:
+def check_contexts(home: Path, connection: Connection, report: Report, pace: CheckPace) -> None:
     """Compare uploaded code with the digests that name it, and with the experiments that use it."""
     experiments = tables.experiments.c
     query = select(experiments.id, experiments.context_digest).order_by(experiments.id)
@@ -38,7 +38,7 @@ def check_contexts(home: Path, connection: Connection, report: Report, pace: Pac
             report(Finding(kind="context", where=_name(home, path), problem=f"is damaged{used}"))
 
 
-def check_logs(home: Path, report: Report, pace: Pace) -> None:
+def check_logs(home: Path, report: Report, pace: CheckPace) -> None:
     """Count the damaged lines of logs."""
     for path in sorted((home / "logs").glob("trial-*/attempt-*.jsonl")):
         try:
@@ -65,7 +65,7 @@ def check_journals(home: Path, connection: Connection, report: Report) -> None:
 
 
 def check_checkpoints(
-    home: Path, connection: Connection, report: Report, pace: Pace, *, reads_bytes: bool = True
+    home: Path, connection: Connection, report: Report, pace: CheckPace, *, reads_bytes: bool = True
 ) -> list[Row[Any]]:
     """Compare the checkpoints in directories with their manifests, and these with the database.
 
@@ -95,7 +95,9 @@ def check_checkpoints(
     return gone
 
 
-def _checkpoint_problem(row: Row[Any], pace: Pace, *, reads_bytes: bool) -> tuple[str | None, bool]:
+def _checkpoint_problem(
+    row: Row[Any], pace: CheckPace, *, reads_bytes: bool
+) -> tuple[str | None, bool]:
     storage = DirectoryStorage(row.storage)
     place = Path(row.storage) / row.uuid
     if not (place / "manifest.json").exists():
@@ -154,7 +156,7 @@ def _whole_lines(file: Any) -> Iterator[bytes]:
             yield line[:-1]
 
 
-def _sha256(path: Path, pace: Pace) -> str | None:
+def _sha256(path: Path, pace: CheckPace) -> str | None:
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:

@@ -19,7 +19,7 @@ from paceline.master.upkeep._backup_snapshots import (
     BackupError,
     Content,
     read_content,
-    whole,
+    whole_backups,
 )
 from paceline.messages.states import AttemptState, CheckpointState
 from paceline.storage import copy_file, sync_directory, sync_tree
@@ -49,7 +49,7 @@ def find_backup(source: Path) -> Path:
     """
     if (source / CONTENT_NAME).is_file():
         return source
-    found = whole(source)
+    found = whole_backups(source)
     if not found:
         raise BackupError(
             f"{str(source)!r} must be a backup, or have one that is whole, but has none. Hint:"

@@ -161,15 +161,15 @@ def _write(
     # All rows anew take the place of a record, in a file that is whole or not there.
     if ALL in kinds:
         part = path.with_name(f".{path.name}.part")
-        append_rows(part, changes[-1].id, _rows(connection, changes), anew=True)
+        append_rows(part, changes[-1].id, _rows_to_recover(connection, changes), anew=True)
         part.replace(path)
         if path.stat().st_size == 0:
             path.unlink()  # there is nobody yet
     else:
-        append_rows(path, changes[-1].id, _rows(connection, changes), anew=NEW in kinds)
+        append_rows(path, changes[-1].id, _rows_to_recover(connection, changes), anew=NEW in kinds)
 
 
-def _rows(connection: Connection, changes: list[Row[Any]]) -> Iterator[RecordedRow]:
+def _rows_to_recover(connection: Connection, changes: list[Row[Any]]) -> Iterator[RecordedRow]:
     seen: set[tuple[str, int]] = set()
     has_inputs = False
     # All rows of an experiment include those that changed one by one.

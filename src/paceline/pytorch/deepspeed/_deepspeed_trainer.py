@@ -2,7 +2,7 @@
 
 from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._trial_trainer import Trainer as PyTorchTrainer
-from paceline.pytorch._trial_training import Training
+from paceline.pytorch._trial_training import TrialTraining
 from paceline.pytorch.deepspeed._deepspeed_context import DeepSpeedTrialContext
 from paceline.pytorch.deepspeed._deepspeed_training import DeepSpeedTraining, DeepSpeedValidator
 from paceline.pytorch.deepspeed._deepspeed_trial import DeepSpeedTrial
@@ -23,7 +23,7 @@ class Trainer(PyTorchTrainer):
         ValueError: No engine is wrapped, or not exactly one evaluate method is overridden.
     """
 
-    def _make_training(self, trial: PyTorchTrial) -> Training:
+    def _make_training(self, trial: PyTorchTrial) -> TrialTraining:
         context = self._context
         if not isinstance(trial, DeepSpeedTrial):
             raise TypeError(f"`trial` must be a DeepSpeedTrial, but got {type(trial).__name__}.")

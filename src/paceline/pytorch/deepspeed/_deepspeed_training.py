@@ -13,13 +13,13 @@ from paceline.engine import (
     StopReason,
     batches_by_rank,
 )
-from paceline.pytorch._trial_training import Training
+from paceline.pytorch._trial_training import TrialTraining
 from paceline.pytorch._trial_validator import Validator
 from paceline.pytorch.deepspeed._deepspeed_context import DeepSpeedTrialContext
 from paceline.pytorch.deepspeed._deepspeed_trial import DeepSpeedTrial
 
 
-class DeepSpeedTraining(Training):
+class DeepSpeedTraining(TrialTraining):
     """A trial's data, loop, callbacks and checkpoints; the engines store their own states.
 
     Args:

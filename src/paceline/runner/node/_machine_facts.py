@@ -11,7 +11,7 @@ import paceline
 from paceline._checked_secrets import make_secret, read_secret
 from paceline.journal import write_atomically
 from paceline.messages.nodes import DEFAULT_POOL, PROTOCOL, NodeFacts
-from paceline.runner.node._slots_and_gpus import find_devices, gpu_names
+from paceline.runner.node._slots_and_gpus import find_devices, gpu_names_of_node
 
 _KEY_FILE = "node_key"
 
@@ -50,7 +50,7 @@ def find_facts(
         python=sys.executable,
         python_version=platform.python_version(),
         devices=devices,
-        device_kind=gpu_names() if devices[0] != "cpu" else _cpu_name(),
+        device_kind=gpu_names_of_node() if devices[0] != "cpu" else _cpu_name(),
         num_cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
         memory_bytes=_memory_bytes(),
         pool=pool,

@@ -293,13 +293,13 @@ class NodeRunner:
     def _report_failure(self, attempt_id: int, launch: NodeLaunch | None, error: Exception) -> None:
         """Tell the master that an attempt cannot start, so that it need not wait for its lease."""
         # Loaded late: it needs much that a runner without attempts does not.
-        from paceline.runner._attempt_end_report import make_end
+        from paceline.runner._attempt_end_report import make_attempt_end
         from paceline.runner._start_errors import judge_start
 
         if launch is None:
             return
         reason, kind = judge_start(error)
-        end = make_end(reason, detail=f"{type(error).__name__}: {error}", kind=kind)
+        end = make_attempt_end(reason, detail=f"{type(error).__name__}: {error}", kind=kind)
         address = self._address(launch.spec.token or "")
         try:
             path = f"/attempts/{attempt_id}/end?member={launch.spec.member}"

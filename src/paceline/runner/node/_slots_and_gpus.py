@@ -35,7 +35,7 @@ def find_devices(num_slots: int | None) -> list[str]:
     return ["cpu"] * num_slots
 
 
-def gpu_names() -> str:
+def gpu_names_of_node() -> str:
     """Return what the GPUs are called, each name once; "GPU" where no program tells."""
     names = [f"{gpu} {profile}".strip() for gpu, profile, _ in _mig_devices()] or _query_nvidia(
         "name"
@@ -49,19 +49,19 @@ def gpu_names() -> str:
 def _gpu_ids() -> list[str]:
     """Return what CUDA_VISIBLE_DEVICES may have; ROCm understands it as well."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return _listed(visible)
+        return _listed_gpus(visible)
     # MIG devices have no numbers, and numbers and UUIDs cannot be mixed.
     if mig_devices := _mig_devices():
         return [uuid for _, _, uuid in mig_devices]
     if numbers := _query_nvidia("index"):
         return numbers
     if (visible := os.environ.get("HIP_VISIBLE_DEVICES")) is not None:
-        return _listed(visible)
+        return _listed_gpus(visible)
     # The number for HIP, where it is told, may be another one than that of amd-smi.
     return [str(one.get("hip_id", one["gpu"])) for one in _query_amd("list") if "gpu" in one]
 
 
-def _listed(visible: str) -> list[str]:
+def _listed_gpus(visible: str) -> list[str]:
     return [entry.strip() for entry in visible.split(",") if entry.strip() not in ("", "-1")]
 
 
@@ -72,7 +72,7 @@ def _mig_devices() -> list[tuple[str, str, str]]:
     """
     found: list[tuple[str, str, str]] = []
     gpu, whole = "GPU", None
-    for line in [*_run("nvidia-smi", "--list-gpus").splitlines(), "GPU"]:
+    for line in [*_run_gpu_program("nvidia-smi", "--list-gpus").splitlines(), "GPU"]:
         if line.startswith("GPU") and whole is not None:
             found.append(whole)
             whole = None
@@ -87,14 +87,14 @@ def _mig_devices() -> list[tuple[str, str, str]]:
 
 def _query_nvidia(field: str) -> list[str]:
     """Return a field of `nvidia-smi` for each GPU; an empty list where it tells of none."""
-    listed = _run("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader")
+    listed = _run_gpu_program("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader")
     return [line.strip() for line in listed.splitlines() if line.strip()]
 
 
 def _query_amd(*arguments: str) -> list[dict[str, Any]]:
     """Return what `amd-smi` tells of each GPU; an empty list where it tells of none."""
     try:
-        told = json.loads(_run("amd-smi", *arguments, "--json") or "[]")
+        told = json.loads(_run_gpu_program("amd-smi", *arguments, "--json") or "[]")
     except ValueError:
         return []
     # From ROCm 7 on, some of its commands put the list into an object.
@@ -102,7 +102,7 @@ def _query_amd(*arguments: str) -> list[dict[str, Any]]:
     return [one for one in listed if isinstance(one, dict)]
 
 
-def _run(name: str, *arguments: str) -> str:
+def _run_gpu_program(name: str, *arguments: str) -> str:
     """Return the output of a program; nothing if it is not there or fails."""
     program = shutil.which(name)
     if program is None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 _RESUME_VARIABLE = "PACELINE_RESUME"
 
 
-class RunReports:
+class BegunRuns:
     """The runs that the workers have begun, or have gone on with.
 
     Attributes:

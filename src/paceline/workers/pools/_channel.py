@@ -12,7 +12,7 @@ from typing import NamedTuple
 from paceline.workers.processes._worker_program import EVENT_KIND, HEADER, OUTCOME_KIND
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Type of a frame."""
 
     # From the driver.
@@ -51,10 +51,10 @@ class Kind(IntEnum):
     DATA = 22
 
 
-class Frame(NamedTuple):
+class ChannelFrame(NamedTuple):
     """One message; `call` is 0 where it belongs to no call."""
 
-    kind: Kind
+    kind: FrameKind
     call: int = 0
     body: bytes | bytearray = b""
 
@@ -79,7 +79,7 @@ class _Assembler:
         """Return where the next bytes go."""
         return memoryview(self._buffer)[self._num_filled :]
 
-    def filled(self, num_bytes: int) -> Frame | None:
+    def filled(self, num_bytes: int) -> ChannelFrame | None:
         """Note that so many bytes were read; return the frame that they complete."""
         self._num_filled += num_bytes
         if self._num_filled < len(self._buffer):
@@ -92,7 +92,7 @@ class _Assembler:
             self._begin(size)
             if size:
                 return None
-        frame = Frame(Kind(self._header[0]), self._header[1], self._buffer)
+        frame = ChannelFrame(FrameKind(self._header[0]), self._header[1], self._buffer)
         self._header = None
         self._begin(HEADER.size)
         return frame
@@ -122,7 +122,7 @@ class DriverChannel:
         """Whether there is something that could not be written yet."""
         return self.is_open and bool(self._outgoing)
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: ChannelFrame) -> None:
         """Write a frame, or keep what does not fit for `flush`."""
         self._outgoing.append(memoryview(frame.header()))
         if frame.body:
@@ -145,7 +145,7 @@ class DriverChannel:
             else:
                 self._outgoing[0] = self._outgoing[0][num_sent:]
 
-    def receive(self) -> Iterator[Frame]:
+    def receive(self) -> Iterator[ChannelFrame]:
         """Yield the frames that are there; `is_open` is false after the worker's end of file."""
         while self.is_open:
             try:
@@ -182,7 +182,7 @@ class BlockingChannel:
         self._assembler = _Assembler(longest_bytes)
         self._lock = threading.Lock()
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: ChannelFrame) -> None:
         """Write a frame.
 
         Raises:
@@ -193,7 +193,7 @@ class BlockingChannel:
             if frame.body:
                 self._socket.sendall(frame.body)
 
-    def receive(self) -> Frame | None:
+    def receive(self) -> ChannelFrame | None:
         """Wait for a frame and return it, or None if the other side has gone."""
         while True:
             try:

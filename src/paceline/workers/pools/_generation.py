@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
-from paceline.workers.pools._begun_runs import RunReports
-from paceline.workers.pools._channel import Frame, Kind
+from paceline.workers.pools._begun_runs import BegunRuns
+from paceline.workers.pools._channel import ChannelFrame, FrameKind
 from paceline.workers.pools._failure_detector import (
     FailureDetector,
     HyperparametersRefusedError,
@@ -98,7 +98,7 @@ class Generation:
         *,
         layout: NodeLayout | None = None,
     ) -> None:
-        self.reports = RunReports()
+        self.reports = BegunRuns()
         self._program = program
         self._settings = settings
         first = 0 if layout is None else layout.first_rank
@@ -290,28 +290,28 @@ class Generation:
         # Half a frame is a sign of life too.
         worker.silent_s = 0.0
 
-    def _note_frame(self, worker: PoolWorker, frame: Frame) -> None:
-        if frame.kind is Kind.EVENT:
+    def _note_frame(self, worker: PoolWorker, frame: ChannelFrame) -> None:
+        if frame.kind is FrameKind.EVENT:
             event, path, text = json.loads(frame.body)
             self.reports.note(event, path, worker.rank)
             if event == "invalid_hp":
                 self._detector.note_refusal(worker, text, time.monotonic())
-        elif frame.kind is Kind.OUTCOME:
+        elif frame.kind is FrameKind.OUTCOME:
             worker.outcome = json.loads(frame.body)
         if self._pool_end is not None:
             # Asking for its stack can wake a worker that hung.
             return
-        if frame.kind is Kind.READY:
+        if frame.kind is FrameKind.READY:
             worker.is_ready = True
             if all(other.is_ready for other in self._workers):
                 self._is_ready.set()
-        elif frame.kind is Kind.VALUE:
+        elif frame.kind is FrameKind.VALUE:
             worker.take_value(frame.body)
-        elif frame.kind is Kind.WANT:
+        elif frame.kind is FrameKind.WANT:
             worker.send_data()
-        elif frame.kind is Kind.BEAT:
+        elif frame.kind is FrameKind.BEAT:
             worker.progress = Progress.from_bytes(frame.body)
-        elif frame.kind is Kind.ERROR:
+        elif frame.kind is FrameKind.ERROR:
             error = read_error(frame.body)
             self._pass(self._detector.note_error(worker, error, time.monotonic()))
 
@@ -387,7 +387,7 @@ class Generation:
                     if worker.current is not None:
                         worker.current.answer(worker.rank, _NOTHING)
             for worker in self._workers:
-                worker.channel.send(Frame(Kind.STOP))
+                worker.channel.send(ChannelFrame(FrameKind.STOP))
                 worker.drop_calls(error)
             self._is_ready.set()
         if is_idle and grace_s > 0:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from paceline.workers.pools._pickled_buffers import Buffer
 from paceline.workers.pools._pickling import dump, load, load_with_buffers
 from paceline.workers.pools._shared_buffers import SharedBuffers, Span
-from paceline.workers.pools._shared_memory import Segment, SegmentPlace, map_segment
-from paceline.workers.pools._worker_call import Call
+from paceline.workers.pools._shared_memory import SegmentPlace, SharedSegment, map_segment
+from paceline.workers.pools._worker_call import WorkerCall
 
 # Less than this is quicker in the frame.
 _LEAST_SHARED_BYTES = 1024 * 1024
@@ -29,7 +29,7 @@ class PackedCall(NamedTuple):
     """
 
     head: bytes
-    segments: Sequence[Segment] = ()
+    segments: Sequence[SharedSegment] = ()
 
 
 class _Head(NamedTuple):
@@ -50,7 +50,7 @@ class _Head(NamedTuple):
     data: bytearray
 
 
-def pack(facts: Any, call: Call, shared: SharedBuffers) -> PackedCall:
+def pack_worker_call(facts: Any, call: WorkerCall, shared: SharedBuffers) -> PackedCall:
     """Return a call as it travels to workers.
 
     Args:
@@ -65,7 +65,7 @@ def pack(facts: Any, call: Call, shared: SharedBuffers) -> PackedCall:
     buffers: list[Buffer] = []
     dump(facts, file, what="The driver's state", name="driver")
     dump(call, stream, what="The call", name="", buffers=buffers)
-    segments: list[Segment] = []
+    segments: list[SharedSegment] = []
     data = bytearray()
     # Apart from each other, as the stream is new each time.
     spans = _placed(buffers, shared, segments, data)
@@ -75,7 +75,7 @@ def pack(facts: Any, call: Call, shared: SharedBuffers) -> PackedCall:
 
 
 def _placed(
-    buffers: Sequence[Buffer], shared: SharedBuffers, segments: list[Segment], data: bytearray
+    buffers: Sequence[Buffer], shared: SharedBuffers, segments: list[SharedSegment], data: bytearray
 ) -> list[Span]:
     """Add buffers to the segments of a call, or to the data of its frame."""
     found = None
@@ -114,10 +114,10 @@ class ReceivedCall:
         """Return the driver's state."""
         return load(io.BytesIO(self._head.facts))
 
-    def call(self) -> Call:
+    def call(self) -> WorkerCall:
         """Return the call."""
         stream, buffers = self._at(self._head.stream), map(self._at, self._head.spans)
-        call: Call = load_with_buffers(stream, buffers)
+        call: WorkerCall = load_with_buffers(stream, buffers)
         return call
 
     def _at(self, span: Span) -> memoryview:

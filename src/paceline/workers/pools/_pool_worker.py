@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from paceline.workers._errors import Told
-from paceline.workers.pools._channel import DriverChannel, Frame, Kind
+from paceline.workers.pools._channel import ChannelFrame, DriverChannel, FrameKind
 from paceline.workers.pools._packed_call import PackedCall
 from paceline.workers.pools._serve_calls import WorkerError
 from paceline.workers.pools._thread_progress import Progress
-from paceline.workers.pools._watchdog import Observation
+from paceline.workers.pools._watchdog import WatchedRank
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._worker_spec import WorkerExit
 
@@ -88,7 +88,7 @@ class PoolWorker:
             for segment in self._packed.segments:
                 # A view, as nothing is copied.
                 body = cast("bytes", segment.view())
-                self.channel.send(Frame(Kind.DATA, self.current.number, body))
+                self.channel.send(ChannelFrame(FrameKind.DATA, self.current.number, body))
 
     def take_error(self, error: WorkerError) -> None:
         """Note what the current call raised; nothing follows it."""
@@ -117,7 +117,7 @@ class PoolWorker:
         self.current = self._packed = None
         if self._queue:
             self.current, self._packed = self._queue.popleft()
-            self.channel.send(Frame(Kind.CALL, self.current.number, self._packed.head))
+            self.channel.send(ChannelFrame(FrameKind.CALL, self.current.number, self._packed.head))
 
 
 def fold_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:
@@ -137,10 +137,10 @@ def fold_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:
     return phrases
 
 
-def observations(call: PendingCall, workers: Sequence[PoolWorker]) -> list[Observation]:
+def observations(call: PendingCall, workers: Sequence[PoolWorker]) -> list[WatchedRank]:
     """Return what is known of all ranks of a call."""
     return [
-        Observation(
+        WatchedRank(
             rank=worker.rank,
             has_returned=call.has_returned(worker.rank) and not worker.is_busy,
             progress=worker.progress,

@@ -18,14 +18,14 @@ from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._rank_environment import THREADS_VARIABLE, NodeLayout
 from paceline.workers.processes._worker_program import CHANNEL_VARIABLE
 from paceline.workers.processes._worker_spec import WorkerProcess
-from paceline.workers.remote._listener import Address, Listener
+from paceline.workers.remote._listener import Listener, ListenerAddress
 from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
 from paceline.workers.remote._ray_host_actors import HostActor, RayHosts
-from paceline.workers.remote._ray_worker_actor import differences, own_versions
-from paceline.workers.remote._ray_worker_group import RayGroup, RemoteWorker
+from paceline.workers.remote._ray_worker_actor import own_versions, version_differences
+from paceline.workers.remote._ray_worker_group import RayGroup, RayGroupWorker
 from paceline.workers.remote._ray_worker_host import HostOrder
-from paceline.workers.remote._script_directory import Sources, pack
+from paceline.workers.remote._script_directory import ScriptSources, pack_script_directory
 
 # What workers on other nodes get of the driver's environment, with the access to object stores.
 _TRAVELLING = (
@@ -132,7 +132,7 @@ class RayPool(ServedPool):
         self._connection: RayConnection | None = None
         self._has_run = False
         self._made_hosts: RayHosts | None = None
-        self._working: list[tuple[HostActor, RemoteWorker]] = []
+        self._working: list[tuple[HostActor, RayGroupWorker]] = []
 
     def capacity(self) -> int:
         """Return how many workers could run at this moment; see `WorkerPool.capacity`."""
@@ -207,7 +207,7 @@ class RayPool(ServedPool):
 
     def _make_generation(self) -> Generation:
         ray = self._connected().ray
-        sources = Sources.of_driver()
+        sources = ScriptSources.of_driver()
         try:
             taken = self._take_hosts()
             deadline = time.monotonic() + _START_S
@@ -226,7 +226,7 @@ class RayPool(ServedPool):
         return hosts.take(self._num_workers, self.placement_timeout_s)
 
     def _ask_hosts(
-        self, ray: Any, taken: Sequence[HostActor], sources: Sources, deadline: float
+        self, ray: Any, taken: Sequence[HostActor], sources: ScriptSources, deadline: float
     ) -> list[_Host]:
         """Return the actors and what they tell of their nodes."""
         _check_versions([host.facts for host in taken])
@@ -241,14 +241,14 @@ class RayPool(ServedPool):
         self,
         ray: Any,
         places: Sequence[_Place],
-        sources: Sources,
+        sources: ScriptSources,
         listener: Listener,
         deadline: float,
     ) -> Generation:
         """Have the actors start the workers, and return them once they are connected."""
         archive = None
         if not all(place.host.has_sources for place in places):
-            archive = ray.put(pack(sources.directory))
+            archive = ray.put(pack_script_directory(sources.directory))
         # It loads journals and storages.
         from paceline.workers.remote._storage_requests import StorageRequests
 
@@ -260,7 +260,7 @@ class RayPool(ServedPool):
         ends = _await_ends(ray, listener, starting, deadline)
         processes: list[WorkerProcess] = _get(ray, starting, deadline)
         workers = [
-            RemoteWorker(
+            RayGroupWorker(
                 process,
                 f"its node {place.host.facts['address']} or its Ray actor",
                 ends[f"host {process.rank}"],
@@ -279,7 +279,7 @@ class RayPool(ServedPool):
         )
 
     def _order(
-        self, rank: int, place: _Place, driver: Address, key: bytes, directory: str
+        self, rank: int, place: _Place, driver: ListenerAddress, key: bytes, directory: str
     ) -> HostOrder:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
         return HostOrder(
@@ -299,7 +299,7 @@ class RayPool(ServedPool):
 
     def _sample_order(self) -> HostOrder:
         """Return what an order has in common with all others."""
-        listener = Address("127.0.0.1", 0)
+        listener = ListenerAddress("127.0.0.1", 0)
         facts = {"address": listener.host}
         place = _Place(
             _Host(None, facts, True, None), 0, NodeLayout(num_local_workers=1, master_port=0)
@@ -381,7 +381,7 @@ def _await_ends(
 def _check_versions(told: Sequence[Mapping[str, Any]]) -> None:
     own = own_versions()
     for facts in told:
-        found = differences(own, facts["versions"])
+        found = version_differences(own, facts["versions"])
         if found:
             raise NodesDifferError(
                 f"All nodes must have the driver's versions, but node {facts['address']} has"

@@ -12,7 +12,7 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
-from paceline.workers.pools._channel import Frame, Kind, WorkerChannel
+from paceline.workers.pools._channel import ChannelFrame, FrameKind, WorkerChannel
 from paceline.workers.pools._packed_call import ReceivedCall
 from paceline.workers.pools._pickling import dump, dump_error, load_error
 from paceline.workers.pools._thread_progress import ProgressMeter
@@ -124,10 +124,10 @@ def serve(
     if node is not None:
         open_driver_link(WorkerChannel(node.pop("link")))
         paths = NodePaths(path=list(sys.path), **node)
-    _Worker(program, WorkerChannel(descriptor), paths).run(beat_s)
+    _ServingWorker(program, WorkerChannel(descriptor), paths).run(beat_s)
 
 
-class _Worker:
+class _ServingWorker:
     def __init__(self, program: ModuleType, channel: WorkerChannel, node: NodePaths | None) -> None:
         self._program = program
         self._channel = channel
@@ -145,12 +145,12 @@ class _Worker:
             target=self._beat, args=(beat_s,), name="paceline-heartbeat", daemon=True
         ).start()
         dump_stacks_on_signal()
-        serve_events(lambda kind, body: self._channel.send(Frame(kind, body=body)))
-        self._channel.send(Frame(Kind.READY))
+        serve_events(lambda kind, body: self._channel.send(ChannelFrame(kind, body=body)))
+        self._channel.send(ChannelFrame(FrameKind.READY))
         try:
             while not self._is_over.is_set():
                 frame = self._channel.receive()
-                if frame is None or frame.kind is not Kind.CALL:
+                if frame is None or frame.kind is not FrameKind.CALL:
                     break
                 # A Ctrl-C is for the call; between two calls there is nothing to interrupt.
                 signal.signal(signal.SIGINT, interrupt)
@@ -163,12 +163,14 @@ class _Worker:
         while not self._is_over.wait(beat_s):
             try:
                 with self._order:
-                    self._channel.send(Frame(Kind.BEAT, body=self._meter.measure().to_bytes()))
+                    self._channel.send(
+                        ChannelFrame(FrameKind.BEAT, body=self._meter.measure().to_bytes())
+                    )
             except OSError:
                 # The driver has gone, and so must this worker and what it has started.
                 os.killpg(0, signal.SIGKILL)
 
-    def _carry_out(self, frame: Frame) -> None:
+    def _carry_out(self, frame: ChannelFrame) -> None:
         try:
             try:
                 body = self._value(frame)
@@ -182,9 +184,9 @@ class _Worker:
             self._tell(frame.call, error)
             return
         with self._order:
-            self._channel.send(Frame(Kind.VALUE, frame.call, body))
+            self._channel.send(ChannelFrame(FrameKind.VALUE, frame.call, body))
 
-    def _value(self, frame: Frame) -> bytes:
+    def _value(self, frame: ChannelFrame) -> bytes:
         received = ReceivedCall(frame.body, partial(self._fetch, frame.call))
         self._adopt(received.facts())
         call = received.call()
@@ -197,11 +199,11 @@ class _Worker:
 
     def _fetch(self, number: int, num_segments: int) -> list[memoryview]:
         """Have the driver send what of a call is in memory that this process does not reach."""
-        self._channel.send(Frame(Kind.WANT, number))
+        self._channel.send(ChannelFrame(FrameKind.WANT, number))
         contents = []
         for _ in range(num_segments):
             frame = self._channel.receive()
-            if frame is None or frame.kind is not Kind.DATA:
+            if frame is None or frame.kind is not FrameKind.DATA:
                 self._is_over.set()
                 raise ConnectionError("The driver has withdrawn the call.")
             contents.append(memoryview(frame.body))
@@ -234,7 +236,7 @@ class _Worker:
             text = str(error)
             what = f"{type(error).__name__}: {text}" if text else type(error).__name__
             told = dump_error(error), where, what, is_consequence(error), None
-        self._channel.send(Frame(Kind.ERROR, number, pickle.dumps(told)))
+        self._channel.send(ChannelFrame(FrameKind.ERROR, number, pickle.dumps(told)))
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:

@@ -8,14 +8,14 @@ from itertools import count
 from typing import Any
 
 from paceline.workers._errors import WorkerFailedError
-from paceline.workers.pools._begun_runs import RunReports
+from paceline.workers.pools._begun_runs import BegunRuns
 from paceline.workers.pools._failure_detector import PoolSettings
 from paceline.workers.pools._generation import Generation
-from paceline.workers.pools._packed_call import PackedCall, pack
+from paceline.workers.pools._packed_call import PackedCall, pack_worker_call
 from paceline.workers.pools._pool_worker import Assignment
 from paceline.workers.pools._serve_calls import driver_facts
 from paceline.workers.pools._shared_buffers import SharedBuffers
-from paceline.workers.pools._worker_call import Call
+from paceline.workers.pools._worker_call import WorkerCall
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool, checked_ranks
 from paceline.workers.processes._line_printer import LinePrinter
 from paceline.workers.processes._output_reader import OnLine
@@ -79,7 +79,7 @@ class ServedPool(WorkerPool):
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._generation: Generation | None = None
-        self._reports = RunReports()
+        self._reports = BegunRuns()
         self._shared = SharedBuffers()
 
     @property
@@ -166,7 +166,7 @@ class ServedPool(WorkerPool):
             self._generation.request_stop(grace_s, is_asked=is_asked)
 
     @property
-    def reports(self) -> RunReports:
+    def reports(self) -> BegunRuns:
         """What the workers of the present or the last generation have told of their runs."""
         return self._reports
 
@@ -244,7 +244,9 @@ def pack_call(
     Raises:
         NotSendableError: The function or an argument cannot be pickled.
     """
-    return pack(driver_facts(), Call(function, tuple(args), dict(kwargs or {})), shared)
+    return pack_worker_call(
+        driver_facts(), WorkerCall(function, tuple(args), dict(kwargs or {})), shared
+    )
 
 
 def check_at_least(name: str, value: float | None, least: float) -> None:

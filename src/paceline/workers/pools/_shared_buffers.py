@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from paceline.workers.pools._pickled_buffers import Buffer
-from paceline.workers.pools._shared_memory import Segment, address_of, can_share
+from paceline.workers.pools._shared_memory import SharedSegment, address_of, can_share
 from paceline.workers.pools._write_watch import WriteWatch
 
 # Buffers of this size have a segment of their own, so that each is copied again only if it changed.
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    segment: Segment
+    segment: SharedSegment
     owner: "weakref.ref[Any] | None"
     watch: WriteWatch | None
 
@@ -59,7 +59,7 @@ class SharedBuffers:
         self._kept: dict[_Key, _Kept] = {}
         self._orphaned: deque[_Key] = deque()
 
-    def share(self, buffers: Sequence[Buffer]) -> tuple[list[Segment], list[Span]] | None:
+    def share(self, buffers: Sequence[Buffer]) -> tuple[list[SharedSegment], list[Span]] | None:
         """Return segments with copies of buffers, and where each is; None if there is no room."""
         if not can_share():
             return None
@@ -83,7 +83,7 @@ class SharedBuffers:
         with self._lock:
             self._kept = {}
 
-    def _segment(self, buffers: Sequence[Buffer]) -> Segment:
+    def _segment(self, buffers: Sequence[Buffer]) -> SharedSegment:
         views = [buffer.view for buffer in buffers]
         key = tuple((address_of(view), view.nbytes) for view in views)
         # At the end again: the oldest go first.
@@ -95,7 +95,7 @@ class SharedBuffers:
             kept = None
             if watch is not None:
                 watch.set()
-            kept = _Kept(Segment(views), None, watch)
+            kept = _Kept(SharedSegment(views), None, watch)
         self._kept[key] = kept._replace(owner=self._reference(buffers[0].owner, key))
         return kept.segment
 

@@ -46,7 +46,7 @@ class SegmentPlace(NamedTuple):
     token: bytes
 
 
-class Segment:
+class SharedSegment:
     """Copy of buffers in shared memory, until nothing refers to it.
 
     Args:

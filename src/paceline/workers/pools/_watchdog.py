@@ -9,7 +9,7 @@ from paceline.workers.pools._thread_progress import Progress
 _PAIRED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list")
 
 
-class Observation(NamedTuple):
+class WatchedRank(NamedTuple):
     """Last observation of a rank that takes part in a call."""
 
     rank: int
@@ -30,7 +30,7 @@ class DetectedHang(NamedTuple):
 
 
 def detect_hang(
-    observations: Sequence[Observation], certain_s: float, timeout_s: float
+    observations: Sequence[WatchedRank], certain_s: float, timeout_s: float
 ) -> DetectedHang | None:
     """Return whether ranks of a call wait for others in vain.
 
@@ -62,7 +62,7 @@ def detect_hang(
     return None
 
 
-def _waits(observation: Observation, least_s: float) -> bool:
+def _waits(observation: WatchedRank, least_s: float) -> bool:
     progress = observation.progress
     return (
         not observation.has_returned
@@ -73,13 +73,13 @@ def _waits(observation: Observation, least_s: float) -> bool:
 
 
 def _hang(
-    waiting: Sequence[Observation],
+    waiting: Sequence[WatchedRank],
     what: str,
-    missing: Sequence[Observation],
+    missing: Sequence[WatchedRank],
     *,
     is_certain: bool,
 ) -> DetectedHang:
-    by_operation: dict[str, list[Observation]] = {}
+    by_operation: dict[str, list[WatchedRank]] = {}
     for observation in waiting:
         by_operation.setdefault(observation.progress.operation, []).append(observation)
     waits = " and ".join(
@@ -94,7 +94,7 @@ def _hang(
     return DetectedHang(text[0].upper() + text[1:], first.rank, is_certain)
 
 
-def _ranks(group: Sequence[Observation], one: str, several: str) -> str:
+def _ranks(group: Sequence[WatchedRank], one: str, several: str) -> str:
     numbers = [str(observation.rank) for observation in group]
     if len(numbers) == 1:
         return f"rank {numbers[0]} {one}"

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 
-class Call(NamedTuple):
+class WorkerCall(NamedTuple):
     """Call of a function in the workers."""
 
     main: Callable[..., Any]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from paceline.workers.pools._channel import Kind
+from paceline.workers.pools._channel import FrameKind
 from paceline.workers.pools._thread_progress import ProgressMeter
 from paceline.workers.processes import _worker_program
 
@@ -24,7 +24,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.
 
 _BEAT_S = 0.5
 
-_Send = Callable[[Kind, bytes], None]
+_Send = Callable[[FrameKind, bytes], None]
 
 
 class _Link:
@@ -48,7 +48,7 @@ def begin_signs_of_life() -> None:
         return
     _Link.is_alive = True
     dump_stacks_on_signal()
-    _Link.send(Kind.READY, b"")
+    _Link.send(FrameKind.READY, b"")
     threading.Thread(target=_beat, name="paceline-beat", daemon=True).start()
 
 
@@ -64,7 +64,7 @@ def tell(event: str, path: str, text: str = "") -> None:
     if _Link.send is not None:
         # What a worker of a pool forks has its channel closed.
         with suppress(OSError):
-            _Link.send(Kind.EVENT, json.dumps([event, path, text]).encode())
+            _Link.send(FrameKind.EVENT, json.dumps([event, path, text]).encode())
 
 
 def dump_stacks_on_signal() -> None:
@@ -86,5 +86,5 @@ def _find() -> None:
 def _beat() -> None:
     meter = ProgressMeter(threading.main_thread())
     while _Link.send is not None:
-        _Link.send(Kind.BEAT, meter.measure().to_bytes())
+        _Link.send(FrameKind.BEAT, meter.measure().to_bytes())
         time.sleep(_BEAT_S)

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
+from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, FrameKind
 from paceline.workers.pools._pickling import dump_error, load_error
 
 
@@ -50,7 +50,10 @@ class DriverLink:
             target: The driver's directory.
         """
         self._channel.send(
-            Frame(Kind.FORWARD, body=pickle.dumps(Forwarding(str(root), str(source), str(target))))
+            ChannelFrame(
+                FrameKind.FORWARD,
+                body=pickle.dumps(Forwarding(str(root), str(source), str(target))),
+            )
         )
 
     def ask(self, name: str, *args: Any) -> Any:
@@ -65,7 +68,7 @@ class DriverLink:
             Exception: What the method raised.
         """
         with self._lock:
-            self._channel.send(Frame(Kind.ASK, body=pickle.dumps((name, args))))
+            self._channel.send(ChannelFrame(FrameKind.ASK, body=pickle.dumps((name, args))))
             answer = self._channel.receive()
         if answer is None:
             raise ConnectionError(f"The driver must answer {name!r}, but has gone.")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from socket import socket
 
-from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
+from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, FrameKind
 from paceline.workers.remote._driver_link import Forwarding
 
 # How often files are looked at.
@@ -33,7 +33,7 @@ class Forwarder:
         self._forwardings: list[Forwarding] = []
         self._offsets: dict[str, int] = {}
         self._is_over = threading.Event()
-        self._answers: SimpleQueue[Frame | None] = SimpleQueue()
+        self._answers: SimpleQueue[ChannelFrame | None] = SimpleQueue()
         self._relay = threading.Thread(target=self._pass_on, name="paceline-relay", daemon=True)
         self._answering = threading.Thread(
             target=self._give_answers, name="paceline-answer", daemon=True
@@ -45,7 +45,7 @@ class Forwarder:
         self._relay.start()
         self._answering.start()
 
-    def answer(self, frame: Frame) -> None:
+    def answer(self, frame: ChannelFrame) -> None:
         """Give the worker an answer of the driver's, without waiting until it reads that."""
         self._answers.put(frame)
 
@@ -64,12 +64,12 @@ class Forwarder:
 
     def _pass_on(self) -> None:
         while (frame := self._link.receive()) is not None:
-            if frame.kind is Kind.ASK:
+            if frame.kind is FrameKind.ASK:
                 # What was written before the request arrives before it.
                 self._send_news()
                 with suppress(OSError):
                     self._channel.send(frame)
-            elif frame.kind is Kind.FORWARD:
+            elif frame.kind is FrameKind.FORWARD:
                 with self._lock:
                     # The host unpickles what its own worker has written.
                     self._forwardings.append(pickle.loads(frame.body))  # noqa: S301
@@ -110,6 +110,8 @@ class Forwarder:
             file.seek(offset)
             while data := file.read(_CHUNK_BYTES):
                 target = os.path.join(forwarding.target, name)
-                self._channel.send(Frame(Kind.APPEND, body=pickle.dumps((target, offset, data))))
+                self._channel.send(
+                    ChannelFrame(FrameKind.APPEND, body=pickle.dumps((target, offset, data)))
+                )
                 offset += len(data)
                 self._offsets[source] = offset

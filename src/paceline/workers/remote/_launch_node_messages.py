@@ -13,7 +13,7 @@ from paceline.workers._errors import (
     WorkerFailedError,
 )
 from paceline.workers._restart_policy import describe_failure
-from paceline.workers.pools._channel import Frame, Kind
+from paceline.workers.pools._channel import ChannelFrame, FrameKind
 from paceline.workers.pools._failure_detector import HyperparametersRefusedError
 
 PROTOCOL = 1
@@ -109,12 +109,12 @@ class NodeMessage:
     text: str = ""
     signum: int = 0
 
-    def frame(self) -> Frame:
+    def frame(self) -> ChannelFrame:
         """Return the frame that carries the message."""
-        return Frame(Kind.NODE, body=json.dumps(asdict(self)).encode())
+        return ChannelFrame(FrameKind.NODE, body=json.dumps(asdict(self)).encode())
 
     @classmethod
-    def of(cls, frame: Frame) -> "NodeMessage":
+    def of(cls, frame: ChannelFrame) -> "NodeMessage":
         """Read the message of a frame.
 
         Raises:

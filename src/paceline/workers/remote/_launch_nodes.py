@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from paceline.workers._errors import NodesDifferError
-from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
+from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, FrameKind
 from paceline.workers.remote._launch_node_messages import (
     LONGEST_BYTES,
     PROTOCOL,
@@ -130,7 +130,7 @@ class LaunchNodes:
             threading.Thread(target=self._beat, args=(channel,), daemon=True).start()
             while (frame := channel.receive()) is not None:
                 self._silent_s = 0.0
-                if frame.kind is Kind.NODE:
+                if frame.kind is FrameKind.NODE:
                     put(NodeMessage.of(frame))
             if self._silent_s > self._heartbeat_timeout_s:
                 why = f"it gave no sign of life for {self._silent_s:.3g} s"
@@ -146,7 +146,7 @@ class LaunchNodes:
         interval_s = min(1.0, self._heartbeat_timeout_s / 5)
         while not self._is_closed.wait(interval_s):
             with suppress(OSError):
-                channel.send(Frame(Kind.BEAT))
+                channel.send(ChannelFrame(FrameKind.BEAT))
             self._silent_s += interval_s
             if self._silent_s > self._heartbeat_timeout_s:
                 channel.close()
@@ -187,7 +187,7 @@ class LaunchNodes:
             hello = NodeMessage(word=Word.HELLO, node_rank=self._rank, options=self._options)
             channel.send(hello.frame())
             frame = channel.receive()
-            if frame is None or frame.kind is not Kind.NODE:
+            if frame is None or frame.kind is not FrameKind.NODE:
                 raise ConnectionError("what listens there is no launcher, or has ended")
             answer = NodeMessage.of(frame)
             if answer.word == Word.REFUSED and not answer.is_restart:

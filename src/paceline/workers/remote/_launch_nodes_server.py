@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from paceline._listening import PortReservation
 from paceline.workers._restart_policy import RestartDecision
-from paceline.workers.pools._channel import DriverChannel, Frame, Kind
+from paceline.workers.pools._channel import ChannelFrame, DriverChannel, FrameKind
 from paceline.workers.remote._launch_node_messages import (
     LONGEST_BYTES,
     Cause,
@@ -171,10 +171,10 @@ class NodesServer:
         connection.silent_s = 0.0
         try:
             for frame in connection.channel.receive():
-                if frame.kind is Kind.NODE:
+                if frame.kind is FrameKind.NODE:
                     self._take(connection, NodeMessage.of(frame))
-                elif frame.kind is Kind.BEAT and connection.rank is not None:
-                    connection.channel.send(Frame(Kind.BEAT))
+                elif frame.kind is FrameKind.BEAT and connection.rank is not None:
+                    connection.channel.send(ChannelFrame(FrameKind.BEAT))
                 else:
                     raise ValueError("A launcher must not send frames of other kinds.")
         except (AttributeError, KeyError, TypeError, ValueError) as error:

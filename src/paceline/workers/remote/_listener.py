@@ -16,7 +16,7 @@ _DIGEST_BYTES = 32
 _HANDSHAKE_S = 10.0
 
 
-class Address(NamedTuple):
+class ListenerAddress(NamedTuple):
     """Address of a driver."""
 
     host: str
@@ -34,7 +34,7 @@ class Listener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.key = secrets.token_bytes(_NONCE_BYTES)
-        self.address = Address(host, self._listener.getsockname()[1])
+        self.address = ListenerAddress(host, self._listener.getsockname()[1])
 
     def accept(self, timeout_s: float) -> tuple[str, socket.socket] | None:
         """Return the next process that connects, and the name that it gives; None after a time.
@@ -58,7 +58,7 @@ class Listener:
         self._listener.close()
 
 
-def join(address: Address, key: bytes, name: str) -> socket.socket:
+def join_listener(address: ListenerAddress, key: bytes, name: str) -> socket.socket:
     """Connect to a driver's listener under a name.
 
     Raises:

@@ -18,7 +18,7 @@ from paceline.workers.remote._ray_cluster import (
     num_fitting,
     told_resources,
 )
-from paceline.workers.remote._ray_worker_actor import COMPARED, make_actor_class
+from paceline.workers.remote._ray_worker_actor import COMPARED, make_worker_actor_class
 from paceline.workers.remote._ray_worker_host import HostOrder
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class RayHosts:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._kind is None:
-            self._kind = self._ray.remote(make_actor_class())
+            self._kind = self._ray.remote(make_worker_actor_class())
         strategy: Any = "DEFAULT"
         if bundle is not None:
             assert self._bundles is not None

@@ -7,7 +7,7 @@ from typing import Any
 COMPARED = ("paceline", "torch")
 
 
-def make_actor_class() -> Any:
+def make_worker_actor_class() -> Any:
     """Return the class of the actors; it travels by value, as their node may lack Paceline."""
 
     class PacelineWorker:
@@ -65,7 +65,7 @@ def own_versions() -> dict[str, str]:
     return {"Python": platform.python_version(), **versions}
 
 
-def differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+def version_differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """Return one phrase for each version that differs from the driver's."""
     return [
         f"{name} {theirs.get(name, 'none')} instead of {version}"

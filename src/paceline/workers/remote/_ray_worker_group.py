@@ -9,7 +9,7 @@ from contextlib import suppress
 from socket import socket
 
 from paceline._waiting import join, wait_until
-from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
+from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, FrameKind
 from paceline.workers.processes._local_worker_group import OnExit
 from paceline.workers.processes._output_lines import OutputLine
 from paceline.workers.processes._output_reader import OnLine
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _HOST_SLACK_S = 4.0
 
 
-class RemoteWorker:
+class RayGroupWorker:
     """A worker and its host.
 
     Args:
@@ -51,10 +51,10 @@ class RemoteWorker:
         self.has_exited = False
         self.is_lost = False
 
-    def tell(self, kind: Kind, content: object) -> None:
+    def tell(self, kind: FrameKind, content: object) -> None:
         """Send something to the host; a host that is gone needs nothing."""
         with suppress(OSError):
-            self.channel.send(Frame(kind, body=json.dumps(content).encode()))
+            self.channel.send(ChannelFrame(kind, body=json.dumps(content).encode()))
 
 
 class RayGroup:
@@ -66,7 +66,7 @@ class RayGroup:
         on_exit: Gets each exit once it is known.
     """
 
-    def __init__(self, workers: Sequence[RemoteWorker], on_line: OnLine, on_exit: OnExit) -> None:
+    def __init__(self, workers: Sequence[RayGroupWorker], on_line: OnLine, on_exit: OnExit) -> None:
         self._workers = workers
         self._on_line = on_line
         self._on_exit = on_exit
@@ -98,7 +98,7 @@ class RayGroup:
         """Send a signal to workers that still run, to all by default."""
         for rank, worker in enumerate(self._workers):
             if ranks is None or rank in ranks:
-                worker.tell(Kind.SIGNAL, int(signum))
+                worker.tell(FrameKind.SIGNAL, int(signum))
 
     def is_stopped(self, rank: int) -> bool:
         """Tell whether a worker's process is stopped, as by SIGSTOP."""
@@ -109,7 +109,7 @@ class RayGroup:
         waiting = [worker for worker in self._workers if not worker.has_exited]
         for worker in waiting:
             worker.is_drained.clear()
-            worker.tell(Kind.DRAIN, timeout_s)
+            worker.tell(FrameKind.DRAIN, timeout_s)
         deadline = time.monotonic() + timeout_s
         for worker in waiting:
             wait_until(worker.is_drained.wait, max(0.0, deadline - time.monotonic()))
@@ -133,7 +133,7 @@ class RayGroup:
             self._kill_timer.start()
         for worker in self._workers:
             worker.request_server.hurry()
-            worker.tell(Kind.END, grace_s)
+            worker.tell(FrameKind.END, grace_s)
 
     def stop(self, grace_s: float) -> None:
         """End all workers in bounded time, and deliver their output."""
@@ -153,19 +153,19 @@ class RayGroup:
 
     # ---- one thread per host -------------------------------------------------------------
 
-    def _listen(self, worker: RemoteWorker) -> None:
+    def _listen(self, worker: RayGroupWorker) -> None:
         while (frame := worker.channel.receive()) is not None:
-            if frame.kind in (Kind.APPEND, Kind.ASK):
+            if frame.kind in (FrameKind.APPEND, FrameKind.ASK):
                 worker.request_server.take(frame)
                 continue
             content = json.loads(frame.body)
-            if frame.kind is Kind.LINE:
+            if frame.kind is FrameKind.LINE:
                 self._deliver(OutputLine(**content))
-            elif frame.kind is Kind.DRAINED:
+            elif frame.kind is FrameKind.DRAINED:
                 worker.is_drained.set()
-            elif frame.kind is Kind.STOPPED:
+            elif frame.kind is FrameKind.STOPPED:
                 worker.is_stopped = content
-            elif frame.kind is Kind.EXIT:
+            elif frame.kind is FrameKind.EXIT:
                 worker.has_exited = True
                 self._on_exit(WorkerExit(**content))
                 worker.is_drained.set()

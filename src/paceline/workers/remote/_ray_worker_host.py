@@ -13,7 +13,7 @@ from socket import socketpair
 from typing import NamedTuple
 
 from paceline._network_interfaces import interface_of
-from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
+from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, FrameKind
 from paceline.workers.processes._fork_client import forking_start, load_ahead
 from paceline.workers.processes._leftover_processes import GROUP_VARIABLE
 from paceline.workers.processes._local_worker_group import LocalGroup
@@ -22,8 +22,8 @@ from paceline.workers.processes._rank_environment import NodeLayout, rank_enviro
 from paceline.workers.processes._worker_program import PROGRAM_FILE
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
 from paceline.workers.remote._forwarder import Forwarder
-from paceline.workers.remote._listener import Address, join
-from paceline.workers.remote._script_directory import unpack
+from paceline.workers.remote._listener import ListenerAddress, join_listener
+from paceline.workers.remote._script_directory import unpack_script_directory
 
 # Ray's own variables are for its processes; only what leads to the cluster is for others.
 _KEPT_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH")
@@ -52,7 +52,7 @@ class HostOrder(NamedTuple):
     local_rank: int
     layout: NodeLayout
     host_address: str
-    driver: Address
+    driver: ListenerAddress
     key: bytes
     environment: Mapping[str, str]
     flags: list[str]
@@ -83,7 +83,7 @@ class WorkerHost:
 
     def __init__(self, order: HostOrder, archive: bytes | None) -> None:
         self._order = order
-        self._copy = None if archive is None else unpack(archive)
+        self._copy = None if archive is None else unpack_script_directory(archive)
         self._group: LocalGroup | None = None
 
     def start(self) -> WorkerProcess:
@@ -94,11 +94,11 @@ class WorkerHost:
             WorkerStartError: The process cannot be started.
         """
         order = self._order
-        self._channel = BlockingChannel(join(order.driver, order.key, order.host_name))
+        self._channel = BlockingChannel(join_listener(order.driver, order.key, order.host_name))
         ours, theirs = socketpair()
         self._forwarder = Forwarder(ours, self._channel)
         self._forwarder.start()
-        with theirs, join(order.driver, order.key, order.worker_name) as end:
+        with theirs, join_listener(order.driver, order.key, order.worker_name) as end:
             spec = self._spec(end.fileno(), theirs.fileno())
             self._group = group = LocalGroup(
                 [spec],
@@ -138,17 +138,17 @@ class WorkerHost:
 
     # ---- to the driver -------------------------------------------------------------------
 
-    def _send(self, kind: Kind, content: object) -> None:
+    def _send(self, kind: FrameKind, content: object) -> None:
         # Without a driver nobody needs it.
         with suppress(OSError):
-            self._channel.send(Frame(kind, body=json.dumps(content).encode()))
+            self._channel.send(ChannelFrame(kind, body=json.dumps(content).encode()))
 
     def _send_line(self, line: OutputLine) -> None:
-        self._send(Kind.LINE, dataclasses.asdict(line))
+        self._send(FrameKind.LINE, dataclasses.asdict(line))
 
     def _send_exit(self, exit_: WorkerExit) -> None:
         self._forwarder.finish()
-        self._send(Kind.EXIT, dataclasses.asdict(exit_))
+        self._send(FrameKind.EXIT, dataclasses.asdict(exit_))
 
     def _watch(self) -> None:
         """Tell when the worker is stopped or goes on, until it has ended."""
@@ -157,7 +157,7 @@ class WorkerHost:
         while self._group.wait(self._order.beat_s) is None:
             is_stopped = self._group.is_stopped(self._order.rank)
             if is_stopped != was_stopped:
-                self._send(Kind.STOPPED, is_stopped)
+                self._send(FrameKind.STOPPED, is_stopped)
                 was_stopped = is_stopped
         if self._copy is not None:
             shutil.rmtree(self._copy, ignore_errors=True)
@@ -169,14 +169,14 @@ class WorkerHost:
     def _obey(self) -> None:
         assert self._group is not None
         while (frame := self._channel.receive()) is not None:
-            if frame.kind is Kind.SIGNAL:
+            if frame.kind is FrameKind.SIGNAL:
                 self._group.signal(json.loads(frame.body))
-            elif frame.kind is Kind.END:
+            elif frame.kind is FrameKind.END:
                 self._group.request_stop(json.loads(frame.body))
-            elif frame.kind is Kind.DRAIN:
+            elif frame.kind is FrameKind.DRAIN:
                 self._group.drain(json.loads(frame.body))
-                self._send(Kind.DRAINED, None)
-            elif frame.kind is Kind.ANSWER:
+                self._send(FrameKind.DRAINED, None)
+            elif frame.kind is FrameKind.ANSWER:
                 self._forwarder.answer(frame)
         self._group.request_stop(0.0)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
-from paceline.workers.pools._channel import BlockingChannel, Frame, Kind
+from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, FrameKind
 from paceline.workers.remote._driver_link import answer_of
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,14 @@ class RequestServer:
     def __init__(self, make_handler: MakeHandler, channel: BlockingChannel) -> None:
         self._make_handler = make_handler
         self._channel = channel
-        self._requests: SimpleQueue[Frame | None] = SimpleQueue()
+        self._requests: SimpleQueue[ChannelFrame | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._is_disk_full = False
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: ChannelFrame) -> None:
         """Write what was forwarded, or have a request answered; called by one thread."""
-        if frame.kind is Kind.APPEND:
+        if frame.kind is FrameKind.APPEND:
             self._append(*pickle.loads(frame.body))  # noqa: S301 - written by our own host
             return
         if self._thread is None:
@@ -75,7 +75,7 @@ class RequestServer:
                 answer = answer_of(handler, frame.body)
                 # A worker that has gone needs none.
                 with suppress(OSError):
-                    self._channel.send(Frame(Kind.ANSWER, body=answer))
+                    self._channel.send(ChannelFrame(FrameKind.ANSWER, body=answer))
         finally:
             handler.close()
 

@@ -19,7 +19,7 @@ _NUM_LISTED = 3
 Mark = tuple[tuple[str, int, int, int], ...]
 
 
-class Sources(NamedTuple):
+class ScriptSources(NamedTuple):
     """A directory of the driver, and what tells it from another one of that name.
 
     Attributes:
@@ -31,7 +31,7 @@ class Sources(NamedTuple):
     mark: Mark | None
 
     @classmethod
-    def of_driver(cls) -> "Sources":
+    def of_driver(cls) -> "ScriptSources":
         """Return the directory of this process's script, else the working directory."""
         file = getattr(sys.modules["__main__"], "__file__", None)
         directory = os.path.dirname(os.path.abspath(file)) if file else os.getcwd()
@@ -64,7 +64,7 @@ def mark_of(directory: str) -> Mark | None:
     return (("", number, 0, 0), *sorted(parts))
 
 
-def pack(directory: str) -> bytes:
+def pack_script_directory(directory: str) -> bytes:
     """Return the files of a directory as an archive.
 
     Hidden files, virtual environments, run directories and compiled Python stay out.
@@ -90,7 +90,7 @@ def pack(directory: str) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(archive: bytes) -> str:
+def unpack_script_directory(archive: bytes) -> str:
     """Put the files of an archive into a new private directory, and return its path."""
     directory = tempfile.mkdtemp(prefix="paceline-sources-")
     try:

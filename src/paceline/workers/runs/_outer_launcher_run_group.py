@@ -15,7 +15,7 @@ from paceline.workers.runs._run_spec import Job
 logger = logging.getLogger(__name__)
 
 
-class JoinedTrainGroup(JoinedGroup, TrainGroup):
+class OuterLauncherRunGroup(JoinedGroup, TrainGroup):
     """The processes of an outer launcher, each of which runs the whole script.
 
     The chief decides where a run writes, and it alone has callbacks.
@@ -70,7 +70,7 @@ class JoinedTrainGroup(JoinedGroup, TrainGroup):
 def make_group(settings: GroupSettings, output: WorkerOutput) -> TrainGroup:
     """Return the workers that a trainer's settings ask for."""
     if settings.cluster == "joined":
-        return JoinedTrainGroup(settings, output)
+        return OuterLauncherRunGroup(settings, output)
     if settings.limits is None:
         return InlineGroup(settings, output)
     return TrainGroup(settings, settings.limits, output)

@@ -50,6 +50,13 @@ _IGNORED_THREADS = (
     "Otel",
 )
 _JOB_VARIABLES = ("PACELINE_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC")
+_LEAN_RAY = {
+    # Workers that Ray starts before somebody asks would be of another environment than ours.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    # Beside other work on the machine, nicer workers would hardly get any time.
+    "RAY_worker_niceness": "0",
+}
 # Files and directories that take longest, then directories of long files. They come first: at the
 # end, all cores shall have something to do.
 _LONGEST = (
@@ -135,7 +142,7 @@ def often_switching_threads() -> Iterator[None]:
 @pytest.fixture
 def clean_environment() -> dict[str, str]:
     """Return the environment without anything that a job would set."""
-    return {
+    return _LEAN_RAY | {
         name: value for name, value in os.environ.items() if not name.startswith(_JOB_VARIABLES)
     }
 
@@ -299,11 +306,7 @@ def ray_cluster() -> Iterator[Any]:
         "RAY_AUTH_TOKEN": "a-token-for-tests-alone-and-nothing-else",
         # What Ray calls so is whether it uses other addresses than that of the loopback interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # Workers that Ray starts before somebody asks would be of another environment than ours.
-        "RAY_enable_worker_prestart": "0",
-        "RAY_prestart_worker_first_driver": "0",
-        # Beside other work on the machine, nicer workers would hardly get any time.
-        "RAY_worker_niceness": "0",
+        **_LEAN_RAY,
     }
     # Nodes that are made in this process set one of their own.
     handler = signal.getsignal(signal.SIGTERM)

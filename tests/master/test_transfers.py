@@ -346,8 +346,14 @@ def test_records_about_checkpoints_are_sent_apart(node: Node) -> None:
 
 @pytest.mark.root
 def test_a_full_disk_of_the_master_keeps_what_is_there_and_takes_the_rest_later(
-    make_master: Callable[..., Any], make_small_disk: Any, fill_disk: Any, tmp_path: Path
+    make_master: Callable[..., Any],
+    make_small_disk: Any,
+    fill_disk: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Only a file of many blocks meets the end of a disk.
+    monkeypatch.setattr(_send_pieces, "MAX_PIECE_BYTES", 1 << 16)
     disk = make_small_disk(size="1m")
     master = make_master(2)
     master.create(checkpoint_storage={"type": "directory", "path": str(disk / "c")})

@@ -15,7 +15,7 @@ from sqlalchemy import event
 from paceline.master._connection_limits import ConnectionLimits
 from paceline.master._home_directory import Home
 from paceline.master._master import Master
-from paceline.master._server import _listen, _Server
+from paceline.master._server import _listen_for_master, _Server
 
 
 class ServedMaster:
@@ -28,7 +28,7 @@ class ServedMaster:
         self.home = Home(home)
         self.home.prepare()
         self.core = Master(self.home, ["cpu"] * num_slots)
-        self._listener = _listen("127.0.0.1", 0)
+        self._listener = _listen_for_master("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/api/v1"
         self.headers = {"Authorization": f"Bearer {self.home.token}"}

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from paceline.runner import AttemptDirectory
-from paceline.runner._attempt_run import _why
+from paceline.runner._attempt_run import _why_process_ended
 from paceline.workers import WorkerExit
 
 PRINT_ENVIRONMENT = """
@@ -420,4 +420,4 @@ raise SystemExit({code})
     ],
 )
 def test_why_an_entrypoint_ended_is_a_sentence(exit_: WorkerExit, text: str | None) -> None:
-    assert _why(exit_) == text
+    assert _why_process_ended(exit_) == text

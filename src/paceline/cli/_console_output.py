@@ -49,12 +49,12 @@ def _console(*, stderr: bool) -> "Console":
 
 def print_json(value: Any) -> None:
     """Print messages, or lists and dictionaries of them, as JSON and nothing else."""
-    sys.stdout.write(json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(_plain_for_console(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def print_json_line(value: Any) -> None:
     """Print one message as one line of JSON."""
-    sys.stdout.write(json.dumps(_plain(value), ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(_plain_for_console(value), ensure_ascii=False) + "\n")
 
 
 def make_table() -> "Table":
@@ -202,11 +202,11 @@ def _cell(value: Any) -> "str | Text":
     return "-" if value is None else format_number(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain_for_console(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain_for_console(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain_for_console(item) for item in value]
     return value

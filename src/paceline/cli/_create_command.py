@@ -72,9 +72,9 @@ def create(
     from paceline.cli._connection import connect
 
     with connect() as client:
-        with _master(start_master):
+        with _master_to_submit_to(start_master):
             submitted = config.read_text(encoding="utf-8")
-            experiment = _submit(client, checked, submitted, directory, paused, json)
+            experiment = _submit_experiment(client, checked, submitted, directory, paused, json)
         if follow:
             from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
 
@@ -102,7 +102,7 @@ def _refuse_with_local(given: dict[str, bool]) -> None:
             )
 
 
-def _submit(
+def _submit_experiment(
     client: "Client",
     config: "ExperimentConfig",
     submitted: str,
@@ -137,7 +137,7 @@ def _what_was_sent(directory: Path | None) -> str:
 
 
 @contextmanager
-def _master(start: bool) -> Iterator[None]:
+def _master_to_submit_to(start: bool) -> Iterator[None]:
     """Start a master if asked and none runs; it ends again if what it was started for fails."""
     from paceline.client import home_directory
 

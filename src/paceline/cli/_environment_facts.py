@@ -50,7 +50,7 @@ def _environment_facts(
         ("Paceline", found.get("paceline")),
         ("Host", f"{host.get('name')}, {host.get('platform')}, {host.get('num_cores')} cores"),
         ("GPUs", _gpus(found.get("gpus"))),
-        ("Code", _code(source)),
+        ("Code", _code_facts(source)),
     ]
 
 
@@ -60,7 +60,7 @@ def _gpus(gpus: dict[str, Any] | None) -> str | None:
     return ", ".join([*gpus.get("models", []), f"driver {gpus.get('driver')}"])
 
 
-def _code(source: dict[str, Any] | None) -> str | None:
+def _code_facts(source: dict[str, Any] | None) -> str | None:
     if source is None:
         return None
     text = f"commit {source['commit'][:_SHORT]}"

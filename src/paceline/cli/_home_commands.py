@@ -51,12 +51,14 @@ def check(
     else:
         for finding in result.findings:
             typer.echo(finding.text)
-        typer.echo(_summary(len(result.findings), result.num_left, master_runs=result.master_runs))
+        typer.echo(
+            _summary_of_home(len(result.findings), result.num_left, master_runs=result.master_runs)
+        )
     if result.num_left:
         raise typer.Exit(_DIFFERENT)
 
 
-def _summary(num_found: int, num_left: int, *, master_runs: bool) -> str:
+def _summary_of_home(num_found: int, num_left: int, *, master_runs: bool) -> str:
     note = " A master is at work: what has not been stored yet was not looked at." * master_runs
     if not num_found:
         return f"No differences.{note}"

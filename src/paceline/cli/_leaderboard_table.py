@@ -60,9 +60,9 @@ def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":
 
     Hyperparameters have a column each if that fits a terminal of 80 characters.
     """
-    names = _varying(trials)
+    names = _varying_in_leaderboard(trials)
     titles = ["#", "Trial", metric, "Batches", *names]
-    rows = [_row(place, trial, names) for place, trial in enumerate(trials, start=1)]
+    rows = [_leaderboard_row(place, trial, names) for place, trial in enumerate(trials, start=1)]
     is_wide = _width([titles, *rows]) <= _LINE_WIDTH
     if names and not is_wide:
         titles = [*titles[:4], "Hyperparameters"]
@@ -76,7 +76,7 @@ def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":
     return table
 
 
-def _row(place: int, trial: "Trial", names: list[str]) -> list[str]:
+def _leaderboard_row(place: int, trial: "Trial", names: list[str]) -> list[str]:
     values = flatten(trial.hparams)
     result = [str(place), str(trial.id), format_number(trial.best_metric)]
     result.append(format_number(trial.data.best_step))
@@ -92,7 +92,7 @@ def _width(rows: list[list[str]]) -> int:
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
-def _varying(trials: "Sequence[Trial]") -> list[str]:
+def _varying_in_leaderboard(trials: "Sequence[Trial]") -> list[str]:
     """Return the hyperparameters in which the trials differ; all of them for one trial."""
     rows = [flatten(trial.hparams) for trial in trials]
     names = sorted({name for row in rows for name in row})

@@ -60,7 +60,7 @@ def run_locally(
         typer.echo(f"Hyperparameters: {format_values(info.trial.hparams)}", err=True)
     environment = _environment_of_trial(config, run)
     if config.environment.uv:
-        environment = _sync(directory, environment)
+        environment = _sync_local_run(directory, environment)
     if is_test:
         typer.echo("Test mode: one training batch, one validation batch, a checkpoint.", err=True)
         environment[_TEST_MODE_VARIABLE] = "1"
@@ -77,7 +77,7 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
     trial = _first_trial(config, secrets.randbelow(2**31) if seed is None else seed)
     root = Path.cwd() / "paceline_runs"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-.") or "run"
-    path = _unused(root / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    path = _unused_for_local(root / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     storage = config.checkpoint_storage.root if config.checkpoint_storage else None
     info = RunInfo(
         run_id=uuid4().hex,
@@ -107,7 +107,7 @@ def _open_run(path: Path) -> RunDirectory:
     return run
 
 
-def _unused(path: Path) -> Path:
+def _unused_for_local(path: Path) -> Path:
     number, candidate = 1, path
     while candidate.exists():
         number += 1
@@ -143,7 +143,7 @@ def _environment_of_trial(config: "ExperimentConfig", run: RunDirectory) -> dict
     return environment
 
 
-def _sync(directory: Path, environment: dict[str, str]) -> dict[str, str]:
+def _sync_local_run(directory: Path, environment: dict[str, str]) -> dict[str, str]:
     from paceline.runner import UnusableConfigError, sync_environment
 
     try:
@@ -174,17 +174,17 @@ def _run_entrypoint(
     try:
         process = subprocess.Popen(command, cwd=place, env=environment)
     except PermissionError:
-        return _refuse(f"The entrypoint {command[0]!r} must be executable.", _NOT_EXECUTABLE)
+        return _refuse_local(f"The entrypoint {command[0]!r} must be executable.", _NOT_EXECUTABLE)
     except FileNotFoundError:
         if not place.is_dir():
             raise CommandError(f"`DIR` must be a directory, but got {str(place)!r}.") from None
-        return _refuse(f"The entrypoint {command[0]!r} must exist.", _NOT_FOUND)
+        return _refuse_local(f"The entrypoint {command[0]!r} must exist.", _NOT_FOUND)
     with _signals_passed_to(process):
         code = exit_code(process)
     return code if code >= 0 else _SIGNALLED - code
 
 
-def _refuse(message: str, code: int) -> int:
+def _refuse_local(message: str, code: int) -> int:
     from paceline.cli._errors import report_error
 
     report_error(message)
@@ -198,7 +198,7 @@ def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     old = {number: signal.getsignal(number) for number in (*passed, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in passed:
-        signal.signal(number, lambda received, _: _pass_on(process.pid, received))
+        signal.signal(number, lambda received, _: _pass_signal_on(process.pid, received))
     try:
         yield
     finally:
@@ -206,7 +206,7 @@ def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _pass_on(pid: int, signal_number: int) -> None:
+def _pass_signal_on(pid: int, signal_number: int) -> None:
     """Send a signal to the command, or, as a shell would die of it alone, to what it runs."""
     import psutil
 
@@ -214,7 +214,7 @@ def _pass_on(pid: int, signal_number: int) -> None:
         process = psutil.Process(pid)
         if process.name() in _SHELLS:
             for child in process.children():
-                _pass_on(child.pid, signal_number)
+                _pass_signal_on(child.pid, signal_number)
         else:
             process.send_signal(signal_number)
     except psutil.NoSuchProcess:

@@ -132,7 +132,7 @@ def up(
     gc.freeze()
     gc.enable()
     stop = threading.Event()
-    announcer = threading.Thread(target=_announce, args=(directory, stop), daemon=True)
+    announcer = threading.Thread(target=_announce_master, args=(directory, stop), daemon=True)
     announcer.start()
     try:
         with _interrupt_told(directory):
@@ -166,7 +166,7 @@ def _up_in_background(
     from paceline.cli._master_process import running_master, start_detached
 
     if (file := running_master(home)) is not None:
-        if differences := _differences(file, host, port, options):
+        if differences := _differences_from_running(file, host, port, options):
             raise CommandError(
                 f"The home {str(home)!r} must have no master to start one {differences[0]}, but one"
                 f" runs at {file.shown_url}. Hint: stop it with `paceline down` (`--keep-trials`"
@@ -185,7 +185,7 @@ def _up_in_background(
     typer.echo("Stop it with `paceline down`.")
 
 
-def _differences(
+def _differences_from_running(
     file: "MasterFile", host: str, port: int | None, options: dict[str, Any]
 ) -> list[str]:
     """Say what is wanted of a master that the running one does not have."""
@@ -199,7 +199,7 @@ def _differences(
     return [text for text, is_missing in wanted.items() if is_missing]
 
 
-def _announce(home: Path, stop: threading.Event) -> None:
+def _announce_master(home: Path, stop: threading.Event) -> None:
     """Say where the master listens, once it does."""
     from paceline.client import read_master_file
 

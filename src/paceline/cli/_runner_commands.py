@@ -117,7 +117,7 @@ def run(
             f" underscores, but got {node!r} and {pool!r}."
         )
     _check_token_file(token_file)
-    _serve(
+    _serve_node(
         master if "://" in master else f"http://{master}",
         token_file,
         (directory or Path("~/.paceline-runner") / node).expanduser().absolute(),
@@ -132,7 +132,7 @@ def run(
     )
 
 
-def _serve(
+def _serve_node(
     master: str,
     token_file: Path,
     directory: Path,

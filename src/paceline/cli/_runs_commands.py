@@ -107,7 +107,7 @@ def show(
         return
     _print_run_facts(summary, read_history(directory).metadata)
     print_alerts(read_alerts(directory))
-    _print_rows(rows)
+    _print_run_rows(rows)
 
 
 @app.command("time")
@@ -171,7 +171,7 @@ def _likely_cause(summary: "RunSummary") -> str | None:
     return "none was told: the process was killed, or its machine stopped"
 
 
-def _print_rows(rows: list[tuple[str, Any]]) -> None:
+def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
     from paceline.cli._console_output import console, format_values, print_table
 
     console().print()

@@ -34,7 +34,7 @@ def sync(
         syncs = [RunSync(client, _find_runs(path)) for path in runs]
         going_on = [one for one in syncs if _send_run(one).is_alive]
         if watch:
-            _watch(going_on)
+            _watch_runs(going_on)
 
 
 def _find_runs(path: Path) -> Path:
@@ -50,7 +50,7 @@ def _send_run(sync: "RunSync") -> "SyncResult":
     return result
 
 
-def _watch(going_on: "list[RunSync]") -> None:
+def _watch_runs(going_on: "list[RunSync]") -> None:
     """Send what is new about every second until all have ended; Ctrl-C leaves the runs alone."""
     import time
 

@@ -199,7 +199,7 @@ class Client(ClusterClient):
             submitted_config=submitted_config or _submitted_text(config),
             context_digest=digest,
             activate=activate,
-            source=None if model_dir is None else _source_of(Path(model_dir)),
+            source=None if model_dir is None else _git_source_of(Path(model_dir)),
         )
         data = self._session.call("POST", "experiments", ExperimentData, body=body)
         return Experiment(self._session, data)
@@ -310,7 +310,7 @@ def _check_lock(directory: Path) -> None:
         raise ContextError(missing_lock(directory))
 
 
-def _source_of(directory: Path) -> "Source | None":
+def _git_source_of(directory: Path) -> "Source | None":
     from paceline.core import describe_source
     from paceline.messages.resources import Source
 

@@ -119,7 +119,7 @@ class EventStream:
                     return
                 self.is_connected = True
                 is_greeted = False
-                for streamed in parse_stream(_lines_of(response)):
+                for streamed in parse_stream(_stream_lines_of(response)):
                     if streamed is None:
                         # The first comment greets; later ones come when there is nothing to send.
                         self.is_current, is_greeted = is_greeted, True
@@ -133,7 +133,7 @@ class EventStream:
             return
 
 
-def _lines_of(response: "httpx.Response") -> Iterator[str]:
+def _stream_lines_of(response: "httpx.Response") -> Iterator[str]:
     """Yield the lines of an answer as they come; signals take effect while there is none."""
     if threading.current_thread() is not threading.main_thread():
         yield from response.iter_lines()

@@ -11,7 +11,7 @@ from paceline.client._checkpoint import Checkpoint
 from paceline.client._errors import DownloadError, MasterUnreachableError, NoCheckpointError
 from paceline.client._event_stream import EventStream
 from paceline.client._http_session import HttpSession
-from paceline.client._trial import Trial, _number
+from paceline.client._trial import Trial, _number_of_metric
 
 if TYPE_CHECKING:
     from paceline.messages.resources import Experiment as ExperimentData
@@ -79,7 +79,7 @@ class Experiment:
     @property
     def best_metric(self) -> float | None:
         """The best searched metric of all trials; None before the first validation."""
-        return _number(self.data.best_metric)
+        return _number_of_metric(self.data.best_metric)
 
     def reload(self) -> "Experiment":
         """Read the experiment again and return it."""

@@ -63,7 +63,7 @@ class Trial:
     @property
     def best_metric(self) -> float | None:
         """The best searched metric so far; None before the first validation."""
-        return _number(self.data.best_metric)
+        return _number_of_metric(self.data.best_metric)
 
     def reload(self) -> "Trial":
         """Read the trial again, with its summary and attempts, and return it."""
@@ -224,7 +224,7 @@ def _has_ended(trial: Trial) -> bool:
     return trial.state.is_terminal and not trial.data.is_running
 
 
-def _number(value: Any) -> float | None:
+def _number_of_metric(value: Any) -> float | None:
     from paceline.journal import decode_value
 
     decoded = decode_value(value)

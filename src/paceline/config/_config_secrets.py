@@ -44,7 +44,7 @@ def hide_secrets(config: dict[str, Any]) -> dict[str, Any]:
     hidden = dict(environment)
     for field in (*_SECRETS, *_VARIABLES):
         if field in hidden:
-            hidden[field] = _hide(hidden[field], is_all=field in _SECRETS)
+            hidden[field] = _hide_secrets_in(hidden[field], is_all=field in _SECRETS)
     return {**config, "environment": hidden}
 
 
@@ -158,7 +158,7 @@ def hide_in_text(text: str, values: Iterable[str] = ()) -> str | None:
     return result
 
 
-def _hide(values: Any, *, is_all: bool) -> Any:
+def _hide_secrets_in(values: Any, *, is_all: bool) -> Any:
     if isinstance(values, dict):
         return {
             name: HIDDEN if is_all or is_secret(str(name), value) else value
@@ -183,7 +183,7 @@ def _secret_spans(root: yaml.Node | None) -> Iterator[tuple[int, int, str]]:
 
 
 def _secret_nodes(root: yaml.Node | None) -> Iterator[tuple[yaml.Node, str]]:
-    for field, section in _fields(_child(root, "environment")):
+    for field, section in _fields_with_secrets(_child(root, "environment")):
         is_all = field in _SECRETS
         if not is_all and field not in _VARIABLES:
             continue
@@ -192,16 +192,16 @@ def _secret_nodes(root: yaml.Node | None) -> Iterator[tuple[yaml.Node, str]]:
                 name, separator, value = str(entry.value).partition("=")
                 if separator and (is_all or is_secret(name, value)):
                     yield entry, f"{name}={HIDDEN}"
-        for name, value_node in _fields(section):
+        for name, value_node in _fields_with_secrets(section):
             if is_all or is_secret(name, value_node.value):
                 yield value_node, HIDDEN
 
 
 def _child(node: yaml.Node | None, name: str) -> yaml.Node | None:
-    return dict(_fields(node)).get(name)
+    return dict(_fields_with_secrets(node)).get(name)
 
 
-def _fields(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
+def _fields_with_secrets(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
     """Yield the fields of a map, those that `<<` brings included."""
     if not isinstance(node, yaml.MappingNode):
         return
@@ -209,6 +209,6 @@ def _fields(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
         if key.tag.endswith(":merge"):
             parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
             for part in parts:
-                yield from _fields(part)
+                yield from _fields_with_secrets(part)
         else:
             yield str(key.value), value

@@ -22,7 +22,7 @@ def check_space(value: Any, info: ValidationInfo) -> Any:
         return value
     space, problems = copy_json_map(value)
     reported = {problem.path for problem in problems}
-    for names, node in _leaves(space, ()):
+    for names, node in _hyperparameter_leaves(space, ()):
         problem = _leaf_problem(names, node)
         if problem is not None and problem.path not in reported:
             problems.append(problem)
@@ -34,10 +34,12 @@ def check_space(value: Any, info: ValidationInfo) -> Any:
     return space
 
 
-def _leaves(node: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _hyperparameter_leaves(
+    node: dict[str, Any], names: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, child in node.items():
         if isinstance(child, dict) and "type" not in child:
-            yield from _leaves(child, (*names, name))
+            yield from _hyperparameter_leaves(child, (*names, name))
         else:
             yield (*names, name), child
 
@@ -52,11 +54,11 @@ def _leaf_problem(names: tuple[str, ...], node: Any) -> Problem | None:
     try:
         parse_space(alone)
     except SpaceError as e:
-        return _problem_of(e.path, str(e), alone)
+        return _hyperparameter_problem_of(e.path, str(e), alone)
     return None
 
 
-def _problem_of(path: str, text: str, space: dict[str, Any]) -> Problem:
+def _hyperparameter_problem_of(path: str, text: str, space: dict[str, Any]) -> Problem:
     sentence, _, hint = text.partition("\nHint: ")
     match = _SENTENCE.match(sentence)
     if match is None:
@@ -65,10 +67,10 @@ def _problem_of(path: str, text: str, space: dict[str, Any]) -> Problem:
         message = f"is not allowed, as `{match['path']}` {match['message']}"
     else:
         path, message = match["path"], match["message"]
-    return Problem(path=path, value=_value_at(space, path), message=message, hint=hint)
+    return Problem(path=path, value=_hyperparameter_at(space, path), message=message, hint=hint)
 
 
-def _value_at(space: Any, path: str) -> Any:
+def _hyperparameter_at(space: Any, path: str) -> Any:
     value = space
     for part in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, dict):
@@ -90,7 +92,7 @@ def _grid_problems(space: dict[str, Any]) -> list[Problem]:
             message="is required by a grid search",
             allowed="an integer >= 1, the number of values to try",
         )
-        for names, node in _leaves(space, ())
+        for names, node in _hyperparameter_leaves(space, ())
         if isinstance(node, dict)
         and node["type"] in ("int", "double", "log")
         and node.get("count") is None

@@ -37,7 +37,7 @@ def _is_count(value: Any, minimum: int) -> bool:
     return is_integer and minimum <= value <= _MAX_LENGTH
 
 
-def _check(kind: str, minimum: int, *words: str) -> BeforeValidator:
+def _check_length(kind: str, minimum: int, *words: str) -> BeforeValidator:
     units = ", ".join(f"{{{unit}: N}}" for unit in UNITS)
     allowed = ", or ".join([f"an integer >= {minimum}", f"one of {units}", *words])
 
@@ -51,7 +51,7 @@ def _check(kind: str, minimum: int, *words: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _schema(minimum: int, *words: str) -> WithJsonSchema:
+def _length_schema(minimum: int, *words: str) -> WithJsonSchema:
     number = {"type": "integer", "minimum": minimum}
     units = {
         "type": "object",
@@ -77,10 +77,12 @@ def _quantity_schema(number: dict[str, Any], pattern: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [number, {"type": "string", "pattern": pattern}]})
 
 
-MaxLength = Annotated[int | dict[str, int], _check("length", 1), _schema(1)]
-Period = Annotated[int | dict[str, int], _check("period", 0), _schema(0)]
+MaxLength = Annotated[int | dict[str, int], _check_length("length", 1), _length_schema(1)]
+Period = Annotated[int | dict[str, int], _check_length("period", 0), _length_schema(0)]
 CheckpointPeriod = Annotated[
-    int | str | dict[str, int], _check("period", 0, CONTINUOUS), _schema(0, CONTINUOUS)
+    int | str | dict[str, int],
+    _check_length("period", 0, CONTINUOUS),
+    _length_schema(0, CONTINUOUS),
 ]
 NumBytes = Annotated[
     int,

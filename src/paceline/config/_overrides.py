@@ -24,7 +24,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     problems: list[Problem] = []
     for override in overrides:
         try:
-            _apply(result, override)
+            _apply_override(result, override)
         except ConfigError as e:
             problems.extend(e.problems)
     if problems:
@@ -32,7 +32,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return result
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def _apply_override(data: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     names = tuple(dotted.strip().split("."))
     if not equals or not all(names):

@@ -172,7 +172,7 @@ def compose_yaml(text: str) -> yaml.Node | None:
     Raises:
         ConfigError: the text is not YAML, or is too large or too deep with all aliases expanded.
     """
-    with _problems_of(text, "<text>"):
+    with _yaml_problems_of(text, "<text>"):
         return yaml.compose(text, Loader=_StrictLoader)
 
 
@@ -204,21 +204,21 @@ def parse_scalar(text: str, *, name: str) -> Any:
 
 
 def _load_yaml(text: str, file_name: str) -> Any:
-    with _problems_of(text, file_name):
+    with _yaml_problems_of(text, file_name):
         # The loader is a safe one: it derives from SafeLoader and adds no constructor.
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506
 
 
 @contextmanager
-def _problems_of(text: str, file_name: str) -> Iterator[None]:
+def _yaml_problems_of(text: str, file_name: str) -> Iterator[None]:
     """Raise what is wrong with a text as a `ConfigError`."""
     try:
         yield
     except (yaml.YAMLError, ValueError) as e:
-        raise ConfigError([_problem_of(e, text, file_name)]) from e
+        raise ConfigError([_yaml_problem_of(e, text, file_name)]) from e
 
 
-def _problem_of(error: Exception, text: str, file_name: str) -> Problem:
+def _yaml_problem_of(error: Exception, text: str, file_name: str) -> Problem:
     reason, line = str(error), None
     if isinstance(error, yaml.MarkedYAMLError):
         reason = ", ".join(part for part in (error.context, error.problem) if part)

@@ -10,7 +10,7 @@ from paceline.config._storage_section import DirectoryStorage
 _INTEGER_OR_NULL = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
 
 
-def _range(kind: str, bound: str, **more: Any) -> dict[str, Any]:
+def _range_schema(kind: str, bound: str, **more: Any) -> dict[str, Any]:
     properties = {
         "type": {"const": kind},
         "minval": {"type": bound},
@@ -45,9 +45,9 @@ _HYPERPARAMETER = {
             "required": ["type", "vals"],
             "additionalProperties": False,
         },
-        _range("int", "integer"),
-        _range("double", "number"),
-        _range("log", "number", base={"type": "number", "exclusiveMinimum": 0}),
+        _range_schema("int", "integer"),
+        _range_schema("double", "number"),
+        _range_schema("log", "number", base={"type": "number", "exclusiveMinimum": 0}),
         {
             "type": "object",
             "not": {"required": ["type"]},
@@ -69,7 +69,7 @@ def json_schema() -> dict[str, Any]:
     reference = {"$ref": "#/$defs/Hyperparameter"}
     schema["properties"]["hyperparameters"]["additionalProperties"] = reference
     for section in (schema, *definitions.values()):
-        _allow_null(section)
+        _allow_null_in_schema(section)
     definitions["Hyperparameter"] = _HYPERPARAMETER
     environment = definitions["Environment"]["properties"]
     environment["environment_variables"] = environment["variables"]
@@ -84,7 +84,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _allow_null(section: dict[str, Any]) -> None:
+def _allow_null_in_schema(section: dict[str, Any]) -> None:
     """Let null stand for "not given" in each field that need not be given."""
     required = section.get("required", [])
     for name, field in section.get("properties", {}).items():

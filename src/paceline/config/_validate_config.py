@@ -112,7 +112,7 @@ def validate_config(data: dict[str, Any]) -> ExperimentConfig:
         )
         if is_unknown_method and load_search_methods():
             return validate_config(data)
-        raise ConfigError(_problem_of(error) for error in _flatten(e)) from e
+        raise ConfigError(_config_problem_of(error) for error in _flatten_config_errors(e)) from e
 
 
 def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:
@@ -135,7 +135,7 @@ def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:
     return config.model_copy(update={"searcher": searcher})
 
 
-def _flatten(error: ValidationError) -> Iterator[ErrorDetails | Problem]:
+def _flatten_config_errors(error: ValidationError) -> Iterator[ErrorDetails | Problem]:
     """Yield each error; one about the parts of a value becomes the problems it stands for."""
     for details in error.errors(include_url=False):
         if details["type"] != "refused_parts":
@@ -146,7 +146,7 @@ def _flatten(error: ValidationError) -> Iterator[ErrorDetails | Problem]:
             yield dataclasses.replace(part, path=join_path(start, part.path))
 
 
-def _problem_of(details: ErrorDetails | Problem) -> Problem:
+def _config_problem_of(details: ErrorDetails | Problem) -> Problem:
     if isinstance(details, Problem):
         return details
     kind, path = details["type"], join_path(*_plain_path(details["loc"]))
@@ -154,11 +154,11 @@ def _problem_of(details: ErrorDetails | Problem) -> Problem:
     if kind == "refused":
         return Problem(path=path, **{"value": value, **context})
     if kind == "extra_forbidden":
-        return _unknown_field(details["loc"], path, value)
+        return _unknown_config_field(details["loc"], path, value)
     if kind == "missing":
         return _missing_field(details["loc"], path)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return _wrong_kind(path, value)
+        return _wrong_config_kind(path, value)
     if kind == "invalid_key":
         section = join_path(*_plain_path(details["loc"][:-1]))
         message, hint = "must have strings as names", "put the name in quotes."
@@ -194,7 +194,7 @@ def _missing_field(location: tuple[int | str, ...], path: str) -> Problem:
     return Problem(path=path, value=MISSING, message=message)
 
 
-def _unknown_field(location: tuple[int | str, ...], path: str, value: object) -> Problem:
+def _unknown_config_field(location: tuple[int | str, ...], path: str, value: object) -> Problem:
     section, name = _section_of(location), str(location[-1])
     known = sorted(field_names(section))
     if name in known:
@@ -234,7 +234,7 @@ def _did_you_mean(start: str, name: str, known: list[str]) -> str:
     return f"did you mean `{close[0]}`?" if close else ""
 
 
-def _wrong_kind(path: str, value: object) -> Problem:
+def _wrong_config_kind(path: str, value: object) -> Problem:
     """Return the problem of a searcher or storage that is none of those there are."""
     field, names = ("type", list(_STORAGES))
     if path == "searcher":

@@ -67,7 +67,7 @@ def read_history(run: RunDirectory) -> History:
     """Read all journals that the chiefs of a run wrote."""
     history = History()
     stored: dict[str, CheckpointStored] = {}
-    for key, last_step in _standing(run):
+    for key, last_step in _standing_journals(run):
         history.num_attempts = key.attempt + 1
         history.finished = None
         for entry in run.reader(key):
@@ -93,7 +93,7 @@ def read_history(run: RunDirectory) -> History:
         or finished.outcome == "error"
         or (finished.outcome == _INVALID_HP and finished.error is None)
     ):
-        history.finished = _refusal(run, history.num_attempts - 1) or finished
+        history.finished = _refusal_of_attempt(run, history.num_attempts - 1) or finished
     return history
 
 
@@ -112,7 +112,7 @@ def read_metrics(
         group: The metric group, such as "training", or "training_rank_2" for rank 2.
         rank: Who has reported them.
     """
-    for key, last_step in _standing(run, rank):
+    for key, last_step in _standing_journals(run, rank):
         for record in _metrics_records(run, key):
             if group is None or record.group == group:
                 yield MetricsRow(
@@ -137,7 +137,7 @@ def read_alerts(run: RunDirectory) -> list[AlertRaised]:
 def last_steps(run: RunDirectory, rank: int) -> dict[str, int]:
     """Return the last step of each metric group that a rank has reported and that stands."""
     found: dict[str, int] = {}
-    for key, last_step in _standing(run, rank):
+    for key, last_step in _standing_journals(run, rank):
         for record in _metrics_records(run, key):
             if found.get(record.group, -1) < record.steps_completed <= last_step:
                 found[record.group] = record.steps_completed
@@ -149,7 +149,7 @@ def standing_metrics(
 ) -> dict[str, Any]:
     """Return what a rank has reported for a group and step, merged, in its encoded form."""
     merged: dict[str, Any] = {}
-    for key, last_step in _standing(run, rank):
+    for key, last_step in _standing_journals(run, rank):
         if steps_completed <= last_step:
             for record in _metrics_records(run, key):
                 if record.steps_completed == steps_completed and record.group == group:
@@ -157,17 +157,17 @@ def standing_metrics(
     return merged
 
 
-def _standing(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKey, float]]:
+def _standing_journals(run: RunDirectory, rank: int = 0) -> list[tuple[JournalKey, float]]:
     """Return a rank's journals, each with the last step at which its rows stand."""
     standing: list[tuple[JournalKey, float]] = []
     last_step = inf
     for key in reversed([key for key in run.journal_keys() if key.rank == rank]):
         standing.append((key, last_step))
-        last_step = min(last_step, _first_step(run, key))
+        last_step = min(last_step, _first_step_of_attempt(run, key))
     return standing[::-1]
 
 
-def _refusal(run: RunDirectory, attempt: int) -> AttemptFinished | None:
+def _refusal_of_attempt(run: RunDirectory, attempt: int) -> AttemptFinished | None:
     """Return the end of a rank that found the hyperparameters of an attempt invalid."""
     found: AttemptFinished | None = None
     for key in run.journal_keys():
@@ -180,7 +180,7 @@ def _refusal(run: RunDirectory, attempt: int) -> AttemptFinished | None:
     return found
 
 
-def _first_step(run: RunDirectory, key: JournalKey) -> float:
+def _first_step_of_attempt(run: RunDirectory, key: JournalKey) -> float:
     """Return the step from which a journal's attempt went on."""
     for entry in run.reader(key).read(1):
         record = entry.decode()

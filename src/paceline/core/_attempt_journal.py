@@ -81,13 +81,13 @@ def record_start(
             host=os.uname().nodename,
             resumed_from=resumed_from,
             steps_completed=steps_completed,
-            environment=_environment() if rank == 0 and world_size > 0 else None,
+            environment=_environment_to_record() if rank == 0 and world_size > 0 else None,
         )
     )
     tell_run_began(journal)
 
 
-def _environment() -> dict[str, Any] | None:
+def _environment_to_record() -> dict[str, Any] | None:
     # A master knows the source of the code that it has unpacked.
     is_managed = RUN_DIRECTORY_VARIABLE in os.environ
     try:

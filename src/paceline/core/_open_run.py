@@ -164,7 +164,7 @@ def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
     """
     run = RunDirectory(path)
     info = run.read_info()
-    generation = _generation(info)
+    generation = _generation_of_run(info)
     if info.trial is not None:
         seed = info.trial.trial_seed
     elif seed is None:
@@ -371,7 +371,7 @@ def _tell_of_earlier_run(root: Path, name: str) -> None:
     )
 
 
-def _generation(info: RunInfo) -> int:
+def _generation_of_run(info: RunInfo) -> int:
     text = os.environ.get(GENERATION_VARIABLE)
     if text is None:
         return info.generation

@@ -23,7 +23,7 @@ class RankLiveness:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
-        self._place = _own_place()
+        self._place = _own_place_of_rank()
         self._unknown = [other for other in range(size) if other != rank]
         self._here: dict[int, int] = {}
         store.set(f"process/{rank}", f"{os.getpid()} {self._place}")
@@ -47,7 +47,7 @@ class RankLiveness:
         ]
 
 
-def _own_place() -> str:
+def _own_place_of_rank() -> str:
     """Return what is equal for processes that can look each other up by their ids."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")

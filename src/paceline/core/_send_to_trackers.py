@@ -85,7 +85,7 @@ class _Tracking:
         self._name = name
         self._run = run
         self._path = run.path / _FOLDER / f"{name}.json"
-        state = _read_state(self._path)
+        state = _read_tracker_state(self._path)
         # Other ranks may have begun already.
         now = (opened.attempt, opened.generation)
         earlier = [key for key in run.journal_keys() if (key.attempt, key.generation) < now]
@@ -290,7 +290,7 @@ class _Tracking:
             logger.debug("%s cannot be written: %s", self._path, error)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_tracker_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text())
     except (OSError, ValueError):

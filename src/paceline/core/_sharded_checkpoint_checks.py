@@ -54,15 +54,17 @@ def merged_metadata(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for rank, part in enumerate(parts):
-        _merge(merged, part, rank, "")
+        _merge_sharded_metadata(merged, part, rank, "")
     return merged
 
 
-def _merge(merged: dict[str, Any], part: Mapping[str, Any], rank: int, prefix: str) -> None:
+def _merge_sharded_metadata(
+    merged: dict[str, Any], part: Mapping[str, Any], rank: int, prefix: str
+) -> None:
     for key, value in part.items():
         known = merged.setdefault(key, value if not isinstance(value, Mapping) else {})
         if isinstance(value, Mapping) and isinstance(known, dict):
-            _merge(known, value, rank, f"{prefix}{key}.")
+            _merge_sharded_metadata(known, value, rank, f"{prefix}{key}.")
         elif known != value:
             raise ValueError(
                 f"The ranks must agree on the `metadata`, but {prefix + key!r} is {value!r} on rank"

@@ -47,7 +47,7 @@ class ArrowFormat(FileFormat):
         """Read a batch."""
         try:
             with _opened(file) as source:
-                batch = _batch(source, number)
+                batch = _arrow_batch(source, number)
         except DataError:
             raise
         except (pa.ArrowException, OSError) as error:
@@ -71,7 +71,7 @@ def _batches(source: Any) -> Any:
         return pa.ipc.open_stream(source)
 
 
-def _batch(source: Any, number: int) -> Any:
+def _arrow_batch(source: Any, number: int) -> Any:
     batches = _batches(source)
     if isinstance(batches, _FileBatches):
         return batches.reader.get_batch(number)

@@ -104,12 +104,12 @@ def load_index(place: FileLocation, pattern: str, file_format: FileFormat) -> Fi
     Raises:
         DataError: Files cannot be read, or differ in their columns.
     """
-    beside = _decode(place.read_whole(INDEX_NAME))
+    beside = _decode_index(place.read_whole(INDEX_NAME))
     if beside is not None and (beside.kind, beside.pattern) == (file_format.kind, pattern):
         return FileIndex(beside)
-    found = _find(place, pattern)
+    found = _find_indexed_files(place, pattern)
     kept = _kept_path(place, pattern, file_format, found)
-    known = _decode(kept.read_bytes()) if kept.is_file() else None
+    known = _decode_index(kept.read_bytes()) if kept.is_file() else None
     if known is not None:
         return FileIndex(known)
     index = make_index(place, pattern, file_format, found)
@@ -122,13 +122,13 @@ def load_index(place: FileLocation, pattern: str, file_format: FileFormat) -> Fi
 
 def write_index(place: FileLocation, pattern: str, file_format: FileFormat) -> FileIndex:
     """Write an index beside the files, which is taken from then on without looking at them."""
-    found = _find(place, pattern)
+    found = _find_indexed_files(place, pattern)
     index = make_index(place, pattern, file_format, found)
     place.write(INDEX_NAME, index.encode())
     return index
 
 
-def _find(place: FileLocation, pattern: str) -> list[FoundFile]:
+def _find_indexed_files(place: FileLocation, pattern: str) -> list[FoundFile]:
     found = [each for each in place.find(pattern) if not each.name.endswith(INDEX_NAME)]
     if not found:
         raise DataNotFoundError(
@@ -148,7 +148,7 @@ def make_index(
     files = [DataFile(place, each) for each in found]
     with ThreadPoolExecutor(_THREADS[isinstance(place, DirectoryLocation)]) as pool:
         indexed = list(pool.map(file_format.index_file, files))
-    schema = _common_schema(files, indexed)
+    schema = _common_schema_of_files(files, indexed)
     counts = np.array([len(each.chunks) for each in indexed], dtype=np.int64)
     chunks = [chunk for each in indexed for chunk in each.chunks]
     return FileIndex(
@@ -167,7 +167,7 @@ def make_index(
     )
 
 
-def _common_schema(files: Sequence[DataFile], indexed: Sequence[IndexedFile]) -> str:
+def _common_schema_of_files(files: Sequence[DataFile], indexed: Sequence[IndexedFile]) -> str:
     first: tuple[DataFile, IndexedFile] | None = None
     for file, each in zip(files, indexed, strict=True):
         if not any(chunk.rows for chunk in each.chunks):
@@ -217,7 +217,7 @@ def _options(file_format: FileFormat) -> list[Any]:
     return [repr(getattr(file_format, "_columns", None)), *([delimiter] * (delimiter != ","))]
 
 
-def _decode(data: bytes | None) -> _Stored | None:
+def _decode_index(data: bytes | None) -> _Stored | None:
     """Return a stored index, or None for none or one of another version."""
     if data is None:
         return None

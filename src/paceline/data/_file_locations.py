@@ -304,14 +304,14 @@ def location_of(url: str | os.PathLike[str]) -> tuple[FileLocation, str]:
     scheme = urlsplit(text).scheme if "://" in text else ""
     if scheme in ("", "file"):
         path = unquote(text.removeprefix("file://")) if scheme else os.path.expanduser(text)
-        base, pattern = _parted(os.path.abspath(path))
+        base, pattern = _parted_location(os.path.abspath(path))
         return DirectoryLocation(Path(base or "/")), pattern
     if _QUERY.search(text):
         raise ValueError(
             f"A URL of data must have no query, but got {text!r}. Hint: credentials and options"
             " come from the environment."
         )
-    base, pattern = _parted(text)
+    base, pattern = _parted_location(text)
     if base.endswith(":/") or "://" not in base:
         base, pattern = text, ""
     if not urlsplit(base).netloc:
@@ -332,7 +332,7 @@ def location_of(url: str | os.PathLike[str]) -> tuple[FileLocation, str]:
     return ObjectLocation(base, storage), pattern
 
 
-def _parted(path: str) -> tuple[str, str]:
+def _parted_location(path: str) -> tuple[str, str]:
     """Return the directory and the pattern below it; a path that ends in no file has none."""
     at = _first_wild(path)
     # The names of directories and files may have what else is wild.

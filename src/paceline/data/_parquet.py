@@ -38,7 +38,10 @@ class ParquetFormat(FileFormat):
         metadata = self._metadata(file, {start: footer})
         schema = metadata.schema.to_arrow_schema()
         lines = file.columns_of(schema, self._columns)
-        chunks = [_chunk(metadata.row_group(number)) for number in range(metadata.num_row_groups)]
+        chunks = [
+            _row_group_chunk(metadata.row_group(number))
+            for number in range(metadata.num_row_groups)
+        ]
         if len(chunks) == 1 and file.size <= _WHOLE_BYTES:
             chunks = [chunks[0]._replace(start=0, size=file.size)]
         return IndexedFile(chunks, xxhash.xxh3_64_hexdigest(footer), lines)
@@ -105,7 +108,7 @@ def _footer_of(file: DataFile) -> tuple[int, bytes]:
     return file.size - length, tail[-length:]
 
 
-def _chunk(group: Any) -> FileChunk:
+def _row_group_chunk(group: Any) -> FileChunk:
     columns = [group.column(number) for number in range(group.num_columns)]
     starts = [
         min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)

@@ -62,7 +62,7 @@ def parts_of(source: Source, counts: Sequence[int], seed: int | None) -> list[So
     """
     ends = [sum(counts[:n]) for n in range(len(counts) + 1)]
     spans = list(zip(ends, ends[1:], strict=False))
-    return [_span(source, [span], seed) for span in spans]
+    return [_span_of_source(source, [span], seed) for span in spans]
 
 
 def folds_of(source: Source, num_folds: int, seed: int | None) -> list[tuple[Source, Source]]:
@@ -75,7 +75,12 @@ def folds_of(source: Source, num_folds: int, seed: int | None) -> list[tuple[Sou
     for index, count in enumerate(counts):
         start = sum(counts[:index])
         rest = [(0, start), (start + count, total)]
-        folds.append((_span(source, rest, seed), _span(source, [(start, start + count)], seed)))
+        folds.append(
+            (
+                _span_of_source(source, rest, seed),
+                _span_of_source(source, [(start, start + count)], seed),
+            )
+        )
     return folds
 
 
@@ -85,10 +90,10 @@ def range_of(source: Source, numbers: range) -> Source:
 
     if source.chunk_sizes() is None:
         return PickedSource(source, np.arange(numbers.start, numbers.stop, numbers.step))
-    return _span(source, [(numbers.start, numbers.stop)], None)
+    return _span_of_source(source, [(numbers.start, numbers.stop)], None)
 
 
-def _span(source: Source, spans: Sequence[tuple[int, int]], seed: int | None) -> Source:
+def _span_of_source(source: Source, spans: Sequence[tuple[int, int]], seed: int | None) -> Source:
     """Return the samples that lie in some spans of the mixed line of all samples."""
     import numpy as np
 

@@ -44,7 +44,7 @@ class WebDatasetFormat(FileFormat):
         hasher, chunks = xxhash.xxh3_64(), []
         start = end = rows = 0
         key: str | None = None
-        for member in _members(file):
+        for member in _shard_members(file):
             hasher.update(repr(member).encode())
             if member.key != key:
                 if member.start - start >= _PIECE_BYTES:
@@ -80,7 +80,7 @@ class WebDatasetFormat(FileFormat):
         return Rows(samples, chunk.num_bytes)
 
 
-def _members(file: DataFile) -> Iterator[_Member]:
+def _shard_members(file: DataFile) -> Iterator[_Member]:
     path = file.local_path
     # Each header of a remote file would be a request of its own.
     raw: Any = (

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 
-def _figure(num_rows: int) -> tuple[Any, list[Any]]:
+def _figure_of_history(num_rows: int) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -30,7 +30,7 @@ def plot_history(
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    figure, axes = _figure(len(rows))
+    figure, axes = _figure_of_history(len(rows))
     for axis, (label, curves) in zip(axes, rows, strict=True):
         for name, values in curves.items():
             if len(values):

@@ -51,40 +51,40 @@ def progress_line(facts: ProgressFacts, width: int | None) -> str:
         others = []
     metrics = [*((2, text) for text in first), *((7, text) for text in others)]
     has_bar = width is not None and width >= _LEAST_WIDTH_WITH_BAR
-    line = "  ".join(_fitting(_state(facts, has_bar=has_bar) + metrics, width))
+    line = "  ".join(_parts_fitting_line(_progress_state(facts, has_bar=has_bar) + metrics, width))
     if facts.ending and not all(text in line for text in first):
         # How long it took matters less than what came of it.
-        state = _state(facts, has_bar=has_bar, has_duration=False)
-        line = "  ".join(_fitting(state + metrics, width))
+        state = _progress_state(facts, has_bar=has_bar, has_duration=False)
+        line = "  ".join(_parts_fitting_line(state + metrics, width))
     return line
 
 
 def report_line(facts: ProgressFacts, group: str, metrics: Mapping[str, Any]) -> str:
     """Return one report as a line of any length; only those of training carry no group."""
-    values = " ".join(_numbers(metrics))
+    values = " ".join(_progress_numbers(metrics))
     told = values if group == "training" else f"{group}: {values}"
-    return "  ".join(_fitting([*_state(facts), (2, told)], None))
+    return "  ".join(_parts_fitting_line([*_progress_state(facts), (2, told)], None))
 
 
-def _state(
+def _progress_state(
     facts: ProgressFacts, *, has_bar: bool = False, has_duration: bool = True
 ) -> list[tuple[int, str]]:
     """Return parts in the order of the line, with their importance: the smallest stays longest."""
     is_in_records = facts.unit == "records"
     return [
-        (0, _count(facts)),
+        (0, _progress_count(facts)),
         (9, _bar(facts) if has_bar else ""),
         # Meanwhile the time that is left tells as much.
         (1 if facts.ending else 5, _percentage(facts)),
         (6, _position(facts)),
         (3, _rate(facts.batches_per_second, "batches")),
         (8, _rate(facts.records_per_second, "records") if has_bar or is_in_records else ""),
-        (1 if facts.ending else 4, _time(facts) if has_duration else _plain(facts.ending)),
+        (1 if facts.ending else 4, _progress_time(facts) if has_duration else _plain(facts.ending)),
         (1, _plain(facts.note)),
     ]
 
 
-def _fitting(parts: list[tuple[int, str]], width: int | None) -> Iterator[str]:
+def _parts_fitting_line(parts: list[tuple[int, str]], width: int | None) -> Iterator[str]:
     room, fitting = inf if width is None else width + 2, set()
     for index in sorted(range(len(parts)), key=lambda index: parts[index][0]):
         num_columns = _num_columns(parts[index][1]) + 2
@@ -94,7 +94,7 @@ def _fitting(parts: list[tuple[int, str]], width: int | None) -> Iterator[str]:
     return (part for index, (_, part) in enumerate(parts) if index in fitting)
 
 
-def _count(facts: ProgressFacts) -> str:
+def _progress_count(facts: ProgressFacts) -> str:
     unit, completed, total = _SINGULAR[facts.unit], facts.completed or 0, facts.total
     if facts.unit == "epochs":
         # The present one, of which a part may be done.
@@ -141,7 +141,7 @@ def _rate(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}/s" if value >= 100 else f"{value:.3g} {unit}/s"
 
 
-def _time(facts: ProgressFacts) -> str:
+def _progress_time(facts: ProgressFacts) -> str:
     elapsed, done = format_duration(facts.elapsed_s), _part_done(facts)
     if facts.ending:
         word = "in" if facts.ending.startswith(COMPLETED) else "after"
@@ -169,12 +169,12 @@ def format_duration(seconds: float) -> str:
 
 def _newest_metrics(facts: ProgressFacts) -> tuple[list[str], list[str]]:
     """Return the first metric of training and of validation, and the others."""
-    training = [*_numbers(facts.training)]
-    validation = [*_numbers(facts.validation, others=facts.training)]
+    training = [*_progress_numbers(facts.training)]
+    validation = [*_progress_numbers(facts.validation, others=facts.training)]
     return training[:1] + validation[:1], training[1:] + validation[1:]
 
 
-def _numbers(metrics: Mapping[str, Any], others: Iterable[str] = ()) -> Iterator[str]:
+def _progress_numbers(metrics: Mapping[str, Any], others: Iterable[str] = ()) -> Iterator[str]:
     """Yield the metrics that are numbers, losses first; those named as `others` say what they are.
 
     The counts stand in the line already, and only a number is short for certain.

@@ -88,7 +88,7 @@ class TrainTrainable(tune.Trainable):
             if self._own.has_given_storage:
                 facts["url"] = checkpoint.url
             else:
-                _copy(checkpoint.path, Path(checkpoint_dir) / checkpoint.uuid)
+                _copy_checkpoint(checkpoint.path, Path(checkpoint_dir) / checkpoint.uuid)
         (Path(checkpoint_dir) / train.Checkpoint.tune_file).write_text(json.dumps(facts))
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
@@ -104,7 +104,7 @@ class TrainTrainable(tune.Trainable):
         elif facts["uuid"] is not None:
             # Tune removes its copy once this returns.
             folder = self._folder(_RESTORED_FOLDER)
-            _copy(directory / facts["uuid"], folder / facts["uuid"])
+            _copy_checkpoint(directory / facts["uuid"], folder / facts["uuid"])
             self._start = train.Checkpoint.from_path(folder / facts["uuid"])
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -175,11 +175,11 @@ def name_of(function: Callable[..., Any], default: str) -> str:
     return name if name.isidentifier() else default
 
 
-def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, copy_function=_link)
+def _copy_checkpoint(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, copy_function=_link_checkpoint_file)
 
 
-def _link(source: str, target: str) -> None:
+def _link_checkpoint_file(source: str, target: str) -> None:
     """Make another name for a file of a checkpoint, which never changes; else copy it."""
     try:
         os.link(source, target)

@@ -38,7 +38,7 @@ def encode_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
         if type(value) is float and isfinite(value) and type(key) is str and key:
             encoded[key] = value
         else:
-            encoded[_checked_key(key, "")] = _encode(value, str(key))
+            encoded[_checked_key(key, "")] = _encode_metric(value, str(key))
     return encoded
 
 
@@ -80,7 +80,7 @@ def _checked_key(key: Any, path: str) -> str:
     return key
 
 
-def _encode(value: Any, path: str) -> Any:
+def _encode_metric(value: Any, path: str) -> Any:
     if isinstance(value, _PLAIN) and type(value) in _PLAIN:
         return value
     if type(value) is int:
@@ -93,15 +93,15 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, float):
         return encode_float(float(value))
     if isinstance(value, dict):
-        return {_checked_key(k, path): _encode(v, f"{path}.{k}") for k, v in value.items()}
+        return {_checked_key(k, path): _encode_metric(v, f"{path}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_encode(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return [_encode_metric(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, (int, str)):  # enumerations and other subclasses
-        return _encode(int(value) if isinstance(value, int) else str(value), path)
-    return _encode(_scalar(value, path), path)
+        return _encode_metric(int(value) if isinstance(value, int) else str(value), path)
+    return _encode_metric(_scalar_of_metric(value, path), path)
 
 
-def _scalar(value: Any, path: str) -> Any:
+def _scalar_of_metric(value: Any, path: str) -> Any:
     """Return the Python scalar in a NumPy scalar, a 0-d array or a 0-d tensor."""
     shape = getattr(value, "shape", None)
     if shape is None or not hasattr(value, "item"):

@@ -134,7 +134,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]
         )
     if rest[0] == "--trial" or rest[0].startswith("--trial="):
         raise _legacy_trial()
-    return _checked(options), rest
+    return _checked_arguments(options), rest
 
 
 def _known_option(name: str, word: str) -> tuple[str, Callable[[str, str], Any]]:
@@ -216,7 +216,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
 }
 
 
-def _checked(options: LaunchOptions) -> LaunchOptions:
+def _checked_arguments(options: LaunchOptions) -> LaunchOptions:
     if options.num_nodes < 1:
         raise LaunchArgumentError(f"`--nnodes` must be at least 1, but got {options.num_nodes}.")
     if options.node_rank >= options.num_nodes:

@@ -23,10 +23,10 @@ def worker_command(program: Sequence[str]) -> WorkerCommand:
     """
     first, *rest = program
     if first == "-m" or first.endswith(".py"):
-        return _wrapped(sys.executable, [], list(program)) or _as_it_is(program)
+        return _wrapped_command(sys.executable, [], list(program)) or _as_it_is(program)
     if _INTERPRETER.match(os.path.basename(first)):
         flags, target = _split_flags(rest)
-        wrapped = _wrapped(_interpreter(first), flags, target)
+        wrapped = _wrapped_command(_interpreter(first), flags, target)
         if wrapped is not None:
             return wrapped
     return _as_it_is(program)
@@ -72,7 +72,7 @@ def _split_flags(words: list[str]) -> tuple[list[str], list[str]]:
     return flags, rest
 
 
-def _wrapped(interpreter: str, flags: list[str], target: list[str]) -> WorkerCommand | None:
+def _wrapped_command(interpreter: str, flags: list[str], target: list[str]) -> WorkerCommand | None:
     """Return the command that runs a Python program in the wrapper, None if it cannot."""
     if not target:
         return None

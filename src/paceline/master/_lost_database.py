@@ -79,11 +79,11 @@ def check_home(home: Path, database: Path, *, set_aside: bool = False) -> None:
             )
     if known is None:
         return
-    unknown_files += _find(home, known)
+    unknown_files += _find_unknown_files(home, known)
     if unknown_files and set_aside:
-        _move(home, unknown_files)
+        _move_unknown_files(home, unknown_files)
     elif unknown_files:
-        raise LostDatabaseError(_refusal(home, database, state, unknown_files))
+        raise LostDatabaseError(_lost_database_text(home, database, state, unknown_files))
 
 
 def files_of(database: Path) -> list[Path]:
@@ -92,7 +92,7 @@ def files_of(database: Path) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def _find(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
+def _find_unknown_files(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
     contexts = [
         path
         for path in _entries(home / "contexts", r"(\w+)\.tar\.gz")
@@ -110,10 +110,10 @@ def _find(home: Path, known: KnownFiles) -> list[_UnknownFiles]:
         # Otherwise a checkpoint may wait in the journal of an attempt that is known.
         checkpoints = _entries(home / "checkpoints", r"([^.].*)")
     texts = [
-        (_count(len(contexts), "context"), "contexts", contexts),
+        (_count_with_noun(len(contexts), "context"), "contexts", contexts),
         (_range("attempt", "attempts", attempts), "attempts", list(attempts)),
         (_range("the log of trial", "the logs of trials", logs), "logs", list(logs)),
-        (_count(len(checkpoints), "checkpoint"), "checkpoints", checkpoints),
+        (_count_with_noun(len(checkpoints), "checkpoint"), "checkpoints", checkpoints),
         (_range("experiment", "experiments", records), "records", list(records)),
     ]
     return [_UnknownFiles(f"{text} in {name!r}", paths) for text, name, paths in texts if paths]
@@ -133,7 +133,7 @@ def _numbered(directory: Path, pattern: str, newest: int) -> dict[Path, int]:
     return {path: number for path, number in numbers.items() if number > newest}
 
 
-def _count(number: int, noun: str) -> str:
+def _count_with_noun(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -142,7 +142,9 @@ def _range(one: str, several: str, numbers: dict[Path, int]) -> str:
     return f"{one} {first}" if first == last else f"{several} {first} to {last}"
 
 
-def _refusal(home: Path, database: Path, state: str, unknown_files: list[_UnknownFiles]) -> str:
+def _lost_database_text(
+    home: Path, database: Path, state: str, unknown_files: list[_UnknownFiles]
+) -> str:
     found = ", ".join(one.text for one in unknown_files)
     copies = sorted(path.name for path in home.glob(f"{database.stem}.version-*.sqlite"))
     copied = f" (copies from before an upgrade: {', '.join(copies)})" if copies else ""
@@ -155,7 +157,7 @@ def _refusal(home: Path, database: Path, state: str, unknown_files: list[_Unknow
     )
 
 
-def _move(home: Path, unknown_files: list[_UnknownFiles]) -> None:
+def _move_unknown_files(home: Path, unknown_files: list[_UnknownFiles]) -> None:
     """Move files into a new directory with the same layout."""
     paths = [path for one in unknown_files for path in one.paths]
     for path in paths:

@@ -126,7 +126,7 @@ def serve(
     raise_file_limit()
     # A thread that computes gives way to the event loop after a fifth of the usual time.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    listener = _listen(host, port)
+    listener = _listen_for_master(host, port)
     with listener, place.hold(), logging_to(place.master_log_path):
         place.prepare(set_aside=set_aside)
         port = listener.getsockname()[1]
@@ -265,7 +265,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen_for_master(host: str, port: int) -> socket.socket:
     # With the protocol left open, asyncio would not set TCP_NODELAY on accepted connections, and a
     # connection that is kept would wait 40 ms for each answer.
     listener = socket.socket(listening_family(host), socket.SOCK_STREAM, socket.IPPROTO_TCP)

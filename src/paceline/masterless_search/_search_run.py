@@ -319,10 +319,10 @@ class SearchRun:
 
     def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> Reported | None:
         """Return what the search is told of a report; None if that lacks the metric."""
-        value = _number(metrics.get(self._metric))
+        value = _metric_number(metrics.get(self._metric))
         if value is None:
             return None
-        time = _number(metrics.get(self._time_name))
+        time = _metric_number(metrics.get(self._time_name))
         if time is None:
             # Without such a metric the reports count.
             time = float(trial.result.num_reports + 1)
@@ -348,6 +348,6 @@ def reason_of(error: BaseException) -> ExitReason:
     return ExitReason.INVALID_HP if isinstance(error, core.InvalidHP) else ExitReason.ERROR
 
 
-def _number(value: Any) -> float | None:
+def _metric_number(value: Any) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number else None

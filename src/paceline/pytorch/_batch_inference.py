@@ -66,7 +66,7 @@ def torch_batch_process(
     _check_batch_inference(
         batch_processor_cls, batch_size, max_batches, checkpoint_interval, kwargs
     )
-    num_samples = _length(dataset)
+    num_samples = _length_for_inference(dataset)
     chosen = None if device is None else torch.device(device)
     distributed = join_ranks(distributed_context, chosen)
     with core.init(
@@ -113,7 +113,7 @@ def _check_batch_inference(
         )
 
 
-def _length(dataset: Any) -> int:
+def _length_for_inference(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"`dataset` must have `__len__` and `__getitem__`, but {type(dataset).__name__} has"

@@ -54,7 +54,7 @@ def load_trial_class(name: str) -> type[pytorch.PyTorchTrial]:
         RunTrialError: There is no such module or class, or it is no `PyTorchTrial`.
     """
     module_name, _, class_name = name.partition(":")
-    module = _import(module_name)
+    module = _import_trial_module(module_name)
     found = getattr(module, class_name, None)
     if inspect.isclass(found) and issubclass(found, pytorch.PyTorchTrial):
         return found
@@ -70,7 +70,7 @@ def load_trial_class(name: str) -> type[pytorch.PyTorchTrial]:
     )
 
 
-def _import(name: str) -> ModuleType:
+def _import_trial_module(name: str) -> ModuleType:
     directory = os.getcwd()
     # The interpreter's option -P leaves it out.
     if directory not in sys.path and "" not in sys.path:

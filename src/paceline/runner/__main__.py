@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def _serve(control: int) -> None:
-    from paceline.runner._fork_runners import leave, serve_runners
+    from paceline.runner._fork_runners import leave_forked_runner, serve_runners
 
     wanted = serve_runners(control)
     if wanted is None:
@@ -34,7 +34,7 @@ def _serve(control: int) -> None:
     except Exception:
         logging.getLogger(__name__).exception("The runner has failed.")
     finally:
-        leave()
+        leave_forked_runner()
 
 
 def _run(path: Path, *, is_shipping: bool) -> None:

@@ -223,7 +223,7 @@ class AttemptRun:
                 # Only a shell around it, or what came after, was ended by the signal.
                 return make_attempt_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
-        detail = _why(exit_)
+        detail = _why_process_ended(exit_)
         if self._group.has_others:
             detail = self._directory.run.read_launch_error() or detail
         return make_attempt_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
@@ -253,11 +253,11 @@ class AttemptRun:
         if spec.context_digest is not None:
             name = f"{spec.context_digest}.tar.gz"
             if spec.home is not None:
-                _unpack(Path(spec.home) / "contexts" / name, target)
+                _unpack_code(Path(spec.home) / "contexts" / name, target)
             else:
                 archive = self._directory.path / name
                 archive.write_bytes(self._fetch(f"/contexts/{spec.context_digest}"))
-                _unpack(archive, target)
+                _unpack_code(archive, target)
                 archive.unlink()
         if spec.working_dir is None:
             return target
@@ -339,7 +339,7 @@ class AttemptRun:
         return environment
 
 
-def _why(exit_: WorkerExit) -> str | None:
+def _why_process_ended(exit_: WorkerExit) -> str | None:
     if exit_.error is None and exit_.silence is not None:
         return f"The entrypoint {exit_.silence}"
     return exit_.error
@@ -351,7 +351,7 @@ def _is_ours(exit_: WorkerExit) -> bool:
     return exit_.signal in ends or exit_.code in (0, *(128 + number for number in ends))
 
 
-def _unpack(archive: Path, target: Path) -> None:
+def _unpack_code(archive: Path, target: Path) -> None:
     limits = ArchiveLimits.from_environment()
     try:
         unpack_archive(archive, target, limits)

@@ -67,11 +67,11 @@ def serve_runners(control_number: int) -> tuple[Path, bool] | None:
             _become_runner(request)
             libc.prctl(_PR_SET_NAME, f"runner-{Path(request['directory']).name}".encode(), 0, 0, 0)
             return Path(request["directory"]), bool(request["ship"])
-        _answer(control, pid)
+        _answer_with_runner(control, pid)
     return None
 
 
-def _answer(control: socket.socket, pid: int) -> None:
+def _answer_with_runner(control: socket.socket, pid: int) -> None:
     answer = json.dumps({"pid": pid}).encode()
     try:
         watch = os.pidfd_open(pid)
@@ -95,7 +95,7 @@ def _become_runner(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
 
 
-def leave() -> None:
+def leave_forked_runner() -> None:
     """End a forked runner: what it holds needs no tidying."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -230,9 +230,13 @@ class CheckpointShipper(ShippingLoop):
         try:
             manifest = self._local.manifest(uuid)
             shutil.rmtree(target, ignore_errors=True)
-            missing = [name for name in manifest.files if not _link(source / name, target / name)]
+            missing = [
+                name
+                for name in manifest.files
+                if not _link_file_to_ship(source / name, target / name)
+            ]
             for name in (*_done_names(source), MANIFEST_NAME):
-                if not _link(source / name, target / name):
+                if not _link_file_to_ship(source / name, target / name):
                     missing.append(name)
             # What another node stores is not here. What is deleted loses its manifest first.
             if missing and self._local.manifest(uuid) != manifest:
@@ -269,7 +273,7 @@ def _done_names(path: Path) -> Iterator[str]:
         rank += 1
 
 
-def _link(source: Path, target: Path) -> bool:
+def _link_file_to_ship(source: Path, target: Path) -> bool:
     """Link a file; False if there is none."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

@@ -40,7 +40,7 @@ class SimulationResult:
 
 
 @dataclass(slots=True)
-class _Imaginary:
+class _ImaginaryTrial:
     create: Create
     target: int = 0
     trained: int = 0
@@ -54,8 +54,8 @@ class _Simulator:
     inputs: list[Input] = field(default_factory=list)
     operations: list[tuple[Operation, ...]] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
-    trials: dict[str, _Imaginary] = field(default_factory=dict)
-    running: list[_Imaginary] = field(default_factory=list)
+    trials: dict[str, _ImaginaryTrial] = field(default_factory=dict)
+    running: list[_ImaginaryTrial] = field(default_factory=list)
 
     def give(self, input: Input) -> None:
         if len(self.inputs) >= self.max_inputs:
@@ -70,7 +70,7 @@ class _Simulator:
         self.progress.append(self.search.progress())
         for operation in operations:
             if isinstance(operation, Create):
-                trial = self.trials[operation.request_id] = _Imaginary(operation)
+                trial = self.trials[operation.request_id] = _ImaginaryTrial(operation)
                 self.running.append(trial)
             elif isinstance(operation, Train):
                 self.trials[operation.request_id].target = operation.length

@@ -33,7 +33,7 @@ def _read_safetensors(path: Path) -> Any:
 
 def _read_json(path: Path) -> Any:
     try:
-        return _plain(json.loads(path.read_bytes()))
+        return _plain_contents(json.loads(path.read_bytes()))
     except ValueError:
         return None
 
@@ -50,11 +50,11 @@ def _read_torch(path: Path) -> Any:
         return None
 
 
-def _plain(value: Any) -> Any:
+def _plain_contents(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_ITEMS}:
-            return {key: _plain(item) for key, item in value[_ITEMS]}
+            return {key: _plain_contents(item) for key, item in value[_ITEMS]}
         if value.keys() == {_TUPLE}:
-            return [_plain(item) for item in value[_TUPLE]]
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+            return [_plain_contents(item) for item in value[_TUPLE]]
+        return {key: _plain_contents(item) for key, item in value.items()}
+    return [_plain_contents(item) for item in value] if isinstance(value, list) else value

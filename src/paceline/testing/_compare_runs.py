@@ -60,7 +60,7 @@ def first_difference_before(straight: RunFacts, interrupted: RunFacts, step: int
     for group in straight.groups & interrupted.groups:
         rows = straight.metrics(group)
         for done, metrics in interrupted.metrics(group, first_attempt=True).items():
-            if done <= step and done in rows and not _same(rows[done], metrics):
+            if done <= step and done in rows and not _same_in_runs(rows[done], metrics):
                 steps.append(done)
     return min(steps, default=None)
 
@@ -117,7 +117,7 @@ def _compare_values(place: str, left: Any, right: Any, path: str = "") -> Iterat
         detail = _tensor_difference(left, right)
         if detail:
             yield Difference(place=place, path=path, detail=detail)
-    elif not _same(left, right):
+    elif not _same_in_runs(left, right):
         detail = f"{_short(left)} in {_STRAIGHT}, {_short(right)} in {_RESUMED}"
         yield Difference(place=place, path=path, detail=detail)
 
@@ -129,7 +129,7 @@ def _compare_lists(
         detail = f"{len(left)} elements in {_STRAIGHT}, {len(right)} in {_RESUMED}"
         yield Difference(place=place, path=path, detail=detail)
     elif len(left) > _LONG_LIST and all(isinstance(one, (int, float)) for one in (*left, *right)):
-        num_wrong = sum(not _same(a, b) for a, b in zip(left, right, strict=True))
+        num_wrong = sum(not _same_in_runs(a, b) for a, b in zip(left, right, strict=True))
         if num_wrong:
             detail = f"{num_wrong} of {len(left)} elements differ"
             yield Difference(place=place, path=path, detail=detail)
@@ -170,7 +170,7 @@ def _compare_metrics(straight: RunFacts, resumed: RunFacts) -> Iterator[Differen
             wrong = [
                 step
                 for step in sorted(left.keys() | right.keys())
-                if not _same(left.get(step, {}).get(name), right.get(step, {}).get(name))
+                if not _same_in_runs(left.get(step, {}).get(name), right.get(step, {}).get(name))
             ]
             if wrong:
                 step = wrong[0]
@@ -182,7 +182,7 @@ def _compare_metrics(straight: RunFacts, resumed: RunFacts) -> Iterator[Differen
                 yield Difference(place=f"metrics.{group}", path=name, detail=detail)
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same_in_runs(left: Any, right: Any) -> bool:
     # The shortest text of a float that gives the same float again tells all of its bits that
     # count, a NaN's and the sign of zero among them.
     return repr(left) == repr(right)

@@ -140,13 +140,13 @@ def start(
             start_new_session=True,
         )
         try:
-            code = _wait(process, script.timeout_s, directory, log)
+            code = _wait_for_script(process, script.timeout_s, directory, log)
         finally:
-            _end(process)
+            _end_script(process)
     return ScriptEnd(code=code, output=output, notes=list(_read_notes(log)))
 
 
-def _wait(
+def _wait_for_script(
     process: "subprocess.Popen[bytes]", timeout_s: float, directory: Path, log: Path
 ) -> int | None:
     """Wait for the end; what stops itself at a fault is told to pause, and continued."""
@@ -154,12 +154,12 @@ def _wait(
     continued: set[int] = set()
     while (code := process.poll()) is None and time.monotonic() < deadline:
         stopping = {note["pid"] for note in _read_notes(log) if note["signal"] == "STOP"}
-        continued |= {pid for pid in stopping - continued if _pause(pid, directory)}
+        continued |= {pid for pid in stopping - continued if _pause_script(pid, directory)}
         time.sleep(_POLL_S)
     return code
 
 
-def _pause(pid: int, directory: Path) -> bool:
+def _pause_script(pid: int, directory: Path) -> bool:
     """Say what a runner says for a pause, once the process has stopped; tell whether it has."""
     path = find_run(directory)
     with suppress(psutil.NoSuchProcess):
@@ -170,7 +170,7 @@ def _pause(pid: int, directory: Path) -> bool:
     return True
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end_script(process: "subprocess.Popen[bytes]") -> None:
     """End what is left: after a timeout everything, else loader processes without their parent."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):

@@ -82,14 +82,16 @@ def verify_resume(
     straight = straight or _unused(root, "straight")
     facts = _straight_facts(script, straight)
     outcomes = tuple(
-        _interrupt(script, _unused(root, str(fault)), fault, facts, ignore)
+        _run_interrupted(script, _unused(root, str(fault)), fault, facts, ignore)
         for fault in faults or [Fault("kill")]
     )
     return Verdict(
         steps_completed=facts.steps_completed,
         checkpoint_steps=tuple(facts.checkpoint_steps),
         outcomes=outcomes,
-        operations=_operations([straight, *(outcome.directory for outcome in outcomes)]),
+        operations=_operations_named_by_torch(
+            [straight, *(outcome.directory for outcome in outcomes)]
+        ),
         threads=facts.threads,
         directory=straight,
     )
@@ -114,7 +116,7 @@ def _run_straight(script: Script, directory: Path) -> None:
     end = start(script, directory, "straight")
     if end.code != 0:
         raise ScriptFailedError(
-            f"The script must end by itself without an error, but {_ending(end, script)}"
+            f"The script must end by itself without an error, but {_ending_of_script(end, script)}"
         )
     path = find_run(directory)
     if path is None:
@@ -168,7 +170,7 @@ def _load_straight(directory: Path, script: Script) -> RunFacts:
 # ---- an interrupted run ----------------------------------------------------------------------
 
 
-def _interrupt(
+def _run_interrupted(
     script: Script, directory: Path, fault: Fault, straight: RunFacts, ignore: Sequence[str]
 ) -> FaultOutcome:
     variable = fault_variable(fault, straight, script.num_workers)
@@ -179,7 +181,7 @@ def _interrupt(
     if path is None or not first.hits:
         raise FaultMissedError(
             f"The fault must interrupt the script ({fault}), but it never came:"
-            f" {_ending(first, script)}"
+            f" {_ending_of_script(first, script)}"
         )
     interrupted = read_facts(path)
     _check_interrupted(fault, interrupted, first, script)
@@ -197,7 +199,7 @@ def _interrupt(
         fault=fault,
         hit_step=hit_step,
         resumed_from=interrupted.final_checkpoint.steps_completed,
-        differences=tuple(_differences(script, straight, resumed, second, ignore)),
+        differences=tuple(_differences_after_resume(script, straight, resumed, second, ignore)),
         diverged_at=diverged_at,
         threads=num_threads(second.notes),
         directory=directory,
@@ -226,7 +228,7 @@ def _check_interrupted(
     )
     raise FaultMissedError(
         f"The fault must end the run ({fault}), but the run ended {said}:"
-        f" {_ending(first, script, hint)}"
+        f" {_ending_of_script(first, script, hint)}"
     )
 
 
@@ -240,7 +242,7 @@ def _hit_step(hit: Mapping[str, Any], interrupted: RunFacts) -> int:
     return reported[-1] if reported else 0
 
 
-def _differences(
+def _differences_after_resume(
     script: Script,
     straight: RunFacts,
     resumed: RunFacts,
@@ -248,7 +250,7 @@ def _differences(
     ignore: Sequence[str],
 ) -> list[Difference]:
     if end.code != 0:
-        return [Difference(place="run", path="resumed", detail=_ending(end, script))]
+        return [Difference(place="run", path="resumed", detail=_ending_of_script(end, script))]
     if resumed.outcome != "completed":
         detail = f"it ended as {resumed.outcome} instead of completed"
         return [Difference(place="run", path="resumed", detail=detail)]
@@ -258,7 +260,7 @@ def _differences(
 # ---- small parts -----------------------------------------------------------------------------
 
 
-def _ending(end: ScriptEnd, script: Script, hint: str = "") -> str:
+def _ending_of_script(end: ScriptEnd, script: Script, hint: str = "") -> str:
     """Return how a start ended, in a sentence, and below it what the script wrote last."""
     ending = (
         f"it took more than {script.timeout_s:g} s"
@@ -269,7 +271,7 @@ def _ending(end: ScriptEnd, script: Script, hint: str = "") -> str:
     return f"{ending}.{hint}" + (f"\nThe end of {end.output}:\n{tail}" if tail else "")
 
 
-def _operations(directories: Sequence[Path]) -> tuple[str, ...]:
+def _operations_named_by_torch(directories: Sequence[Path]) -> tuple[str, ...]:
     """Return the operations that torch named in the outputs, each once."""
     found = {
         name

@@ -20,7 +20,7 @@ def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) ->
     title = title_of(settings, num_workers, facts)
     if settings.limits is None:
         return title
-    rows = _rows_of(settings, num_workers, facts)
+    rows = _table_rows_of(settings, num_workers, facts)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -35,11 +35,11 @@ def html_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> 
     title = title_of(settings, num_workers, facts)
     if settings.limits is None:
         return html_table(title, (), ())
-    header, *rows = _rows_of(settings, num_workers, facts)
+    header, *rows = _table_rows_of(settings, num_workers, facts)
     return html_table(title, header, rows)
 
 
-def _rows_of(
+def _table_rows_of(
     settings: GroupSettings, num_workers: int, facts: Sequence[Any]
 ) -> list[Sequence[str]]:
     """Return the header and a row for each worker."""

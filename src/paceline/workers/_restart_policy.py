@@ -302,7 +302,7 @@ class RestartPolicy:
         if exit_code == 0 or (_is_raised(error) and not self._retries_errors):
             # An end that was meant is never repeated.
             return RestartDecision(False, "")
-        reason = _reason(error)
+        reason = _restart_reason(error)
         is_same = reason is not None and (reason, num_commits) == self._last
         self._last = None if reason is None else (reason, num_commits)
         self.num_losses += 1
@@ -365,7 +365,7 @@ def _is_raised(error: BaseException) -> bool:
     return is_mismatch or (is_told(error) and not has_left)
 
 
-def _reason(error: BaseException) -> str | None:
+def _restart_reason(error: BaseException) -> str | None:
     """Return what tells a program's own failure from others; None for workers that were lost."""
     exit_code = getattr(error, "exit_code", None)
     if _is_raised(error):

@@ -95,15 +95,17 @@ def _make_group(distributed: DistributedContext, device: torch.device | None) ->
     if place is not None and (place.rank, place.size) == (distributed.rank, distributed.size):
         prepare_joined(distributed)
         address, port = place.meeting_point()
-        _meet(backend, distributed, address, port)
+        _meet_other_ranks(backend, distributed, address, port)
         return
     with PortReservation() as reservation:
         address = LOOPBACK if distributed.cross_size == 1 else socket.gethostname()
         address, port = distributed.broadcast((address, reservation.port))
-        _meet(backend, distributed, address, port)
+        _meet_other_ranks(backend, distributed, address, port)
 
 
-def _meet(backend: str, distributed: DistributedContext, address: str, port: int) -> None:
+def _meet_other_ranks(
+    backend: str, distributed: DistributedContext, address: str, port: int
+) -> None:
     join_process_group(
         backend,
         timeout_s=_TIMEOUT_S,

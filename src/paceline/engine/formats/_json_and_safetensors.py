@@ -46,7 +46,7 @@ def save_state(state: Any, directory: Path, name: str) -> None:
             or dictionary of these; the message names its path.
     """
     tensors: dict[str, torch.Tensor] = {}
-    tree = _pack(state, "", tensors, {})
+    tree = _state_to_json(state, "", tensors, {})
     (directory / f"{name}.json").write_text(json.dumps(tree, allow_nan=False))
     if tensors:
         _write_tensors(tensors, directory / f"{name}.safetensors")
@@ -55,7 +55,7 @@ def save_state(state: Any, directory: Path, name: str) -> None:
 def is_storable(state: Any) -> bool:
     """Tell whether `save_state` would take a state."""
     try:
-        _pack(state, "", {}, {})
+        _state_to_json(state, "", {}, {})
     except StateFormatError:
         return False
     return True
@@ -77,10 +77,10 @@ def load_state(directory: Path, name: str, *, lazily: bool = False) -> Any:
     if path.exists():
         tensors = WholeTensors(TensorFile(path)).tensors() if lazily else load_file(path)
     shards = ShardFiles(directory) if f'"{_SHARDED}"' in text else None
-    return _unpack(json.loads(text), tensors, shards)
+    return _state_from_json(json.loads(text), tensors, shards)
 
 
-def _pack(
+def _state_to_json(
     value: Any,
     path: str,
     tensors: dict[str, torch.Tensor],
@@ -96,13 +96,15 @@ def _pack(
     if isinstance(value, float):
         return encode_float(value)
     if isinstance(value, tuple):
-        return {_TUPLE: [_pack(v, _at(path, i), tensors, known) for i, v in enumerate(value)]}
+        return {
+            _TUPLE: [_state_to_json(v, _at(path, i), tensors, known) for i, v in enumerate(value)]
+        }
     if isinstance(value, list):
-        return [_pack(v, _at(path, i), tensors, known) for i, v in enumerate(value)]
+        return [_state_to_json(v, _at(path, i), tensors, known) for i, v in enumerate(value)]
     if isinstance(value, dict):
         return _pack_dict(value, path, tensors, known)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
-        return _pack(value.item(), path, tensors, known)
+        return _state_to_json(value.item(), path, tensors, known)
     if type(value).__module__ == "numpy" and str(getattr(value, "dtype", "")) in _ARRAY_DTYPES:
         return {_ARRAY: _pack_tensor(torch.from_numpy(value), path or "value", tensors, known)}
     raise StateFormatError(
@@ -119,7 +121,9 @@ def _pack_dict(
     known: dict[tuple[Any, ...], str],
 ) -> dict[str, Any]:
     if all(isinstance(key, str) and key[:1] != "$" for key in value):
-        return {key: _pack(item, _at(path, key), tensors, known) for key, item in value.items()}
+        return {
+            key: _state_to_json(item, _at(path, key), tensors, known) for key, item in value.items()
+        }
     items = []
     for key, item in value.items():
         if not isinstance(key, (str, int, bool)) and key is not None:
@@ -127,7 +131,7 @@ def _pack_dict(
                 f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
                 f" {key!r}."
             )
-        items.append([key, _pack(item, _at(path, key), tensors, known)])
+        items.append([key, _state_to_json(item, _at(path, key), tensors, known)])
     return {_DICT: items}
 
 
@@ -170,9 +174,9 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
-def _unpack(tree: Any, tensors: Mapping[str, Any], shards: ShardFiles | None) -> Any:
+def _state_from_json(tree: Any, tensors: Mapping[str, Any], shards: ShardFiles | None) -> Any:
     if isinstance(tree, list):
-        return [_unpack(item, tensors, shards) for item in tree]
+        return [_state_from_json(item, tensors, shards) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if _TENSOR in tree:
@@ -183,12 +187,12 @@ def _unpack(tree: Any, tensors: Mapping[str, Any], shards: ShardFiles | None) ->
     if _ARRAY in tree:
         return whole(tensors[tree[_ARRAY]]).numpy()
     if _TUPLE in tree:
-        return tuple(_unpack(item, tensors, shards) for item in tree[_TUPLE])
+        return tuple(_state_from_json(item, tensors, shards) for item in tree[_TUPLE])
     if _DICT in tree:
-        return {key: _unpack(item, tensors, shards) for key, item in tree[_DICT]}
+        return {key: _state_from_json(item, tensors, shards) for key, item in tree[_DICT]}
     if any(key[:1] == "$" for key in tree):
         return decode_value(tree)
-    return {key: _unpack(item, tensors, shards) for key, item in tree.items()}
+    return {key: _state_from_json(item, tensors, shards) for key, item in tree.items()}
 
 
 def _at(path: str, key: object) -> str:

@@ -42,7 +42,7 @@ class ChangedGradients:
         is_due = not self._is_found and (is_early or self._num_passes % _INTERVAL == 0)
         is_left_alone = is_complete and not self.is_scaled
         is_seen = is_due and not is_left_alone and _is_chief()
-        self._seen = _marks(parameters()) if is_seen else {}
+        self._seen = _gradient_marks(parameters()) if is_seen else {}
 
     def find(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer's gradients have changed since; True once only.
@@ -51,7 +51,7 @@ class ChangedGradients:
         """
         if not self._seen:
             return False
-        now = _marks(p for group in optimizer.param_groups for p in group["params"])
+        now = _gradient_marks(p for group in optimizer.param_groups for p in group["params"])
         was_found = self._is_found
         self._is_found = was_found or any(self._seen.get(key, now[key]) != now[key] for key in now)
         # The step will change them too.
@@ -63,7 +63,7 @@ def _is_chief() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _marks(parameters: Iterable[torch.nn.Parameter]) -> dict[int, _Mark]:
+def _gradient_marks(parameters: Iterable[torch.nn.Parameter]) -> dict[int, _Mark]:
     """Return what tells a changed gradient from the same one, for each parameter with one."""
     gradients = {id(p): p.grad for p in parameters if p.grad is not None}
     marks: dict[int, _Mark] = {key: (id(g), g._version) for key, g in gradients.items()}

@@ -34,10 +34,12 @@ def note_samples(error: BaseException, dataset: Any, batch: Sequence[Any]) -> No
     if hint is not None:
         add_note(error, hint)
     elif batch and _BEGIN not in f"{error} {getattr(error, '__notes__', '')}":
-        add_note(error, f"{_BEGIN} {_failed(error, dataset) or _listed(dataset, batch)}.")
+        add_note(
+            error, f"{_BEGIN} {_failed_samples(error, dataset) or _listed_samples(dataset, batch)}."
+        )
 
 
-def _failed(error: BaseException, dataset: Any) -> str | None:
+def _failed_samples(error: BaseException, dataset: Any) -> str | None:
     """Return the sample whose `__getitem__` failed, if the traceback shows one."""
     step = error.__traceback__
     while step is not None:
@@ -50,7 +52,7 @@ def _failed(error: BaseException, dataset: Any) -> str | None:
     return None
 
 
-def _listed(dataset: Any, batch: Sequence[Any]) -> str:
+def _listed_samples(dataset: Any, batch: Sequence[Any]) -> str:
     parts = [part if isinstance(part, list) else [part] for part in batch]
     numbers = [number for part in parts for number in part]
     shown = ", ".join(map(str, numbers[:_MOST_NUMBERS]))

@@ -27,7 +27,7 @@ class ExplainedVariance(MetricReducer):
     def add(self, name: str, pred: Tensor, label: Tensor) -> None:
         """Add a batch of a prediction; both are [batch, ...] of the same size."""
         with torch.no_grad():
-            found, right = (x.detach().double().flatten(1) for x in _columns(pred, label))
+            found, right = (x.detach().double().flatten(1) for x in _label_columns(pred, label))
             mean = right.mean(0)
             batch = [
                 # `torch.tensor` would wait for a GPU.
@@ -37,7 +37,7 @@ class ExplainedVariance(MetricReducer):
                 (right - found).square().sum(0),
             ]
         held = self._sums.get(name)
-        self._sums[name] = batch if held is None else _merged(held, batch)
+        self._sums[name] = batch if held is None else _merged_variance(held, batch)
 
     def reset(self) -> None:
         """Forget what was collected."""
@@ -56,7 +56,7 @@ class ExplainedVariance(MetricReducer):
                 continue
             total = shares[0]
             for share in shares[1:]:
-                total = _merged(total, share)
+                total = _merged_variance(total, share)
             _, _, variance, error = total
             explained = 1 - error / variance
             explained = torch.where(variance > 0, explained, (error == 0).double())
@@ -72,7 +72,7 @@ class ExplainedVariance(MetricReducer):
         self._sums = {name: list(parts) for name, parts in state_dict["sums"].items()}
 
 
-def _columns(pred: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+def _label_columns(pred: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     if pred.numel() != label.numel():
         raise ValueError(
             "An accuracy of a regression needs a label for each value, but the prediction is"
@@ -83,7 +83,7 @@ def _columns(pred: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     return pred.reshape(rows, -1), label.reshape(rows, -1)
 
 
-def _merged(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
+def _merged_variance(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
     size, mean, variance, error = (part.to(other[0].device) for part in one)
     total = size + other[0]
     step = other[1] - mean

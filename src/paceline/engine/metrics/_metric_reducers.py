@@ -160,7 +160,7 @@ class ReducerSet:
         metrics: dict[str, Any] = {}
         for index, (reducer, name, *_) in enumerate(self._chosen(for_training=for_training)):
             value = reducer.cross_slot_reduce([share[index] for share in shares])
-            metrics.update(_named(name, value))
+            metrics.update(_named_metrics(name, value))
         return metrics
 
     def _chosen(self, *, for_training: bool) -> list[tuple[MetricReducer, str | None, bool, bool]]:
@@ -169,7 +169,7 @@ class ReducerSet:
     def state(self) -> list[dict[str, Any]]:
         """Return what all reducers have collected, as it is now."""
         known = {id(reference): reference for reference in self._references()}
-        return [_copied(entry[0], known) for entry in self._entries]
+        return [_copied_metric(entry[0], known) for entry in self._entries]
 
     def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Take up what `state` or `storable_state` returned for the same reducers."""
@@ -187,7 +187,7 @@ class ReducerSet:
     def storable_state(self) -> list[dict[str, Any] | None]:
         """Return what `state` does, with None for what a checkpoint cannot hold."""
         known = {id(reference): _REFERENCE for reference in self._references()}
-        copies = [_copied(entry[0], known) for entry in self._entries]
+        copies = [_copied_metric(entry[0], known) for entry in self._entries]
         collected = [
             {name: value for name, value in state.items() if value is not _REFERENCE}
             for state in copies
@@ -224,7 +224,7 @@ class _DetachedCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copied(reducer: MetricReducer, known: dict[int, Any]) -> dict[str, Any]:
+def _copied_metric(reducer: MetricReducer, known: dict[int, Any]) -> dict[str, Any]:
     """Return a copy of a reducer's state.
 
     Args:
@@ -242,7 +242,7 @@ def _copied(reducer: MetricReducer, known: dict[int, Any]) -> dict[str, Any]:
     return copies
 
 
-def _named(name: str | None, value: Any) -> dict[str, Any]:
+def _named_metrics(name: str | None, value: Any) -> dict[str, Any]:
     if name is None:
         if not isinstance(value, dict):
             raise TypeError(

@@ -81,7 +81,7 @@ def reduced_statistics(results: Sequence[PassResult]) -> dict[str, Any]:
     weights = [result.num_samples or 1 for result in counting]
     total = sum(weights)
     shares = [weight / total for weight in weights]
-    means = _means([result.statistics for result in counting], shares)
+    means = _means_of_pass([result.statistics for result in counting], shares)
     means |= _last_values(results)
     every = [result.statistics for result in results]
     for name in _COUNTS:
@@ -109,7 +109,7 @@ def _last_values(results: Sequence[PassResult]) -> dict[str, float]:
     }
 
 
-def _means(parts: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, Any]:
+def _means_of_pass(parts: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str, Any]:
     means: dict[str, Any] = {}
     for name, first in parts[0].items():
         values = [part.get(name) for part in parts]
@@ -117,7 +117,9 @@ def _means(parts: Sequence[dict[str, Any]], shares: Sequence[float]) -> dict[str
             # With one worker a value stays what it is.
             means[name] = first if len(values) == 1 else _dot(values, shares)
         elif all(isinstance(value, dict) for value in values):
-            means[name] = _means([value for value in values if isinstance(value, dict)], shares)
+            means[name] = _means_of_pass(
+                [value for value in values if isinstance(value, dict)], shares
+            )
         else:
             means[name] = first
     return means

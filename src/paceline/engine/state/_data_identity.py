@@ -27,7 +27,7 @@ def check_identity(
     """
     if not stored or not present or _key(stored) == _key(present):
         return
-    difference = _difference(stored, present)
+    difference = _data_difference(stored, present)
     if is_within_epoch:
         raise CheckpointMismatchError(
             "The data must be those that the checkpoint was saved with, as it lies within an epoch,"
@@ -43,7 +43,7 @@ def _key(identity: Mapping[str, Any]) -> tuple[Any, ...]:
     return identity["digest"], identity.get("window"), identity.get("selection")
 
 
-def _difference(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+def _data_difference(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     before, now = stored["prints"], present["prints"]
     name = present["name"]
     if stored["digest"] == present["digest"]:

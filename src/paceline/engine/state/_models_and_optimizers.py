@@ -62,7 +62,7 @@ class ModelsAndOptimizers:
         models = [_model_state(model) for model in self.models]
         # A walk through a model takes as long as all else of it.
         named = [[*model.named_parameters()] for model in self.models]
-        names = _names(named)
+        names = _names_of_parameters(named)
         loose = [each.detach() for each in self.parameters if id(each) not in names]
         return {
             **self._leave_bases_out(models),
@@ -127,7 +127,7 @@ class ModelsAndOptimizers:
 
     def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
         """Put back the parameters that only optimizers have; earlier versions stored none."""
-        names = _names([[*model.named_parameters()] for model in self.models])
+        names = _names_of_parameters([[*model.named_parameters()] for model in self.models])
         loose = [each for each in self.parameters if id(each) not in names]
         if not stored:
             return
@@ -177,7 +177,9 @@ class ModelsAndOptimizers:
             )
 
 
-def _names(named: Sequence[Sequence[tuple[str, torch.nn.Parameter]]]) -> dict[int, str]:
+def _names_of_parameters(
+    named: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
+) -> dict[int, str]:
     """Return by `id` of each parameter of models where a checkpoint has it.
 
     Args:
@@ -255,7 +257,7 @@ def _load_model(
     shapes = [
         f"{name!r} is {list(state[name].shape)} there and {list(value.shape)} here"
         for name, value in present.items()
-        if name in state and _shape(value) not in (None, _shape(state[name]))
+        if name in state and _shape_of_state(value) not in (None, _shape_of_state(state[name]))
     ]
     problems = [f"it lacks {_some(missing)}"] if missing else []
     problems += [f"it has {_some(unknown)} besides"] if unknown else []
@@ -298,7 +300,7 @@ def _more(names: list[str]) -> str:
     return f" and {num_more} more" if num_more > 0 else ""
 
 
-def _shape(value: Any) -> Any:
+def _shape_of_state(value: Any) -> Any:
     """Return a tensor's shape; None where there is none to compare, as before a first batch."""
     if isinstance(value, StoredTensor):
         return value.shape
@@ -342,7 +344,7 @@ def divided(states: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict
         if isinstance(state := states.get(index), dict):
             divided[index] = {
                 name: fit_stored_tensor(value, parameter)
-                if _shape(value) == parameter.shape
+                if _shape_of_state(value) == parameter.shape
                 else whole(value)
                 for name, value in state.items()
             }

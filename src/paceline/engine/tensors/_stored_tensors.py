@@ -80,7 +80,9 @@ class StoredTensor:
         size = torch.Size(shape)
         result, num_read = None, 0
         for piece in self._files.pieces(self.name):
-            there, here = _overlap(piece.offset, piece.file.shape(piece.name), offset, shape)
+            there, here = _overlap_of_pieces(
+                piece.offset, piece.file.shape(piece.name), offset, shape
+            )
             if there is None:
                 continue
             values = piece.file.read(piece.name, there)
@@ -180,7 +182,7 @@ class ShardFiles:
         return self._pieces.get(name, ())
 
 
-def _overlap(
+def _overlap_of_pieces(
     start: Sequence[int], shape: Sequence[int], other_start: Sequence[int], other: Sequence[int]
 ) -> tuple[Any, Any]:
     """Return what two pieces have in common, as slices of each; None if nothing."""

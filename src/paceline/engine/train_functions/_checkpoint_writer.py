@@ -88,7 +88,7 @@ class TrainCheckpointWriter:
         sources: list[Path] = []
         if is_chief:
             metadata["score"] = self._score(state)
-            sources = _sources(files)
+            sources = _given_file_sources(files)
         if faults.is_active():
             faults.reach("train.save")
         # Idle ranks may skip the loop that saves; they know nothing that the chief does not know.
@@ -132,7 +132,7 @@ def _check_given(state: Any, rank: int) -> None:
         )
 
 
-def _sources(files: Files) -> list[Path]:
+def _given_file_sources(files: Files) -> list[Path]:
     # Every checkpoint consists of files, so that True asks for nothing more.
     if files is None or isinstance(files, bool):
         return []

@@ -54,7 +54,9 @@ def set_up(
     method = "env://"
     if config.init_method == "tcp":
         method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return _set_up(config, gpus_per_worker, instance, RankInfo.from_environment(), method)
+    return _set_up_job_worker(
+        config, gpus_per_worker, instance, RankInfo.from_environment(), method
+    )
 
 
 def set_up_joined(
@@ -81,12 +83,12 @@ def set_up_joined(
     )
     # A store that torchrun hosts is told of by the environment.
     method = "env://" if launched.launcher == "torchrun" else f"tcp://{address}:{port}"
-    facts = _set_up(config, gpus_per_worker, instance, rank_info, method)
+    facts = _set_up_job_worker(config, gpus_per_worker, instance, rank_info, method)
     end_without_shutdown()
     return facts
 
 
-def _set_up(
+def _set_up_job_worker(
     config: TorchConfig,
     gpus_per_worker: float | None,
     instance: Instance | None,

@@ -76,12 +76,12 @@ def export_weights(
     max_bytes = None if max_shard_size is None else _bytes_of(max_shard_size)
     state, base = stored_weights(source, model=model, key=key)
     weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
-    tied = {} if repeat_tied else _tied(weights)
+    tied = {} if repeat_tied else _tied_weights(weights)
     kept = {name: value for name, value in weights.items() if name not in tied}
     files = {target: [*kept]} if max_bytes is None else _in_shards(kept, target, max_bytes)
     with _written_together() as new_file:
         for path, names in files.items():
-            _write(new_file(path), {name: kept[name] for name in names}, tied)
+            _write_exported(new_file(path), {name: kept[name] for name in names}, tied)
         if len(files) > 1:
             new_file(target / INDEX_NAME).write_text(_index(files, kept))
     return ExportedWeights(tuple(files), _no_tensors(state), tied, base)
@@ -146,7 +146,7 @@ def _bytes_of(size: int | str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
-def _tied(weights: Mapping[str, StoredTensor]) -> dict[str, str]:
+def _tied_weights(weights: Mapping[str, StoredTensor]) -> dict[str, str]:
     first: dict[object, str] = {}
     tied = {}
     for name, value in weights.items():
@@ -184,7 +184,9 @@ def _index(files: Mapping[Path, Sequence[str]], weights: Mapping[str, StoredTens
     return json.dumps(index, indent=2) + "\n"
 
 
-def _write(path: Path, weights: Mapping[str, StoredTensor], tied: Mapping[str, str]) -> None:
+def _write_exported(
+    path: Path, weights: Mapping[str, StoredTensor], tied: Mapping[str, str]
+) -> None:
     others = {name: first for name, first in tied.items() if first in weights}
     tensors = {
         name: (value.dtype, value.shape, value.blocks(_BLOCK_BYTES))

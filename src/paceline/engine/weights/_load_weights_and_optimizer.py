@@ -254,15 +254,15 @@ def _add_tied(model: torch.nn.Module, state: dict[str, Any]) -> None:
     present = model.state_dict()
     for name, value in present.items():
         if name in state and isinstance(value, torch.Tensor):
-            by_memory.setdefault(_memory(value), state[name])
+            by_memory.setdefault(_memory_of_tensor(value), state[name])
     for name, value in present.items():
         if name not in state and isinstance(value, torch.Tensor) and value.numel():
-            first = by_memory.get(_memory(value))
+            first = by_memory.get(_memory_of_tensor(value))
             if first is not None:
                 state[name] = first
 
 
-def _memory(tensor: Any) -> object:
+def _memory_of_tensor(tensor: Any) -> object:
     """Return what tensors that share their memory have in common."""
     if tensor.is_meta:
         return id(tensor)

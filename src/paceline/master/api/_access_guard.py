@@ -108,7 +108,7 @@ class Guard:
         if identity is None:
             return found if isinstance(found, Response) else self._refuse_stranger(scope, headers)
         if not is_admitted:
-            return _no_place()
+            return _no_place_for_request()
         if access.admits(identity.scope, identity.attempt_id):
             return None
         return _forbidden(identity, access.scope)
@@ -228,7 +228,7 @@ def _forbidden(identity: Identity, wanted: RouteScope) -> Response:
     )
 
 
-def _no_place() -> Response:
+def _no_place_for_request() -> Response:
     return problem(
         503,
         "too_many_connections",

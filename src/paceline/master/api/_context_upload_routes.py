@@ -31,7 +31,7 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
     path = master.home.contexts_path / f"{digest}.tar.gz"
     try:
         with replacing(path) as part:
-            if await _receive(request, part) != digest:
+            if await _receive_context(request, part) != digest:
                 message = "The body must have the SHA-256 named in the path."
                 raise ApiError(422, "wrong_digest", message)
             await asyncio.to_thread(check_archive, part, ArchiveLimits.from_environment())
@@ -48,7 +48,7 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
         raise ApiError(503, "storage_unavailable", detail) from error
 
 
-async def _receive(request: Request, path: Path) -> str:
+async def _receive_context(request: Request, path: Path) -> str:
     """Write a body to a private file that is on disk then, and return its SHA-256."""
     digest = hashlib.sha256()
     with open_private(path, "wb") as file:

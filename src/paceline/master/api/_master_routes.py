@@ -115,13 +115,15 @@ async def follow_events(
     if cursor is None:
         cursor = await asyncio.to_thread(_newest_event, master)
     return StreamingResponse(
-        _stream(master, cursor, experiment_id),
+        _event_stream(master, cursor, experiment_id),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
-async def _stream(master: Master, cursor: int, experiment_id: int | None) -> AsyncIterator[str]:
+async def _event_stream(
+    master: Master, cursor: int, experiment_id: int | None
+) -> AsyncIterator[str]:
     yield ": connected\n\n"
     while not master.is_closing:
         with master.events.listen() as changed:

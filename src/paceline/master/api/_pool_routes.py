@@ -87,7 +87,7 @@ async def drain_slot(
     name: Name, slot: SlotNumber, wanted: node_views.DrainNode, master: MasterOf
 ) -> None:
     """Place nothing more on a slot; what runs there goes on elsewhere, or is finished."""
-    node_id = _node_with(master, name, slot)
+    node_id = _node_with_slot(master, name, slot)
 
     def job(transaction: Transaction) -> None:
         what = f"the slot {slot} of the node {name}"
@@ -99,7 +99,7 @@ async def drain_slot(
 @router.post("/nodes/{name}/slots/{slot}/resume", status_code=204)
 async def resume_slot(name: Name, slot: SlotNumber, master: MasterOf) -> None:
     """Take a drained slot back."""
-    node_id = _node_with(master, name, slot)
+    node_id = _node_with_slot(master, name, slot)
 
     await write_rows(master, lambda transaction: resume_slots(master, transaction, node_id, [slot]))
 
@@ -108,7 +108,7 @@ def _forget(transaction: Transaction, name: str) -> None:
     transaction.connection.execute(delete(tables.pools).where(tables.pools.c.name == name))
 
 
-def _node_with(master: Master, name: str, slot: int) -> int:
+def _node_with_slot(master: Master, name: str, slot: int) -> int:
     """Return the id of a node that has a slot, or answer 404."""
     nodes = {LOCAL_NAME: (LOCAL_NODE, len(master.devices))}
     nodes |= {node.name: (node.id, len(node.facts.devices)) for node in master.nodes.all()}

@@ -32,7 +32,7 @@ def read_metric_series(request: views.SeriesRequest, master: MasterOf) -> Respon
     With `smoothing_steps` each point also has the moving average of the whole series up to it.
     """
     with master.database.read() as connection:
-        found = [_read(connection, one, request) for one in request.series]
+        found = [_read_series(connection, one, request) for one in request.series]
     # Straight to bytes: a model would look at each of a hundred thousand points.
     return Response(msgspec.json.encode({"series": found}), media_type="application/json")
 
@@ -50,7 +50,7 @@ def list_metric_names(
     return [views.MetricName(group=group, name=name) for group, name in names]
 
 
-def _read(
+def _read_series(
     connection: Connection, wanted: views.SeriesOf, request: views.SeriesRequest
 ) -> dict[str, object]:
     selection = Selection(

@@ -89,7 +89,7 @@ def _file_response(path: Path, headers: Headers, *, is_hashed: bool) -> Response
     # The names of hashed files change with their content; all else is asked for every time.
     sent["Cache-Control"] = "public, max-age=31536000, immutable" if is_hashed else "no-cache"
     if path.suffix == ".html":
-        sent[_POLICY] = _policy(body)
+        sent[_POLICY] = _content_security_policy(body)
     if headers.get("if-none-match") == etag:
         return Response(None, 304, sent)
     if len(packed) < len(body) and "gzip" in headers.get("accept-encoding", ""):
@@ -108,7 +108,7 @@ def _load_web_file(path: Path, _modified: int) -> tuple[bytes, bytes, str]:
     return body, packed, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
 
 
-def _policy(page: bytes) -> str:
+def _content_security_policy(page: bytes) -> str:
     """Return the page's content security policy: this origin only, and the page's own scripts."""
     inline = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in inline]

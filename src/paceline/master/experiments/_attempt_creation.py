@@ -40,7 +40,7 @@ def create_attempt(
             slots=list(assignment.slots),
             node_id=assignment.node_id or None,
             node_name=None if place is None else place.name,
-            members=_members(node, assignment),
+            members=_members_of_attempt(node, assignment),
             created_at=time.time(),
             resumed_from=uuid,
             resumed_steps=steps,
@@ -53,7 +53,7 @@ def create_attempt(
     faults.reach("master.attempt.created")
 
 
-def _members(node: Node, assignment: SlotAssignment) -> Any:
+def _members_of_attempt(node: Node, assignment: SlotAssignment) -> Any:
     parts = [(assignment.node_id, assignment.slots), *assignment.others]
     if len(parts) == 1:
         return None

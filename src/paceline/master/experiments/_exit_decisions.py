@@ -84,7 +84,7 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
     if facts.reason in (ExitReason.START_FAILED, ExitReason.SHORTAGE):
         if facts.kind is ErrorKind.TRANSIENT:
             return _judge_shortage(facts)
-        return _failed(facts, f"The attempt could not start: {facts.text}")
+        return _failed_exit(facts, f"The attempt could not start: {facts.text}")
     # A trial that goes on is killed only by a master that shuts down and would wait no longer.
     if facts.reason in (ExitReason.PREEMPTION_TIMEOUT, ExitReason.KILLED):
         return ExitDecision(
@@ -130,7 +130,7 @@ def _judge_stopping(facts: AttemptFacts) -> ExitDecision:
 
 def _judge_lost_runner(facts: AttemptFacts) -> ExitDecision:
     if facts.num_runners_lost > MAX_RUNNERS_LOST:
-        return _failed(
+        return _failed_exit(
             facts,
             f"The attempt was lost {facts.num_runners_lost} times in a row: {facts.text}.",
         )
@@ -143,7 +143,7 @@ def _judge_lost_runner(facts: AttemptFacts) -> ExitDecision:
 
 def _judge_not_formed(facts: AttemptFacts) -> ExitDecision:
     if facts.num_not_formed > MAX_NOT_FORMED:
-        return _failed(
+        return _failed_exit(
             facts,
             f"The nodes of the attempt did not come together {facts.num_not_formed} times in a row:"
             f" {facts.text}. Hint: see to the nodes and the network between them, then continue the"
@@ -158,7 +158,7 @@ def _judge_not_formed(facts: AttemptFacts) -> ExitDecision:
 
 def _judge_shortage(facts: AttemptFacts) -> ExitDecision:
     if facts.num_shortages > MAX_SHORTAGES:
-        return _failed(
+        return _failed_exit(
             facts,
             f"The attempt could not start {facts.num_shortages} times in a row: {facts.text}."
             " Hint: give the machine what it lacks, then continue the experiment.",
@@ -185,9 +185,9 @@ def _judge_failure(facts: AttemptFacts) -> ExitDecision:
     restarts = facts.restarts + 1
     if restarts > facts.max_restarts:
         allowed = f"max_restarts is {facts.max_restarts}"
-        return _failed(facts, f"The attempt failed ({facts.text}) and {allowed}.")
+        return _failed_exit(facts, f"The attempt failed ({facts.text}) and {allowed}.")
     if facts.is_repeated:
-        return _failed(
+        return _failed_exit(
             facts,
             f"The attempt failed ({facts.text}) the same way as the one before, with no checkpoint"
             f" in between, so no restart follows ({facts.restarts} of {facts.max_restarts} used).",
@@ -202,7 +202,7 @@ def _judge_failure(facts: AttemptFacts) -> ExitDecision:
     )
 
 
-def _failed(facts: AttemptFacts, error: str) -> ExitDecision:
+def _failed_exit(facts: AttemptFacts, error: str) -> ExitDecision:
     return ExitDecision(
         state=TrialState.ERROR,
         search_exit=SearchExit.ERROR,

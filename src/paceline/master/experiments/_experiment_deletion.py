@@ -62,7 +62,7 @@ def loss_of(connection: Connection, experiment_id: int) -> Loss:
         num_checkpoints=num_checkpoints,
         checkpoint_bytes=size,
         num_metric_points=numbers_of(connection, POINTS, [experiment_id]).get(experiment_id, 0),
-        obstacle=_obstacle(connection, row),
+        obstacle=_obstacle_to_deletion(connection, row),
     )
 
 
@@ -77,7 +77,7 @@ def delete_experiment(
     """
     connection = transaction.connection
     row = StateChanges.experiment(connection, experiment_id)
-    obstacle = _obstacle(connection, row)
+    obstacle = _obstacle_to_deletion(connection, row)
     if obstacle is not None:
         raise RefusedError("not_deletable", obstacle)
     trials = tables.trials.c
@@ -127,7 +127,7 @@ def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> 
     drop_unused_environments(connection, environments)
 
 
-def _obstacle(connection: Connection, row: Row[Any]) -> str | None:
+def _obstacle_to_deletion(connection: Connection, row: Row[Any]) -> str | None:
     if not ExperimentState(row.state).is_terminal:
         return (
             f"Experiment {row.id} must have ended to be deleted, but is {row.state}. Hint: kill it"

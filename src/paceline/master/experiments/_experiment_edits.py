@@ -43,7 +43,9 @@ def edit_experiment(
     }  # fmt: skip
     if labels is not None:
         values["labels"] = list(dict.fromkeys(label for label in labels if label.strip()))
-    _change(transaction, experiment_id, {k: v for k, v in values.items() if v is not None})
+    _change_experiment(
+        transaction, experiment_id, {k: v for k, v in values.items() if v is not None}
+    )
 
 
 def move_experiment(
@@ -73,7 +75,7 @@ def move_experiment(
     others = [
         trial
         for trial in waiting_trials(connection, is_by_arrival=True)
-        if trial.pool == _pool(row) and trial.experiment_id != experiment_id
+        if trial.pool == _pool_of_experiment(row) and trial.experiment_id != experiment_id
     ]
     experiments = tables.experiments
     query = select(experiments.c.id, experiments.c.queue_place).where(
@@ -86,10 +88,10 @@ def move_experiment(
         other = StateChanges.experiment(connection, other_id)
         _check_waits(other)
         _check_together(row, other)
-        first, last = _ends(connection, other, others, places)
+        first, last = _ends_of_queue(connection, other, others, places)
     elif others:
-        first = _place(others[0], places)
-        last = _place(others[-1], places)
+        first = _place_in_queue(others[0], places)
+        last = _place_in_queue(others[-1], places)
     else:
         return
     is_ahead = ahead_of is not None or (behind is None and not to_end)
@@ -99,7 +101,7 @@ def move_experiment(
     )  # fmt: skip
     for changed_id, place in changed.items():
         if places.get(changed_id) != place:
-            _change(transaction, changed_id, {"queue_place": place})
+            _change_experiment(transaction, changed_id, {"queue_place": place})
 
 
 def set_archived(transaction: Transaction, experiment_id: int, *, is_archived: bool) -> None:
@@ -116,7 +118,7 @@ def set_archived(transaction: Transaction, experiment_id: int, *, is_archived: b
             f"Experiment {experiment_id} must have ended to be archived, but is {row.state}.",
         )
     if row.is_archived != is_archived:
-        _change(transaction, experiment_id, {"is_archived": is_archived})
+        _change_experiment(transaction, experiment_id, {"is_archived": is_archived})
 
 
 def _check_waits(row: Row[Any]) -> None:
@@ -146,23 +148,23 @@ def _check_together(row: Row[Any], other: Row[Any]) -> None:
         raise RefusedError(
             "same_experiment", f"Experiment {row.id} cannot go ahead of or behind itself."
         )
-    if _pool(row) != _pool(other):
+    if _pool_of_experiment(row) != _pool_of_experiment(other):
         raise RefusedError(
             "other_pool",
-            f"Experiment {row.id} waits in the pool {_pool(row)!r}, but {other.id} in"
-            f" {_pool(other)!r}. Each pool has an order of its own.",
+            f"Experiment {row.id} waits in the pool {_pool_of_experiment(row)!r}, but {other.id} in"
+            f" {_pool_of_experiment(other)!r}. Each pool has an order of its own.",
         )
 
 
-def _pool(row: Row[Any]) -> str:
+def _pool_of_experiment(row: Row[Any]) -> str:
     return config_of(row).resources.pool or DEFAULT_POOL
 
 
-def _place(trial: Waiting, places: dict[int, float]) -> float:
+def _place_in_queue(trial: Waiting, places: dict[int, float]) -> float:
     return places.get(trial.experiment_id, float(trial.trial_id))
 
 
-def _ends(
+def _ends_of_queue(
     connection: Connection, other: Row[Any], waiting: list[Waiting], places: dict[int, float]
 ) -> tuple[float, float]:
     """Return the first and the last place at which trials of an experiment wait."""
@@ -181,7 +183,9 @@ def _ends(
     return float(min(ids)), float(max(ids))
 
 
-def _change(transaction: Transaction, experiment_id: int, values: dict[str, Any]) -> None:
+def _change_experiment(
+    transaction: Transaction, experiment_id: int, values: dict[str, Any]
+) -> None:
     if not values:
         return
     experiments = tables.experiments

@@ -57,7 +57,7 @@ def take_losses(
                 f"{record.count} reports of {whose} were lost: the disk stayed full for too long."
             )
     if num_lost:
-        num_before = _count(changes, transaction, attempt, num_lost)
+        num_before = _count_lost_records(changes, transaction, attempt, num_lost)
         texts = texts[: max(0, _MAX_TOLD - num_before)]
     for text in texts + reasons:
         changes.note(transaction, attempt.trial_id, attempt.number, "ERROR", text)
@@ -72,7 +72,7 @@ def find_gaps(mark: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
     return [(before + 1, number - 1) for before, number in pairs if number > before + 1]
 
 
-def _count(
+def _count_lost_records(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], num_lost: int
 ) -> int:
     """Add to the counts of the trial and its experiment; return how many the trial had lost."""

@@ -84,7 +84,7 @@ def pausing_nodes(connection: Connection, now: float) -> dict[int, float]:
         if exit_ is not None and is_transient_start(exit_)
     }
     for node_id in failed:
-        until = _rests_until(connection, now, node_id)
+        until = _node_rests_until(connection, now, node_id)
         if now < until:
             resting[node_id] = until
     return resting
@@ -129,7 +129,7 @@ def _exits_by_node(attempt: Any) -> dict[int, dict[str, Any] | None]:
     return {member["node_id"]: member["exit"] for member in attempt.members}
 
 
-def _rests_until(connection: Connection, now: float, node_id: int) -> float:
+def _node_rests_until(connection: Connection, now: float, node_id: int) -> float:
     attempts = tables.attempts.c
     is_own = attempts.node_id.is_(None) if node_id == LOCAL_NODE else attempts.node_id == node_id
     query = (

@@ -155,14 +155,14 @@ def _read_view(connection: Connection, experiment_id: int, search: Search | None
     trial_ids = _trial_ids(connection, experiment_id, sorted(requests))
     return [
         [
-            _shown(rung, entries, trial_ids)
+            _shown_rung(rung, entries, trial_ids)
             for rung, entries in zip(bracket, shown_bracket, strict=True)
         ]
         for bracket, shown_bracket in zip(rungs, shown, strict=True)
     ]
 
 
-def _shown(rung: RungView, entries: list[Any], trial_ids: dict[str, int]) -> ShownRung:
+def _shown_rung(rung: RungView, entries: list[Any], trial_ids: dict[str, int]) -> ShownRung:
     return ShownRung(
         rung.units,
         dict(Counter(entry.decision.value for entry in rung.entries)),

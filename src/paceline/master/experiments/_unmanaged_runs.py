@@ -149,7 +149,7 @@ class Unmanaged:
     ) -> RunReply:
         connection = transaction.connection
         trial = trial_of_run(connection, experiment.id)
-        full = sorted((batch for batch in batches if batch.records), key=_place)
+        full = sorted((batch for batch in batches if batch.records), key=_place_of_batch)
         for key, group in groupby(full, lambda batch: (batch.attempt, batch.generation)):
             self._store(transaction, trial.id, key, list(group))
         for old, new in moved.items():
@@ -228,7 +228,7 @@ class Unmanaged:
                 return
             attempt = self._begin_attempt(transaction, trial_id, key, batches)
             started_at = attempt.created_at
-        elif not _has_news(connection, attempt.id, batches):
+        elif not _has_news_of_run(connection, attempt.id, batches):
             return
         elif attempt.state == AttemptState.ENDED.value:
             # It looked dead: its lock cannot be seen from another machine, for example. Or its
@@ -386,11 +386,11 @@ class Unmanaged:
         )
 
 
-def _place(batch: RunBatch) -> tuple[int, int, int]:
+def _place_of_batch(batch: RunBatch) -> tuple[int, int, int]:
     return batch.attempt, batch.generation, batch.rank
 
 
-def _has_news(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
+def _has_news_of_run(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
     marks = tables.journal_marks
     rows = connection.execute(
         select(marks.c.rank, marks.c.sequence).where(marks.c.attempt_id == attempt_id)

@@ -210,9 +210,9 @@ class Transfers:
         # First, for the errors of those that are not there or damaged.
         storage.manifest(uuid)
         shards: dict[int, str] = {}
-        while (text := _text_of(storage, uuid, done_name(len(shards)))) is not None:
+        while (text := _checkpoint_file_text(storage, uuid, done_name(len(shards)))) is not None:
             shards[len(shards)] = text
-        manifest = _text_of(storage, uuid, MANIFEST_NAME)
+        manifest = _checkpoint_file_text(storage, uuid, MANIFEST_NAME)
         assert manifest is not None
         return CheckpointFiles(manifest=manifest, shards=shards)
 
@@ -310,7 +310,7 @@ class Transfers:
         """Tell whether a checkpoint was moved in before a master died that had not noted it."""
         if not storage.exists(uuid):
             return False
-        if _text_of(storage, uuid, MANIFEST_NAME) != files.manifest:
+        if _checkpoint_file_text(storage, uuid, MANIFEST_NAME) != files.manifest:
             raise RefusedError("other_checkpoint", f"There is another checkpoint {uuid}.")
         return True
 
@@ -378,7 +378,7 @@ def _check_own(row: Row[Any], attempt: Row[Any]) -> None:
         )
 
 
-def _text_of(storage: CheckpointStorage, uuid: str, name: str) -> str | None:
+def _checkpoint_file_text(storage: CheckpointStorage, uuid: str, name: str) -> str | None:
     """Return a file of the commit protocol, None if there is none."""
     try:
         return storage.read_file(uuid, name, 0, _LARGEST_TEXT).decode()

@@ -37,7 +37,7 @@ def work_for(
     # First, so that what changes while the database is read is told by the next answer.
     version = nodes.version(node_id)
     with database.read() as connection:
-        live = _live_on(connection, node_id)
+        live = _live_on_node(connection, node_id)
         others = set(poll.alive) - {one.attempt_id for one in live}
         has_strays = bool(others) and _was_taken_away(connection, others)
     if poll.is_leaving:
@@ -79,7 +79,7 @@ def _was_taken_away(connection: Connection, attempt_ids: set[int]) -> bool:
     return any(end["reason"] in _TAKEN_AWAY for end in ended)
 
 
-def _live_on(connection: Connection, node_id: int) -> list[_Live]:
+def _live_on_node(connection: Connection, node_id: int) -> list[_Live]:
     """Return the attempts that are wanted on a node."""
     attempts = tables.attempts.c
     query = select(tables.attempts).where(

@@ -126,7 +126,9 @@ class _PoolSchedule:
         self._max_slots = settings.max_slots
         self._used_by = used_by
         self._usable = {
-            node.node_id: frozenset(node.slots) - node.drained for node in nodes if _takes(node)
+            node.node_id: frozenset(node.slots) - node.drained
+            for node in nodes
+            if _takes_slots(node)
         }
         self._all = self._all_now = _undrained(nodes)
         if any(node.is_pausing for node in nodes):
@@ -146,7 +148,7 @@ class _PoolSchedule:
             for node_id, slots in one.parts:
                 taken[node_id].update(slots)
         for node in nodes:
-            if _takes(node):
+            if _takes_slots(node):
                 free = self._usable[node.node_id] - taken.get(node.node_id, _NO_SLOTS)
                 self._free.add(node.node_id, free, can_join=node.can_join)
                 if not self.is_fifo:
@@ -285,5 +287,5 @@ def _undrained(nodes: Iterable[NodeSlots]) -> FreeSlots:
     return found
 
 
-def _takes(node: NodeSlots) -> bool:
+def _takes_slots(node: NodeSlots) -> bool:
     return node.is_open and not node.is_pausing

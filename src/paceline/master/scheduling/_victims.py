@@ -34,7 +34,7 @@ def choose_victims(
                 gained[node_id] += size
                 place += 1
         found = [
-            _fewest(attempts, num_slots - free.num_free(node_id))
+            _fewest_victims(attempts, num_slots - free.num_free(node_id))
             for node_id, attempts in on_node.items()
             if gained[node_id] >= num_slots - free.num_free(node_id)
         ]
@@ -44,7 +44,7 @@ def choose_victims(
     return None
 
 
-def _fewest(
+def _fewest_victims(
     attempts: Sequence[tuple[int, int, Holding]], missing: int
 ) -> list[tuple[int, int, Holding]]:
     """Return as few attempts as give so many slots; of equally few the earliest."""
@@ -77,11 +77,13 @@ def choose_until(
         for one in level:
             chosen.append(one)
             if suffices(chosen):
-                return tuple(_needed(chosen, suffices))
+                return tuple(_needed_victims(chosen, suffices))
     return None
 
 
-def _needed(chosen: list[Holding], suffices: Callable[[Sequence[Holding]], bool]) -> list[Holding]:
+def _needed_victims(
+    chosen: list[Holding], suffices: Callable[[Sequence[Holding]], bool]
+) -> list[Holding]:
     needed = list(chosen)
     for one in reversed(chosen):
         others = [other for other in needed if other is not one]

@@ -134,7 +134,7 @@ class KubernetesStarter(Starter):
             name, phase = _runners_of(pod)[number], pod["status"].get("phase")
             if phase in ("Succeeded", "Failed"):
                 over.add(name)
-                failed[name] = _failure(pod)
+                failed[name] = _pod_failure(pod)
             elif phase != "Pending":
                 running.add(name)
             self._tell_why_it_waits(name, pod)
@@ -324,7 +324,7 @@ def _is_over(job_set: dict[str, Any]) -> bool:
     )
 
 
-def _failure(pod: dict[str, Any]) -> str | None:
+def _pod_failure(pod: dict[str, Any]) -> str | None:
     """Return why the runner of a pod failed; None if it did not, or was killed."""
     for container in pod["status"].get("containerStatuses") or []:
         ended = container["state"].get("terminated") or {}

@@ -48,7 +48,7 @@ def read_pool_file(path: Path, cluster_id: str) -> dict[str, tuple[PoolDefinitio
     Raises:
         ValueError: The file is not valid; the text has one line for each problem.
     """
-    found = _checked(_PoolFile, read_yaml_file(path), path, "")
+    found = _checked_pools(_PoolFile, read_yaml_file(path), path, "")
     pools = {}
     for name, pool in found.pools.items():
         try:
@@ -61,12 +61,12 @@ def read_pool_file(path: Path, cluster_id: str) -> dict[str, tuple[PoolDefinitio
                 f" `{kind.module}`, which is not installed. Hint: pip install"
                 f" 'paceline[{kind.module}]'"
             )
-        options = _checked(kind.Options, pool.options, path, f"pools.{name}.options.")
+        options = _checked_pools(kind.Options, pool.options, path, f"pools.{name}.options.")
         pools[name] = (pool, kind(name, cluster_id, pool.directory, options))
     return pools
 
 
-def _checked(kind: type[Any], data: dict[str, Any], path: Path, prefix: str) -> Any:
+def _checked_pools(kind: type[Any], data: dict[str, Any], path: Path, prefix: str) -> Any:
     try:
         return kind.model_validate(data)
     except ValidationError as error:

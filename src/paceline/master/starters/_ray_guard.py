@@ -22,7 +22,7 @@ def main() -> None:
     order = json.loads(sys.stdin.readline())
     try:
         directory = _make_directory(order)
-        error = _run(order["command"], directory)
+        error = _run_guarded(order["command"], directory)
     except OSError as failure:
         error = str(failure)
     if error is not None:
@@ -40,13 +40,13 @@ def _make_directory(order: dict[str, Any]) -> str:
     return directory
 
 
-def _run(command: list[str], directory: str) -> "str | None":
+def _run_guarded(command: list[str], directory: str) -> "str | None":
     path = os.path.join(directory, "runner.log")
     with open(path, "ab") as log:
         runner = subprocess.Popen(
             [*command, "--dir", directory, "--token-file", os.path.join(directory, "token")],
             cwd=directory,
-            env=_environment(),
+            env=_environment_of_runner(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -69,7 +69,7 @@ def _run(command: list[str], directory: str) -> "str | None":
     return None
 
 
-def _environment() -> dict[str, str]:
+def _environment_of_runner() -> dict[str, str]:
     # Ray's own variables are for its processes; only what leads to the cluster is for others. The
     # number of threads is what Ray gives its actors, not the user's wish.
     kept = {

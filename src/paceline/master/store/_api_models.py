@@ -95,7 +95,7 @@ def trial_views(
 ) -> list[resources.Trial]:
     """Return trials as the API shows them; with details for few of them only."""
     ids = [row.id for row in rows]
-    started = _starts(connection, ids)
+    started = _starts_of_trials(connection, ids)
     latest = _latest_checkpoints(connection, ids)
     experiment_states = _experiment_states(connection, {row.experiment_id for row in rows})
     return [
@@ -154,7 +154,7 @@ def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attem
             resumed_from=row.resumed_from,
             resumed_steps=row.resumed_steps,
             preempt_reason=row.preempt_reason,
-            exit=_exit(row.exit),
+            exit=_exit_model(row.exit),
             nodes=_nodes_of(row, names),
         )
         for row in connection.execute(query)
@@ -222,7 +222,9 @@ def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, Exper
     return {row.id: ExperimentState(row.state) for row in connection.execute(query)}
 
 
-def _starts(connection: Connection, trial_ids: list[int]) -> dict[int, tuple[float | None, int]]:
+def _starts_of_trials(
+    connection: Connection, trial_ids: list[int]
+) -> dict[int, tuple[float | None, int]]:
     """Return when each trial that has attempts first started, and how many of them run."""
     attempts = tables.attempts.c
     is_running = attempts.state == AttemptState.RUNNING.value
@@ -263,12 +265,12 @@ def _summaries(
     connection: Connection, trial_id: int
 ) -> dict[str, dict[str, resources.MetricSummary]]:
     return {
-        group: {key: _summary(summary) for key, summary in sorted(by_key.items())}
+        group: {key: _summary_model(summary) for key, summary in sorted(by_key.items())}
         for group, by_key in sorted(read_summary(connection, trial_id).items())
     }
 
 
-def _summary(summary: Summary) -> resources.MetricSummary:
+def _summary_model(summary: Summary) -> resources.MetricSummary:
     mean = summary.sum / summary.num_numbers if summary.num_numbers else None
     return resources.MetricSummary(
         count=summary.count,
@@ -280,7 +282,7 @@ def _summary(summary: Summary) -> resources.MetricSummary:
     )
 
 
-def _exit(stored: dict[str, Any] | None) -> resources.AttemptExit | None:
+def _exit_model(stored: dict[str, Any] | None) -> resources.AttemptExit | None:
     if stored is None:
         return None
     detail = stored.get("error") or stored.get("detail")

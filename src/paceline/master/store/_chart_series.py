@@ -43,7 +43,7 @@ def read_curve(
     """
     import numpy as np
 
-    steps, values, times = _read_arrays(connection, selection, has_times=x == "time")
+    steps, values, times = _read_series_arrays(connection, selection, has_times=x == "time")
     last_step = int(steps[-1]) if len(steps) else selection.after_step
     if x == "batches":
         return Curve(steps.astype(np.float64), values, steps), last_step
@@ -54,7 +54,7 @@ def read_curve(
             trial_id=selection.trial_id, group=selection.group, key=x,
             after_step=selection.after_step,
         )  # fmt: skip
-        other_steps, other_values, _ = _read_arrays(connection, other)
+        other_steps, other_values, _ = _read_series_arrays(connection, other)
         _, own, others = np.intersect1d(steps, other_steps, True, True)
         steps, values, along = steps[own], values[own], other_values[others]
     usable = np.isfinite(along)
@@ -99,7 +99,7 @@ def sample_curve(curve: Curve, max_points: int) -> Curve:
     return Curve(curve.x[index], curve.y[index], curve.steps[index])
 
 
-def _read_arrays(
+def _read_series_arrays(
     connection: Connection, selection: Selection, *, has_times: bool = False
 ) -> "tuple[Integers, Floats, Floats]":
     """Return steps, values and times (else no numbers) in step order, each step once."""
@@ -112,9 +112,9 @@ def _read_arrays(
     parts = []
     for row in connection.execute(query.where(selection.series()).order_by(series.attempt)).all():
         tail = [row._mapping[name] for name in columns]
-        own = [_decode(*tail)]
+        own = [_decode_series(*tail)]
         if row.num_points * POINT_BYTES > len(row.steps):
-            own = [*_chunks(connection, selection, row.id, columns), *own]
+            own = [*_series_chunks(connection, selection, row.id, columns), *own]
         steps, values, times = (np.concatenate(column) for column in zip(*own, strict=True))
         limit = limits.get(row.attempt)
         wanted = steps > selection.after_step
@@ -131,17 +131,17 @@ def _read_arrays(
     return steps, values, times
 
 
-def _chunks(
+def _series_chunks(
     connection: Connection, selection: Selection, series_id: int, columns: list[str]
 ) -> "list[tuple[Integers, Floats, Floats]]":
     chunks = tables.chunks.c
     query = select(*[chunks[c] for c in columns]).where(
         chunks.series_id == series_id, chunks.last_step > selection.after_step
     )
-    return [_decode(*row) for row in connection.execute(query.order_by(chunks.id)).all()]
+    return [_decode_series(*row) for row in connection.execute(query.order_by(chunks.id)).all()]
 
 
-def _decode(
+def _decode_series(
     kind: str, steps: bytes, value_bytes: bytes, times: bytes = b""
 ) -> "tuple[Integers, Floats, Floats]":
     import numpy as np
@@ -152,11 +152,11 @@ def _decode(
         values = np.frombuffer(value_bytes, np.int64).astype(np.float64)
     else:
         decoded = decode_value(json.loads(value_bytes)) if value_bytes else []
-        values = np.array([_number(value) for value in decoded], np.float64)
+        values = np.array([_series_number(value) for value in decoded], np.float64)
     return np.frombuffer(steps, np.int64), values, np.frombuffer(times, np.float64)
 
 
-def _number(value: Any) -> float:
+def _series_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return float("nan")
     return float(value)

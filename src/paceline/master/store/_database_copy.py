@@ -25,7 +25,7 @@ def copy_database(source: Path, target: Path) -> None:
     target.unlink(missing_ok=True)
     try:
         with closing(connect_to_read(source)) as reader:
-            _fill(reader, target)
+            _fill_copy(reader, target)
     except sqlite3.DatabaseError as error:
         target.unlink(missing_ok=True)
         if isinstance(error, sqlite3.OperationalError) and source.exists():
@@ -43,7 +43,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(address, uri=True, timeout=30)
 
 
-def _fill(reader: sqlite3.Connection, target: Path) -> None:
+def _fill_copy(reader: sqlite3.Connection, target: Path) -> None:
     # Made first, so that nobody else can ever read it.
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     with closing(sqlite3.connect(target)) as writer:

@@ -130,7 +130,7 @@ def list_rows(
     found = _joined(select(_experiments.c.id, place.label("place")), query)
     order = Order((place, _experiments.c.id), query.is_descending)
     page = order.read(connection, found, after=after, limit=limit)
-    shown = [_told(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
+    shown = [_told_column(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
     statement = select(_experiments, *shown).where(_experiments.c.id.in_([one.id for one in page]))
     if _names_best(query.columns):
         statement = _with_best(statement)
@@ -139,7 +139,7 @@ def list_rows(
         Listed(
             rows[one.id],
             {
-                name: _value(name, rows[one.id]._mapping[f"column_{n}"])
+                name: _value_of_column(name, rows[one.id]._mapping[f"column_{n}"])
                 for n, name in enumerate(query.columns)
             },
             (one.place, one.id),
@@ -183,24 +183,26 @@ def _with_best(statement: Select[Any]) -> Select[Any]:
 
 
 def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
-    found: list[ColumnElement[bool]] = [_holds(condition) for condition in query.conditions]
+    found: list[ColumnElement[bool]] = [
+        _condition_holds(condition) for condition in query.conditions
+    ]
     if query.states:
         found.append(_experiments.c.state.in_(query.states))
     if query.is_archived is not None:
         found.append(_experiments.c.is_archived.is_(query.is_archived))
     labels = cast(_experiments.c.labels, Text)
     # Labels are stored as a JSON list, so each one is found by its own JSON text.
-    found += [_contains(labels, json.dumps(label)) for label in query.labels]
+    found += [_column_contains(labels, json.dumps(label)) for label in query.labels]
     if query.search:
         columns = (_experiments.c.name, _experiments.c.description, labels)
-        matches = [_contains(column, query.search) for column in columns]
+        matches = [_column_contains(column, query.search) for column in columns]
         if query.search.isascii() and query.search.isdecimal() and len(query.search) < 19:
             matches.append(_experiments.c.id == int(query.search))
         found.append(or_(*matches))
     return found
 
 
-def _contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
+def _column_contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
     """Return whether a column has a text; SQLite's LIKE takes a-z and A-Z for the same.
 
     Raises:
@@ -214,12 +216,12 @@ def _contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
     return column.contains(text, autoescape=True)
 
 
-def _holds(condition: Condition) -> ColumnElement[bool]:
+def _condition_holds(condition: Condition) -> ColumnElement[bool]:
     operator, value = condition.operator, condition.value
     if isinstance(value, str):
-        column: ColumnElement[str] = cast(_shown(condition.column), Text)
+        column: ColumnElement[str] = cast(_shown_column(condition.column), Text)
         if operator == "contains":
-            return _contains(column, value)
+            return _column_contains(column, value)
         is_equal = func.lower(column) == value.lower()
         return is_equal if operator == "=" else ~is_equal
     number = _sortable(condition.column)
@@ -234,7 +236,7 @@ def _sortable(name: str) -> ColumnElement[Any]:
     kind, _, rest = name.partition(":")
     if name in _FIELDS:
         return _FIELDS[name]
-    shown = _shown(name)
+    shown = _shown_column(name)
     if kind != "last":
         return shown
     text = cast(shown, Text)
@@ -242,23 +244,23 @@ def _sortable(name: str) -> ColumnElement[Any]:
     return case((is_number, cast(text, Float)), else_=None)
 
 
-def _told(name: str) -> ColumnElement[Any]:
-    """Return a column's expression as it is told: `_value` reads it."""
+def _told_column(name: str) -> ColumnElement[Any]:
+    """Return a column's expression as it is told: `_value_of_column` reads it."""
     kind, _, rest = name.partition(":")
     if kind == "hparam" and rest:
         # Of two paths SQLite makes a JSON list, in which true is not 1.
         path = json_path(rest)
         return func.json_extract(_best.c.hparams, path, path)
-    return _shown(name)
+    return _shown_column(name)
 
 
-def _value(name: str, found: Any) -> Any:
+def _value_of_column(name: str, found: Any) -> Any:
     """Return what a column holds."""
     is_list = name.startswith("hparam:") and isinstance(found, str)
     return json.loads(found)[0] if is_list else found
 
 
-def _shown(name: str) -> ColumnElement[Any]:
+def _shown_column(name: str) -> ColumnElement[Any]:
     """Return a column's expression to compare by, text included."""
     kind, _, rest = name.partition(":")
     if name in _FIELDS:

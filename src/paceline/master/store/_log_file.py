@@ -200,7 +200,7 @@ class LogFile:
     def _decode(self, number: int, line: bytes) -> _Fields | None:
         """Return what a line holds; one that is damaged is counted."""
         try:
-            return _parse(line)
+            return _parse_log_line(line)
         except _DAMAGE:
             self._on_damaged(line_id(self._attempt, number))
             return None
@@ -273,7 +273,7 @@ class LogFile:
             file.seek(begin)
             for _, line in _numbered(file.read(end - begin), 0, newest_first=True):
                 try:
-                    sequence = _parse(line)[0]
+                    sequence = _parse_log_line(line)[0]
                 except _DAMAGE:
                     continue
                 if sequence >= 0 and sequence // _LINES_OF_MEMBER == member:
@@ -299,7 +299,7 @@ def _numbered(content: bytes, first: int, newest_first: bool = False) -> list[tu
     return numbered[::-1] if newest_first else numbered
 
 
-def _parse(line: bytes) -> _Fields:
+def _parse_log_line(line: bytes) -> _Fields:
     """Return what a line holds. Its last field is a checksum, unless an earlier version wrote it.
 
     Raises:
@@ -316,7 +316,7 @@ def num_damaged_lines(path: Path) -> int:
         for line in file:
             try:
                 if line.endswith(b"\n"):
-                    _parse(line)
+                    _parse_log_line(line)
             except _DAMAGE:
                 num_damaged += 1
     return num_damaged

@@ -36,22 +36,24 @@ def merge_lines(
             not waiting or (sign * upcoming[1], sign * upcoming[0]) <= waiting[0][0][:2]
         ):
             trial_id, bound = upcoming
-            entries = _entries(logs, trial_id, sign * bound, newest_first, only)
-            _push(waiting, entries)
+            entries = _log_entries(logs, trial_id, sign * bound, newest_first, only)
+            _push_log_lines(waiting, entries)
             upcoming = next(arriving, None)
         if waiting:
             (_, trial_key, _, line), entries = heapq.heappop(waiting)
             yield abs(trial_key), line
-            _push(waiting, entries)
+            _push_log_lines(waiting, entries)
 
 
-def _push(waiting: list[tuple[_Entry, Iterator[_Entry]]], entries: Iterator[_Entry]) -> None:
+def _push_log_lines(
+    waiting: list[tuple[_Entry, Iterator[_Entry]]], entries: Iterator[_Entry]
+) -> None:
     entry = next(entries, None)
     if entry is not None:
         heapq.heappush(waiting, (entry, entries))
 
 
-def _entries(
+def _log_entries(
     logs: LogStore, trial_id: int, bound: float, newest_first: bool, only: LogFilter | None
 ) -> Iterator[_Entry]:
     sign = -1 if newest_first else 1

@@ -75,21 +75,22 @@ def watch_rows(connection: Connection) -> None:
                 " INSERT INTO unrecorded (experiment_id, kind, row_id)"
                 " SELECT NEW.experiment_id, 'ended', NEW.rowid WHERE NEW.ended_at IS NOT NULL;"
             )
-        _make(connection, f"recorded_new_{table}", f"AFTER INSERT ON {table}",
+        _make_trigger(connection, f"recorded_new_{table}", f"AFTER INSERT ON {table}",
               f"{first}{note} '{table}', NEW.rowid);{ended}")  # fmt: skip
-        _make(connection, f"recorded_{table}", f"AFTER UPDATE OF {names} ON {table}",
+        _make_trigger(connection, f"recorded_{table}", f"AFTER UPDATE OF {names} ON {table}",
               f"{note} '{table}', NEW.rowid);{ended}")  # fmt: skip
     for table in OF_CLUSTER:
         for change in ("INSERT", "UPDATE", "DELETE"):
-            _make(connection, f"recorded_{change.lower()}_{table}", f"AFTER {change} ON {table}",
-                  "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (NULL, 'all', 0);"
+            _make_trigger(
+                connection, f"recorded_{change.lower()}_{table}", f"AFTER {change} ON {table}",
+                "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (NULL, 'all', 0);"
             )  # fmt: skip
-    _make(connection, "recorded_gone", "AFTER DELETE ON experiments",
+    _make_trigger(connection, "recorded_gone", "AFTER DELETE ON experiments",
           "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (OLD.id, 'gone', OLD.id);"
     )  # fmt: skip
 
 
-def _make(connection: Connection, name: str, when: str, then: str) -> None:
+def _make_trigger(connection: Connection, name: str, when: str, then: str) -> None:
     connection.exec_driver_sql(f"CREATE TRIGGER IF NOT EXISTS {name} {when} BEGIN {then} END")
 
 
@@ -135,20 +136,20 @@ def rows_of_change(connection: Connection, kind: str, row_id: int) -> Iterator[R
     """Yield the rows that a noted change stands for, as they are now."""
     if kind == ALL and row_id == 0:
         for table in ("users", "tokens", *OF_CLUSTER):
-            yield from _select(connection, table, "true")
+            yield from _select_recovery_rows(connection, table, "true")
     elif kind == ALL:
         yield from rows_of_experiment(connection, row_id)
     elif kind == ENDED:
         yield from _rows_of_attempt(connection, row_id)
     elif kind in LASTING:
-        yield from _select(connection, kind, "rowid = ?", row_id)
+        yield from _select_recovery_rows(connection, kind, "rowid = ?", row_id)
 
 
 def rows_of_experiment(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
     """Yield all recorded rows of an experiment, in an order in which they can be stored."""
-    yield from _select(connection, "experiments", "id = ?", experiment_id)
+    yield from _select_recovery_rows(connection, "experiments", "id = ?", experiment_id)
     for table in ("trials", "attempts", "search_inputs", "checkpoints"):
-        yield from _select(connection, table, "experiment_id = ?", experiment_id)
+        yield from _select_recovery_rows(connection, table, "experiment_id = ?", experiment_id)
     for (attempt_id,) in connection.exec_driver_sql(
         "SELECT id FROM attempts WHERE experiment_id = ? AND ended_at IS NOT NULL ORDER BY id",
         (experiment_id,),
@@ -158,7 +159,7 @@ def rows_of_experiment(connection: Connection, experiment_id: int) -> Iterator[R
 
 def marks_of_running(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
     """Yield how far the journals of running attempts are stored."""
-    yield from _select(
+    yield from _select_recovery_rows(
         connection,
         "journal_marks",
         "attempt_id IN (SELECT id FROM attempts WHERE experiment_id = ? AND ended_at IS NULL)",
@@ -174,14 +175,16 @@ def _rows_of_attempt(connection: Connection, attempt_id: int) -> Iterator[Record
         return
     trial_id, number = found
     # Its trial has counts that the lasting columns do not tell.
-    yield from _select(connection, "trials", "id = ?", trial_id)
+    yield from _select_recovery_rows(connection, "trials", "id = ?", trial_id)
     for table in ("time_marks", "journal_marks"):
-        yield from _select(connection, table, "attempt_id = ?", attempt_id)
-    yield from _select(connection, "checkpoints", "trial_id = ?", trial_id)
+        yield from _select_recovery_rows(connection, table, "attempt_id = ?", attempt_id)
+    yield from _select_recovery_rows(connection, "checkpoints", "trial_id = ?", trial_id)
     # A later attempt changes the summaries of the earlier ones.
-    yield from _select(connection, "series", "trial_id = ? AND attempt <= ?", trial_id, number)
+    yield from _select_recovery_rows(
+        connection, "series", "trial_id = ? AND attempt <= ?", trial_id, number
+    )
     chunks = "series_id IN (SELECT id FROM series WHERE trial_id = ? AND attempt = ?)"
-    yield from _select(connection, "chunks", chunks, trial_id, number)
+    yield from _select_recovery_rows(connection, "chunks", chunks, trial_id, number)
     # Attempts of an experiment have equal ones. The + has SQLite look for them in their order.
     first = (
         "digest IN (SELECT environment FROM attempts AS own WHERE id = ? AND NOT EXISTS"
@@ -189,10 +192,10 @@ def _rows_of_attempt(connection: Connection, attempt_id: int) -> Iterator[Record
         " AND +other.environment = own.environment AND other.ended_at IS NOT NULL"
         " AND (other.ended_at, other.id) < (own.ended_at, own.id)))"
     )
-    yield from _select(connection, "environments", first, attempt_id)
+    yield from _select_recovery_rows(connection, "environments", first, attempt_id)
 
 
-def _select(
+def _select_recovery_rows(
     connection: Connection, table: str, condition: str, *parameters: Any
 ) -> Iterator[RecordedRow]:
     found = connection.execution_options(stream_results=True).exec_driver_sql(

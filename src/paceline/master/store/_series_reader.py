@@ -112,7 +112,7 @@ def visible_pieces(
         if first_step is not None:
             tails.append(piece)
     tails.sort(key=_first_step)
-    chunks = _chunk_pieces(connection, selection, chunked) if chunked else iter(())
+    chunks = _series_pieces_of_chunks(connection, selection, chunked) if chunked else iter(())
     for first, pieces in groupby(heapq.merge(tails, chunks, key=_first_step), _first_step):
         yield first, [p for p in pieces if p.last_step is None or first <= p.last_step]
 
@@ -141,7 +141,7 @@ def _series_query(selection: Selection) -> Any:
     return select(*columns).where(selection.series())
 
 
-def _chunk_pieces(
+def _series_pieces_of_chunks(
     connection: Connection, selection: Selection, series: dict[int, SeriesPiece]
 ) -> Iterator[SeriesPiece]:
     chunks = tables.chunks.c

@@ -44,11 +44,13 @@ def smooth_at(curve: Curve, steps: "Integers", time_constant: float) -> "Floats"
     ends, index = np.unique(places[is_there], return_inverse=True)
     if len(ends):
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            result[is_there] = _means(known, values, ends, time_constant)[index]
+            result[is_there] = _smoothed_means(known, values, ends, time_constant)[index]
     return result
 
 
-def _means(known: "Integers", values: "Floats", ends: "Integers", time_constant: float) -> "Floats":
+def _smoothed_means(
+    known: "Integers", values: "Floats", ends: "Integers", time_constant: float
+) -> "Floats":
     """Return the means up to the points with the indices `ends`, which rise."""
     import numpy as np
 

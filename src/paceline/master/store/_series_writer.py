@@ -40,17 +40,17 @@ def store_columns(
         row = existing.get((group, key))
         if row is None:
             identity = {"trial_id": trial_id, "attempt": attempt, "group": group, "key": key}
-            inserts.append(identity | _new_tail(points, Summary()))
+            inserts.append(identity | _new_series_tail(points, Summary()))
             if len(points.steps) >= _CHUNK_POINTS:
                 long[group, key] = points
         else:
-            changed, chunks = _extended_tail(row, points)
+            changed, chunks = _extended_series_tail(row, points)
             updates.append({"row_id": row.id, **changed})
             full += chunks
     if inserts:
         connection.execute(insert(tables.series), inserts)
     if long:
-        full += _first_chunks(connection, trial_id, attempt, long)
+        full += _first_chunks_of_series(connection, trial_id, attempt, long)
     if updates:
         names = [name for name in updates[0] if name != "row_id"]
         statement = update(tables.series).where(tables.series.c.id == bindparam("row_id"))
@@ -66,7 +66,7 @@ def store_columns(
         connection.execute(insert(tables.chunks), full)
 
 
-def _new_tail(points: Points, summary: Summary) -> dict[str, Any]:
+def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:
     summary.add(points)
     column = encode_points(points)
     is_tail = len(points.steps) < _CHUNK_POINTS
@@ -79,7 +79,7 @@ def _new_tail(points: Points, summary: Summary) -> dict[str, Any]:
     }
 
 
-def _first_chunks(
+def _first_chunks_of_series(
     connection: Connection, trial_id: int, attempt: int, long: dict[tuple[str, str], Points]
 ) -> list[dict[str, Any]]:
     """Return the chunks of new series that began with more points than a tail may have."""
@@ -91,11 +91,13 @@ def _first_chunks(
         chunk
         for row in connection.execute(query)
         if (row.group, row.key) in long
-        for chunk in _chunks(row.id, long[row.group, row.key])
+        for chunk in _chunks_of_series(row.id, long[row.group, row.key])
     ]
 
 
-def _extended_tail(row: Row[Any], points: Points) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _extended_series_tail(
+    row: Row[Any], points: Points
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the series' changed columns, and the chunks that the tail became if it is full."""
     summary = stored_summary(row)
     summary.add(points)
@@ -119,13 +121,13 @@ def _extended_tail(row: Row[Any], points: Points) -> tuple[dict[str, Any], list[
         "times": column.times,
         "value_bytes": column.values if column.steps else b"",
         **_summary_columns(summary),
-    }, [] if full is None else _chunks(row.id, full)
+    }, [] if full is None else _chunks_of_series(row.id, full)
 
 
-def _chunks(series_id: int, points: Points) -> list[dict[str, Any]]:
+def _chunks_of_series(series_id: int, points: Points) -> list[dict[str, Any]]:
     """Cut points into chunks: a large request must not make pages large for ever."""
     return [
-        _chunk(
+        _chunk_of_series(
             series_id,
             Points(
                 points.steps[start : start + _CHUNK_POINTS],
@@ -137,7 +139,7 @@ def _chunks(series_id: int, points: Points) -> list[dict[str, Any]]:
     ]
 
 
-def _chunk(series_id: int, points: Points) -> dict[str, Any]:
+def _chunk_of_series(series_id: int, points: Points) -> dict[str, Any]:
     column = encode_points(points)
     return {
         "series_id": series_id,

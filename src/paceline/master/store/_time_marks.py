@@ -47,7 +47,7 @@ def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, fl
         select(attempts).where(attempts.c.trial_id == trial.id).order_by(attempts.c.number)
     ).all()
     until = time.time() if trial.ended_at is None else trial.ended_at
-    sessions = _sessions(connection, trial.id)
+    sessions = _time_records_of_attempts(connection, trial.id)
     divided = divide_time(
         trial.created_at,
         until,
@@ -63,7 +63,9 @@ def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, fl
     return divided, until
 
 
-def _sessions(connection: Connection, trial_id: int) -> dict[int, list[list[TimeSpent]]]:
+def _time_records_of_attempts(
+    connection: Connection, trial_id: int
+) -> dict[int, list[list[TimeSpent]]]:
     """Return the records of each attempt by generation."""
     marks, attempts = tables.time_marks, tables.attempts
     rows = connection.execute(

@@ -57,13 +57,13 @@ class LogStore:
                 file.append(fresh)
             elif fresh:
                 if not file.is_full:
-                    file.append(_notes("WARNING", _full_text(file.size)))
+                    file.append(_notes_in_log("WARNING", _full_text(file.size)))
                 file.drop(fresh)
             return line_id(attempt, file.num_lines - 1)
 
     def append_note(self, trial_id: int, attempt: int, level: str, text: str) -> None:
         """Add lines of the master itself."""
-        entries = _notes(level, text)
+        entries = _notes_in_log(level, text)
         with self._using(trial_id, attempt) as file, file.lock:
             file.append(entries)
 
@@ -197,7 +197,7 @@ class LogStore:
                 del self._files[key]
 
 
-def _notes(level: str, text: str) -> list[LogEntry]:
+def _notes_in_log(level: str, text: str) -> list[LogEntry]:
     """Return lines of the master itself."""
     return [
         LogEntry(-1, time.time(), None, MASTER_STREAM, level, line) for line in text.splitlines()

@@ -88,7 +88,7 @@ def _add_wal_checksum(sums: tuple[int, int], words: Words) -> tuple[int, int]:
     a sum of all words with weights that follow from their number.
     """
     if len(words) not in _weights:
-        _weights[len(words)] = _weigh(len(words))
+        _weights[len(words)] = _wal_weights(len(words))
     starts, *weights = _weights[len(words)]
     s0, s1 = (
         sum(a * b for a, b in zip(sums, start, strict=True))
@@ -98,7 +98,7 @@ def _add_wal_checksum(sums: tuple[int, int], words: Words) -> tuple[int, int]:
     return s0 & _MASK, s1 & _MASK
 
 
-def _weigh(num_words: int) -> tuple[_Start, Words, Words]:
+def _wal_weights(num_words: int) -> tuple[_Start, Words, Words]:
     """Return the weights of the two sums before, and of the words in each of the two results."""
     first, second = np.zeros(num_words, np.uint32), np.zeros(num_words, np.uint32)
     # The step is (s0, s1) -> (s0 + s1, s0 + 2 s1), and the words add (x0, x0 + x1). `power` has the

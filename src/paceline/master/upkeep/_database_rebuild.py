@@ -167,7 +167,7 @@ def _finish_rebuild(part: Path, home: Path) -> None:
             tables.attempts: max(_newest(home / "attempts", ""), newest_attempt(home / "attempts")),
         }
         database.write(lambda transaction: raise_ids(transaction.connection, newest)).result()
-        database.write(lambda transaction: _take_journals(transaction, home)).result()
+        database.write(lambda transaction: _rebuild_from_journals(transaction, home)).result()
         database.write(_recompute_best).result()
         # The next master writes the records anew.
         database.write(forget_recorded).result()
@@ -201,7 +201,7 @@ class _JudgedBefore(StateChanges):
         """Write nothing: the log has it."""
 
 
-def _take_journals(transaction: Transaction, home: Path) -> None:
+def _rebuild_from_journals(transaction: Transaction, home: Path) -> None:
     """Take what running attempts had reported up to the last input of their search.
 
     What they reported later is sent by their runners, as to any master that lacks it.
@@ -223,11 +223,11 @@ def _take_journals(transaction: Transaction, home: Path) -> None:
             for row in connection.execute(select(marks).where(marks.c.attempt_id == attempt.id))
         }
         connection.execute(delete(marks).where(marks.c.attempt_id == attempt.id))
-        for batch in _batches(directory / "run", judged):
+        for batch in _batches_for_rebuild(directory / "run", judged):
             ingest.store(transaction, attempt.id, [batch])
 
 
-def _batches(run: Path, judged: dict[tuple[int, int], int]) -> Iterator[RecordBatch]:
+def _batches_for_rebuild(run: Path, judged: dict[tuple[int, int], int]) -> Iterator[RecordBatch]:
     directory = RunDirectory(run)
     for key in directory.journal_keys():
         last = judged.get((key.generation, key.rank), -1)

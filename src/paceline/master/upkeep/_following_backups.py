@@ -37,7 +37,7 @@ def follow_home(
     while not stop.is_set():
         begun = time.monotonic()
         # All that is stored changes the database, lines of output too.
-        now = _state(home)
+        now = _database_file_state(home)
         if now != state:
             try:
                 result = backup.make()
@@ -51,7 +51,7 @@ def follow_home(
         stop.wait(max(every_s, _REST * (time.monotonic() - begun)))
 
 
-def _state(home: Path) -> list[tuple[int, int]]:
+def _database_file_state(home: Path) -> list[tuple[int, int]]:
     found = []
     for name in (DATABASE, f"{DATABASE}-wal"):
         try:

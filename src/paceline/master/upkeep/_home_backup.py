@@ -112,7 +112,7 @@ class Backup:
             OSError: It cannot be written; earlier backups are untouched.
         """
         for path in parts_of_backups(self._to):
-            _remove(path)
+            _remove_backup(path)
         earlier = self._newest()
         name = new_name(self._to)
         part = part_of_backup(self._to, name)
@@ -126,7 +126,7 @@ class Backup:
             part.rename(self._to / name)
             sync_directory(self._to)
         except BaseException:
-            _remove(part)
+            _remove_backup(part)
             raise
         return BackupResult(
             path=self._to / name,
@@ -139,7 +139,7 @@ class Backup:
         """Remove a backup; it counts as whole until it is gone from its place."""
         gone = part_of_backup(self._to, path.name)
         path.rename(gone)
-        _remove(gone)
+        _remove_backup(gone)
 
     def keep(self, number: int) -> None:
         """Remove the oldest backups beyond a number."""
@@ -191,7 +191,7 @@ class _BackupWork:
                     f"The database must be of a version up to {tables.SCHEMA_VERSION} to be backed"
                     f" up, but has {version}. Hint: use the Paceline version that wrote it."
                 )
-            running = set(_running(connection))
+            running = set(_running_attempts(connection))
             elsewhere = _num_elsewhere(connection, str(self._home / CHECKPOINTS))
         self._take_database(copy)
         selection = select_files(self._home, known, running, checkpoints=checkpoints)
@@ -271,7 +271,7 @@ class _BackupWork:
         left_out += [f"checkpoint {uuid} (deleted meanwhile)" for uuid in sorted(torn)]
 
 
-def _running(connection: Connection) -> list[int]:
+def _running_attempts(connection: Connection) -> list[int]:
     attempts = tables.attempts.c
     query = select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
     return list(connection.execute(query).scalars())
@@ -285,6 +285,6 @@ def _num_elsewhere(connection: Connection, storage: str) -> int:
     return len(connection.execute(query).all())
 
 
-def _remove(path: Path) -> None:
+def _remove_backup(path: Path) -> None:
     """Remove a directory of files that nobody may write to."""
     shutil.rmtree(path, ignore_errors=True)

@@ -77,10 +77,10 @@ def check(home: Path, *, is_quick: bool = False) -> CheckResult:
         )
     result = CheckResult(master_runs=_is_held(home))
     damage = None if result.master_runs else find_log_damage(home / DATABASE)
-    result.findings = _look(home, is_quick=is_quick)
+    result.findings = _look_at_home(home, is_quick=is_quick)
     if result.findings and result.master_runs:
         time.sleep(_SECOND_LOOK_S)
-        again = set(_look(home, is_quick=is_quick))
+        again = set(_look_at_home(home, is_quick=is_quick))
         result.findings = [finding for finding in result.findings if finding in again]
     if damage is not None:
         finding = Finding(kind="database", where=f"{DATABASE}-wal", problem=damage)
@@ -105,7 +105,7 @@ def fix(home: Path, *, is_quick: bool = False) -> CheckResult:
     with Home(home).hold():
         mended = [_mend_database(home, one) for one in before.findings]
         if mended == before.findings and not _is_unreadable(before.findings):
-            _mend_rows(home, is_quick=is_quick)
+            _mend_rows_of_home(home, is_quick=is_quick)
     # What is not found any more is mended, and only that.
     after = check(home, is_quick=is_quick).findings
     left = {(one.kind, one.where) for one in after}
@@ -130,7 +130,7 @@ def _is_unreadable(findings: list[Finding]) -> bool:
     return any(one.where == DATABASE for one in findings)
 
 
-def _look(home: Path, *, is_quick: bool) -> list[Finding]:
+def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
     findings: list[Finding] = []
     problem = _database_problem(home, is_quick=is_quick)
     if problem is not None:
@@ -203,7 +203,7 @@ def _mend_database(home: Path, finding: Finding) -> Finding:
     return replace(finding, fix=told)
 
 
-def _mend_rows(home: Path, *, is_quick: bool) -> None:
+def _mend_rows_of_home(home: Path, *, is_quick: bool) -> None:
     """Mend rows of the database, records and checkpoints that are gone."""
     with open_copy(home / DATABASE) as connection:
         wrong = check_records(home, connection, lambda _: None)

@@ -54,7 +54,9 @@ def check_records(home: Path, connection: Connection, report: Report) -> list[in
         report(_damaged(accounts.relative_to(home).as_posix(), num_damaged))
         wrong.append(None)
     for experiment_id in ids:
-        if experiment_id not in waiting and _check(home, connection, experiment_id, report):
+        if experiment_id not in waiting and _check_experiment_records(
+            home, connection, experiment_id, report
+        ):
             wrong.append(experiment_id)
     for experiment_id in sorted(set(recorded_experiments(home)) - set(ids) - waiting):
         name = record_path(home, experiment_id).relative_to(home)
@@ -63,14 +65,16 @@ def check_records(home: Path, connection: Connection, report: Report) -> list[in
     return wrong
 
 
-def _check(home: Path, connection: Connection, experiment_id: int, report: Report) -> bool:
+def _check_experiment_records(
+    home: Path, connection: Connection, experiment_id: int, report: Report
+) -> bool:
     path = record_path(home, experiment_id)
     name = path.relative_to(home).as_posix()
     if not path.exists():
         report(Finding(kind="record", where=name, problem="is missing"))
         return True
     is_over = _is_over(connection, experiment_id)
-    recorded, num_damaged = _read(path, is_over=is_over)
+    recorded, num_damaged = _read_records(path, is_over=is_over)
     if num_damaged:
         # Which rows the lines held is not known.
         report(_damaged(name, num_damaged))
@@ -109,7 +113,7 @@ def _is_over(connection: Connection, experiment_id: int) -> bool:
     return connection.execute(query.limit(1)).first() is None
 
 
-def _read(path: Path, *, is_over: bool) -> tuple[dict[Key, int], int]:
+def _read_records(path: Path, *, is_over: bool) -> tuple[dict[Key, int], int]:
     """Return a digest of the newest values of each recorded row, and how many lines are damaged."""
     recorded: dict[Key, int] = {}
     num_damaged = 0

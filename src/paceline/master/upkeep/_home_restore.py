@@ -81,10 +81,10 @@ def restore(source: Path, home: Path) -> RestoreResult:
     _check_empty(home)
     place = Home(home)
     result = RestoreResult(path=path, content=content)
-    with place.hold(), _marked(place.path):
+    with place.hold(), _marked_as_restoring(place.path):
         for name, file in sorted(content.files.items()):
             if name != DATABASE:
-                _copy(path / name, place.path / name, name, file, result)
+                _copy_from_backup(path / name, place.path / name, name, file, result)
         _restore_database(path, place.path, result)
     return result
 
@@ -133,7 +133,7 @@ def _check_empty(home: Path) -> None:
 
 
 @contextmanager
-def _marked(home: Path) -> Iterator[None]:
+def _marked_as_restoring(home: Path) -> Iterator[None]:
     """Keep a file in the home for as long as it is not whole."""
     home.chmod(0o700)
     (home / RESTORING_NAME).touch()
@@ -143,7 +143,9 @@ def _marked(home: Path) -> Iterator[None]:
     sync_tree(home)
 
 
-def _copy(source: Path, target: Path, name: str, file: BackedUp, result: RestoreResult) -> None:
+def _copy_from_backup(
+    source: Path, target: Path, name: str, file: BackedUp, result: RestoreResult
+) -> None:
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         copied = copy_file(source, target, durable=True, writable=True)

@@ -35,10 +35,10 @@ def read_record(path: Path) -> Iterator[tuple[int, RecordedRow | None]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
-                yield number, _parse(line[:-1])
+                yield number, _parse_record(line[:-1])
 
 
-def _parse(line: bytes) -> RecordedRow | None:
+def _parse_record(line: bytes) -> RecordedRow | None:
     checksum, _, body = line.partition(b" ")
     try:
         if int(checksum, 16) != zlib.crc32(body):

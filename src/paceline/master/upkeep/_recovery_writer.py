@@ -128,29 +128,29 @@ def write_some(database: Database, home: Path, after: int = 0) -> int:
         unrecorded = tables.unrecorded
         query = select(unrecorded).where(unrecorded.c.id > after).order_by(unrecorded.c.id)
         query = query.limit(_MAX_CHANGES)
-        changes = _first(connection.execute(query).all())
+        changes = _first_changes(connection.execute(query).all())
         if not changes:
             return 0
         by_experiment: dict[int | None, list[Row[Any]]] = {}
         for change in changes:
             by_experiment.setdefault(change.experiment_id, []).append(change)
         for experiment_id, own in by_experiment.items():
-            _write(connection, home, experiment_id, own)
+            _write_records(connection, home, experiment_id, own)
     faults.reach("recorder.written")
     last: int = changes[-1].id
     # What a lost database has is not asked for again.
     with suppress(DatabaseLostError):
-        database.write(lambda t: _forget(t, last)).result()
+        database.write(lambda t: _forget_records(t, last)).result()
     return last
 
 
-def _first(changes: Sequence[Row[Any]]) -> Sequence[Row[Any]]:
+def _first_changes(changes: Sequence[Row[Any]]) -> Sequence[Row[Any]]:
     """Return as many of the oldest changes as are a moment's work."""
     whole = [place for place, change in enumerate(changes) if change.kind == ALL]
     return changes[: whole[_MAX_WHOLE]] if len(whole) > _MAX_WHOLE else changes
 
 
-def _write(
+def _write_records(
     connection: Connection, home: Path, experiment_id: int | None, changes: list[Row[Any]]
 ) -> None:
     path = record_path(home, experiment_id)
@@ -184,6 +184,6 @@ def _rows_to_recover(connection: Connection, changes: list[Row[Any]]) -> Iterato
         yield from marks_of_running(connection, changes[0].experiment_id)
 
 
-def _forget(transaction: Transaction, last: int) -> None:
+def _forget_records(transaction: Transaction, last: int) -> None:
     unrecorded = tables.unrecorded
     transaction.connection.execute(delete(unrecorded).where(unrecorded.c.id <= last))

@@ -44,7 +44,7 @@ def find_facts(
     has_affinity = hasattr(os, "sched_getaffinity")
     return NodeFacts(
         name=name,
-        key=_key(directory),
+        key=_machine_key(directory),
         version=paceline.__version__,
         protocol=PROTOCOL,
         python=sys.executable,
@@ -60,7 +60,7 @@ def find_facts(
     )
 
 
-def _key(directory: Path) -> str:
+def _machine_key(directory: Path) -> str:
     path = directory / _KEY_FILE
     try:
         if key := read_secret(path):

@@ -68,13 +68,13 @@ def pack_worker_call(facts: Any, call: WorkerCall, shared: SharedBuffers) -> Pac
     segments: list[SharedSegment] = []
     data = bytearray()
     # Apart from each other, as the stream is new each time.
-    spans = _placed(buffers, shared, segments, data)
-    (place,) = _placed([Buffer(stream.getbuffer(), stream)], shared, segments, data)
+    spans = _placed_buffers(buffers, shared, segments, data)
+    (place,) = _placed_buffers([Buffer(stream.getbuffer(), stream)], shared, segments, data)
     head = _Head(file.getvalue(), place, spans, [each.place for each in segments], data)
     return PackedCall(pickle.dumps(head, pickle.HIGHEST_PROTOCOL), segments)
 
 
-def _placed(
+def _placed_buffers(
     buffers: Sequence[Buffer], shared: SharedBuffers, segments: list[SharedSegment], data: bytearray
 ) -> list[Span]:
     """Add buffers to the segments of a call, or to the data of its frame."""

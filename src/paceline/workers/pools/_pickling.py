@@ -152,7 +152,11 @@ def _find_culprit(path: str, value: Any) -> tuple[str, Any]:
     """Return the smallest part of a value that cannot be pickled, and how it is reached."""
     for _ in range(_LONGEST_SEARCH):
         found = next(
-            ((name, part) for name, part in _parts(value) if _try_dump(part, _Sink()) is not None),
+            (
+                (name, part)
+                for name, part in _parts_to_pickle(value)
+                if _try_dump(part, _Sink()) is not None
+            ),
             None,
         )
         if found is None:
@@ -161,7 +165,7 @@ def _find_culprit(path: str, value: Any) -> tuple[str, Any]:
     return path.lstrip("."), value
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts_to_pickle(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a value is made of, with the text that leads there."""
     if hasattr(value, "_fields"):
         yield from ((f".{name}", getattr(value, name)) for name in value._fields)

@@ -158,7 +158,7 @@ def _written_file(parts: Sequence[tuple[int, memoryview]]) -> int:
     """
     offset, last = parts[-1]
     failure: OSError | None = None
-    for descriptor in _files(offset + len(last)):
+    for descriptor in _shared_memory_files(offset + len(last)):
         try:
             for start, part in parts:
                 _write(descriptor, part, start)
@@ -173,7 +173,7 @@ def _written_file(parts: Sequence[tuple[int, memoryview]]) -> int:
     raise failure or OSError("There is no place for shared memory.")
 
 
-def _files(num_bytes: int) -> Iterator[int]:
+def _shared_memory_files(num_bytes: int) -> Iterator[int]:
     """Yield new files, the best place first."""
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory:

@@ -94,7 +94,7 @@ class ProgressMeter:
             is_waiting=stuck_s > 0 and cpu - self._cpu_since < _WAITING_SHARE * stuck_s,
             operation=_operation(frame),
             num_collectives=num_collectives,
-            place=_place(frame),
+            place=_place_of_thread(frame),
             idle_s=self._idle.measure(now),
         )
 
@@ -153,7 +153,7 @@ def _operation(frame: FrameType) -> str:
     return "backward" if frame.f_code.co_name == _BACKWARD else ""
 
 
-def _place(frame: FrameType) -> str:
+def _place_of_thread(frame: FrameType) -> str:
     """Return where the user's code is, as far as that can be told from other code.
 
     That is Python's, torch's and ours.

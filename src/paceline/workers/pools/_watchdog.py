@@ -40,7 +40,7 @@ def detect_hang(
             returned already or are in another operation.
         timeout_s: How long it must have waited otherwise.
     """
-    waiting = [o for o in observations if _waits(o, certain_s)]
+    waiting = [o for o in observations if _waits_for_others(o, certain_s)]
     if not waiting or len(observations) < 2:
         return None
     most = max(o.progress.num_collectives for o in waiting)
@@ -50,19 +50,19 @@ def detect_hang(
     returned = [o for o in missing if o.has_returned]
     if returned:
         noun = _ranks(returned, "has returned", "have returned")
-        return _hang(waiting, f"{noun} without", returned, is_certain=True)
+        return _detected_hang(waiting, f"{noun} without", returned, is_certain=True)
     if not others and len({o.progress.operation for o in waiting}) > 1:
-        return _hang(waiting, "these must be the same", [], is_certain=True)
+        return _detected_hang(waiting, "these must be the same", [], is_certain=True)
     waiting = [o for o in waiting if o.progress.stuck_s >= timeout_s]
     if waiting and missing:
         noun = _ranks(missing, "has not come", "have not come")
-        return _hang(waiting, f"{noun} there", missing, is_certain=False)
+        return _detected_hang(waiting, f"{noun} there", missing, is_certain=False)
     if waiting and not any(o not in waiting and not o.has_returned for o in observations):
-        return _hang(waiting, "none of them goes on", [], is_certain=False)
+        return _detected_hang(waiting, "none of them goes on", [], is_certain=False)
     return None
 
 
-def _waits(observation: WatchedRank, least_s: float) -> bool:
+def _waits_for_others(observation: WatchedRank, least_s: float) -> bool:
     progress = observation.progress
     return (
         not observation.has_returned
@@ -72,7 +72,7 @@ def _waits(observation: WatchedRank, least_s: float) -> bool:
     )
 
 
-def _hang(
+def _detected_hang(
     waiting: Sequence[WatchedRank],
     what: str,
     missing: Sequence[WatchedRank],

@@ -43,7 +43,7 @@ def serve_events(send: _Send) -> None:
 
 def begin_signs_of_life() -> None:
     """Have a thread show that this process lives, for a launcher that looks; once only."""
-    _find()
+    _find_channel()
     if _Link.send is None or not _Link.is_program or _Link.is_alive:
         return
     _Link.is_alive = True
@@ -60,7 +60,7 @@ def tell(event: str, path: str, text: str = "") -> None:
         path: The directory.
         text: Why.
     """
-    _find()
+    _find_channel()
     if _Link.send is not None:
         # What a worker of a pool forks has its channel closed.
         with suppress(OSError):
@@ -72,7 +72,7 @@ def dump_stacks_on_signal() -> None:
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
 
 
-def _find() -> None:
+def _find_channel() -> None:
     """Find the parent's channel, in the wrapper that runs this program or in the environment."""
     if _Link.is_found:
         return

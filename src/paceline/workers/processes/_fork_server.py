@@ -210,7 +210,7 @@ class _Server:
             os.close(reader)
             os.close(writer)
             self._forget_all()
-            _place(streams, request["descriptors"])
+            _place_descriptors(streams, request["descriptors"])
             _become_worker(request)
         else:
             os.close(writer)
@@ -261,7 +261,7 @@ def _reason_against_forks() -> str | None:
     return None if num_threads == 1 else f"the fork server has {num_threads} threads"
 
 
-def _place(descriptors: Sequence[int], targets: Sequence[int]) -> None:
+def _place_descriptors(descriptors: Sequence[int], targets: Sequence[int]) -> None:
     """Give descriptors the numbers that the worker knows them by."""
     import fcntl
 

@@ -3,8 +3,8 @@
 Run as ``python _worker_program.py KIND TARGET ARGUMENTS...``, by its path and with the standard
 library alone: the interpreter is the user's choice, and nothing of the current directory may be
 imported before the program itself. The kinds script, module and code are as for Python. To serve is
-to carry out the calls of a driver, see `_serve`; to fork is to do that in processes forked from
-this one, see `_fork_server`.
+to carry out the calls of a driver, see `_serve_driver`; to fork is to do that in processes forked
+from this one, see `_fork_server`.
 
 With gloo a process that has done all its work can still abort while the interpreter shuts down: a
 thread of gloo asks for the interpreter lock too late. So the program's end is made of the same
@@ -65,7 +65,7 @@ def main(kind: str, target: str, arguments: "list[str]") -> None:
         # A segmentation fault shows the stacks of all threads.
         faulthandler.enable()
     _show_lines_at_once()
-    outcome = _run(kind, target, arguments)
+    outcome = _run_program(kind, target, arguments)
     # As the interpreter does: wait for threads, then run the exit handlers.
     _attempt(threading._shutdown)  # type: ignore[attr-defined] # also stops idle executors
     _attempt(atexit._run_exitfuncs)
@@ -126,7 +126,7 @@ def _show_lines_at_once() -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _run(kind: str, target: str, arguments: "list[str]") -> ProgramOutcome:
+def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutcome:
     try:
         program = types.ModuleType("__main__")
         program.__dict__["__builtins__"] = __builtins__
@@ -135,7 +135,7 @@ def _run(kind: str, target: str, arguments: "list[str]") -> ProgramOutcome:
         # For the rest of the process, so that exit handlers and pickling find it too.
         sys.modules["__main__"] = program
         if kind == "serve":
-            _serve(program, target)
+            _serve_driver(program, target)
         elif kind == "fork":
             _fork(program, target)
         else:
@@ -148,7 +148,7 @@ def _run(kind: str, target: str, arguments: "list[str]") -> ProgramOutcome:
     return ProgramOutcome(0)
 
 
-def _serve(program: types.ModuleType, target: str) -> None:
+def _serve_driver(program: types.ModuleType, target: str) -> None:
     """Carry out calls of a driver, where modules are found as in the driver."""
     import json
 
@@ -169,7 +169,7 @@ def _fork(program: types.ModuleType, target: str) -> None:
     facts = json.loads(target)
     sys.path[:] = facts.pop("path")
     server = importlib.import_module("paceline.workers.processes._fork_server")
-    _serve(program, server.serve_forks(server.ServerFacts(**facts)))
+    _serve_driver(program, server.serve_forks(server.ServerFacts(**facts)))
 
 
 def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:

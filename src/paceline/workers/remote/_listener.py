@@ -51,7 +51,7 @@ class Listener:
         except (OSError, ValueError):
             end.close()
             return None
-        return name, _prepared(end)
+        return name, _prepared_socket(end)
 
     def close(self) -> None:
         """Listen no more; connections stay."""
@@ -73,25 +73,27 @@ def join_listener(address: ListenerAddress, key: bytes, name: str) -> socket.soc
             " nodes."
         ) from None
     try:
-        theirs = _read(end, _NONCE_BYTES)
+        theirs = _read_from_peer(end, _NONCE_BYTES)
         ours, encoded = secrets.token_bytes(_NONCE_BYTES), name.encode()
         proof = _proof(key, b"worker", theirs, ours, encoded)
         end.sendall(ours + bytes([len(encoded)]) + encoded + proof)
-        if not hmac.compare_digest(_read(end, _DIGEST_BYTES), _proof(key, b"driver", ours, theirs)):
+        if not hmac.compare_digest(
+            _read_from_peer(end, _DIGEST_BYTES), _proof(key, b"driver", ours, theirs)
+        ):
             raise ConnectionError(f"What listens at {address} is not this worker's driver.")
     except BaseException:
         end.close()
         raise
-    return _prepared(end)
+    return _prepared_socket(end)
 
 
 def _admit(end: socket.socket, key: bytes) -> str:
     end.settimeout(_HANDSHAKE_S)
     ours = secrets.token_bytes(_NONCE_BYTES)
     end.sendall(ours)
-    theirs = _read(end, _NONCE_BYTES)
-    name = _read(end, _read(end, 1)[0])
-    proof = _read(end, _DIGEST_BYTES)
+    theirs = _read_from_peer(end, _NONCE_BYTES)
+    name = _read_from_peer(end, _read_from_peer(end, 1)[0])
+    proof = _read_from_peer(end, _DIGEST_BYTES)
     if not hmac.compare_digest(proof, _proof(key, b"worker", ours, theirs, name)):
         raise ValueError("The key must be known.")
     end.sendall(_proof(key, b"driver", theirs, ours))
@@ -102,7 +104,7 @@ def _proof(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
-def _read(end: socket.socket, size: int) -> bytes:
+def _read_from_peer(end: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         more = end.recv(size - len(data))
@@ -112,7 +114,7 @@ def _read(end: socket.socket, size: int) -> bytes:
     return data
 
 
-def _prepared(end: socket.socket) -> socket.socket:
+def _prepared_socket(end: socket.socket) -> socket.socket:
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -95,7 +95,7 @@ def join_ray(address: str, namespace: str) -> Any:
         # Ray would look for a cluster of the loopback address at another one.
         is_on_loopback = address.startswith("127.")
         with _on_loopback() if is_on_loopback else nullcontext():
-            _join(ray, address, namespace=namespace)
+            _join_ray_cluster(ray, address, namespace=namespace)
     return ray
 
 
@@ -125,7 +125,7 @@ class RayConnection:
         check_no_client(ray)
         with _own.lock:
             if not ray.is_initialized():
-                _connect(ray)
+                _connect_to_ray(ray)
             elif _own.num_users:
                 _own.num_users += 1
             self._is_user = _own.num_users > 0
@@ -222,9 +222,9 @@ def added_up(nodes: list[Resources], names: list[str]) -> dict[str, float]:
     return {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
 
 
-def _connect(ray: Any) -> None:
+def _connect_to_ray(ray: Any) -> None:
     if os.environ.get(ADDRESS_VARIABLE):
-        _join(ray, os.environ[ADDRESS_VARIABLE])
+        _join_ray_cluster(ray, os.environ[ADDRESS_VARIABLE])
         return
     _own.old_auth = os.environ.get(_AUTH_VARIABLE)
     # Whoever reaches a cluster without a token may run code on it.
@@ -246,7 +246,7 @@ def _connect(ray: Any) -> None:
     logger.info("Started Ray on this machine.")
 
 
-def _join(ray: Any, address: str, **options: Any) -> None:
+def _join_ray_cluster(ray: Any, address: str, **options: Any) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "//" not in host:
         # Ray itself goes on trying for minutes.

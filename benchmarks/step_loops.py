@@ -247,11 +247,11 @@ def run_creators(
 ) -> None:
     """Train by the default function of creators, in this process as in its one worker."""
     from paceline.creators import _replica_functions
-    from paceline.creators._creators_arguments import make_spec
-    from paceline.creators._replica_spec import PassOrder
+    from paceline.creators._creators_arguments import make_replica_spec
+    from paceline.creators._replica_spec import ReplicaPassOrder
     from paceline.workers import PortReservation
 
-    spec = make_spec(
+    spec = make_replica_spec(
         creators={
             "model_creator": lambda config: model,
             "data_creator": lambda config: loader,
@@ -281,7 +281,7 @@ def run_creators(
         os.environ |= {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.port)}
         try:
             _replica_functions.set_up(spec)
-            _replica_functions.train(PassOrder(num_steps, is_profiled=False, info={}))
+            _replica_functions.train(ReplicaPassOrder(num_steps, is_profiled=False, info={}))
         finally:
             os.environ.clear()
             os.environ |= before

@@ -12,7 +12,7 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing_atomically(path: Path) -> Iterator[Path]:
     """Yield a file to write, which takes the place of another one when the block ends.
 
     If the block raises, the earlier file stays, and what was written is removed.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline import core
-from paceline.core._heartbeat import beating
+from paceline.core._heartbeat import sending_heartbeats
 from paceline.journal import HEARTBEAT_LIMIT_S, RunDirectory
 
 
@@ -57,7 +57,7 @@ def test_a_run_goes_on_beating_and_ends_with_its_owner(
     monkeypatch.setattr("paceline.core._heartbeat._INTERVAL_S", 0.01)
     run = RunDirectory(tmp_path)
     file = tmp_path / "heartbeat"
-    owner = beating(run)
+    owner = sending_heartbeats(run)
     owner.__enter__()
     for _ in range(2):
         os.utime(file, (1, 1))

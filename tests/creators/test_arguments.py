@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from paceline.creators import BATCH_SIZE, PyTorchTrainer, ResourcesError
-from paceline.creators._creators_arguments import chosen_precision, make_spec
-from paceline.creators._function_parameters import Given, HookWorker, call_hook, call_with
+from paceline.creators._creators_arguments import make_replica_spec, precision_of_creators
+from paceline.creators._function_parameters import GivenParameters, HookWorker, call_hook, call_with
 
 
 def create(*_: Any) -> None: ...
@@ -101,7 +101,7 @@ def test_apex_is_mapped_and_what_has_no_counterpart_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert chosen_precision(use_fp16, args) == precision
+        assert precision_of_creators(use_fp16, args) == precision
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == len(warned)
     assert all(part in text for part, text in zip(warned, texts, strict=True))
@@ -109,12 +109,12 @@ def test_apex_is_mapped_and_what_has_no_counterpart_is_told(
 
 def test_an_unknown_level_of_apex_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`apex_args\['opt_level'\]` must be one of 'O0'"):
-        chosen_precision(True, {"opt_level": "O4"})
+        precision_of_creators(True, {"opt_level": "O4"})
 
 
 # ---- binding by name -----------------------------------------------------------------------------
 
-GIVEN = Given("config", "m", "data", "loss", "opt", "sched", {"a": 1}, "scaler", "cpu")
+GIVEN = GivenParameters("config", "m", "data", "loss", "opt", "sched", {"a": 1}, "scaler", "cpu")
 
 
 def first(models: Any, dataloader: Any, criterion: Any, optimizers: Any, config: Any) -> Any:
@@ -168,7 +168,7 @@ def test_any_number_of_workers_has_a_batch_size_that_nobody_has_set(
 ) -> None:
     default = inspect.signature(PyTorchTrainer).parameters["batch_size"].default
     names = ("model_creator", "data_creator", "optimizer_creator", "loss_creator")
-    spec = make_spec(
+    spec = make_replica_spec(
         creators={**dict.fromkeys(names, create), "scheduler_creator": None},
         functions=dict.fromkeys(("train_function", "validation_function", "initialization_hook")),
         config=None,

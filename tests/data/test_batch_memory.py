@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.data import _encoded_images
-from paceline.data._encoded_images import BatchMemory
+from paceline.data._encoded_images import ImageBatchMemory
 
 SHAPE = (2, 3)
 
@@ -14,7 +14,7 @@ def place(array: object) -> int:
 
 
 def test_memory_is_given_again_once_nobody_holds_it() -> None:
-    memory = BatchMemory(8)
+    memory = ImageBatchMemory(8)
     array = memory.take(SHAPE)
     first = place(array)
     # A tensor shares its memory, and so does a part of it.
@@ -33,7 +33,7 @@ def test_no_memory_is_given_again_where_references_are_not_counted_exactly(
 ) -> None:
     """As in CPython without its global lock."""
     monkeypatch.setattr(_encoded_images, "_has_global_lock", lambda: False)
-    memory = BatchMemory(8)
+    memory = ImageBatchMemory(8)
     arrays = [memory.take(SHAPE) for _ in range(4)]
     assert len({*map(place, arrays)}) == 4
     assert memory._kept == []

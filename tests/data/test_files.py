@@ -18,7 +18,7 @@ import torch
 from paceline import data
 from paceline.data import _file_index, _text_blocks
 from paceline.data._chunk_cache import ChunkCache
-from paceline.data._file_format import Rows
+from paceline.data._file_format import FileRows
 
 Table = Callable[[int, int], Any]
 
@@ -265,10 +265,10 @@ def test_a_start_reads_nothing_ahead_before_what_its_first_batch_needs() -> None
     gates = {chunk: threading.Event() for chunk in range(4)}
     begun: queue.Queue[int] = queue.Queue()
 
-    def load(chunk: int) -> Rows:
+    def load(chunk: int) -> FileRows:
         begun.put(chunk)
         assert gates[chunk].wait(60)
-        return Rows([chunk], 1)
+        return FileRows([chunk], 1)
 
     cache = ChunkCache(load, limit_bytes=10, num_threads=2)
     try:

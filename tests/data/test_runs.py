@@ -234,9 +234,9 @@ def read_pieces(config: dict[str, Any]) -> list[Any]:
 
 
 def run_reader() -> Any:
-    from paceline.train._worker_datasets import RunReader
+    from paceline.train._worker_datasets import WorkerDatasetReader
 
-    return RunReader(session())
+    return WorkerDatasetReader(session())
 
 
 def test_each_worker_reads_its_own_pieces_of_a_stream(two_workers: Any) -> None:

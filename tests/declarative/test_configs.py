@@ -20,7 +20,7 @@ from paceline.declarative import (
     Trainer,
     TrainingConfig,
 )
-from paceline.declarative._built_parts import mixed_precision_policy_of
+from paceline.declarative._parts_from_config import mixed_precision_policy_of
 
 MakeConfig = Callable[..., TrainingConfig]
 

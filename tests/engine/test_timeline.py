@@ -5,7 +5,12 @@ import torch
 
 from paceline.core import DistributedContext
 from paceline.engine import DataParallel, ProfilingWindow, StepTimeline
-from paceline.engine.profiling._step_timeline import PARTS, RankTimes, compare_ranks, divided
+from paceline.engine.profiling._step_timeline import (
+    PARTS,
+    RankTimes,
+    compare_rank_times,
+    divided_step_times,
+)
 from paceline.engine.profiling._step_timer import MeasuredTimes, StepTimer
 
 
@@ -26,11 +31,11 @@ class Event:
 
 
 def test_the_forward_pass_is_what_is_left_of_the_batch() -> None:
-    parts = divided({"train_batch_s": 1.0, "backward_s": 0.5, "reduce_s": 0.25})
+    parts = divided_step_times({"train_batch_s": 1.0, "backward_s": 0.5, "reduce_s": 0.25})
     assert parts["forward_s"] == 0.25
     assert parts["optimizer_step_s"] == parts["data_wait_s"] == 0.0
     # A rank without samples only takes part in the sum.
-    assert divided({"reduce_s": 1.0})["forward_s"] == 0.0
+    assert divided_step_times({"reduce_s": 1.0})["forward_s"] == 0.0
 
 
 def test_the_rank_with_most_work_of_its_own_is_the_slowest() -> None:
@@ -40,7 +45,7 @@ def test_the_rank_with_most_work_of_its_own_is_the_slowest() -> None:
         RankTimes(dict.fromkeys(PARTS, 0.0) | {"forward_s": s, "reduce_s": 1.75 - s}, s)
         for s in own
     ]
-    told = compare_ranks(ranks)
+    told = compare_rank_times(ranks)
     assert (told["slowest_rank"], told["slowest_rank_lag_s"]) == (2, 0.75)
     assert (told["mean_forward_s"], told["max_forward_s"]) == (1.0, 1.75)
     assert (told["mean_reduce_s"], told["max_reduce_s"]) == (0.75, 1.25)

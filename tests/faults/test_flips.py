@@ -37,7 +37,7 @@ from paceline.master.store import (
     find_log_damage,
     settle_cluster_id,
 )
-from paceline.master.upkeep._recovery_records import append_rows, read_record
+from paceline.master.upkeep._recovery_records import append_recovery_rows, read_record
 from paceline.messages.attempts import AttemptEnd, AttemptSpec, LogEntry
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory, SecretFileError, read_secret_file
@@ -185,7 +185,7 @@ def search_journal(tmp_path: Path) -> Case:
 def record(tmp_path: Path) -> Case:
     path = tmp_path / "records" / "experiment-1.jsonl"
     rows = [RecordedRow("trials", {"id": n, "hparams": json.dumps({"lr": n})}) for n in range(9)]
-    append_rows(path, 1, rows, anew=True)
+    append_recovery_rows(path, 1, rows, anew=True)
 
     def read() -> list[RecordedRow]:
         return [row for _, row in read_record(path) if row is not None]

@@ -15,7 +15,7 @@ from fault_lab.scripts import SEARCHES
 from paceline.core import discard_unfinished
 from paceline.core._attempt_history import read_checkpoints
 from paceline.journal import MetricsReported, RunDirectory
-from paceline.master._lost_database import check_home
+from paceline.master._lost_database import check_for_lost_database
 from paceline.storage import DirectoryStorage
 
 NUM_LOSSES = 60
@@ -65,7 +65,7 @@ def test_a_home_is_taken_up_after_a_power_loss_at_any_moment(
         told = f"loss {number} at {at}: {loss.kind}"
         if home.exists():
             try:
-                check_home(home, home / "master.sqlite")
+                check_for_lost_database(home, home / "master.sqlite")
             except Exception as error:
                 raise AssertionError(told) from error
         if at >= recording.created_at:
@@ -87,7 +87,7 @@ def test_the_database_knows_what_outlives_its_newest_commits(recording: Recordin
     for at in made:
         history = History(root).follow(recording.records, at)
         restore(history, Loss(0, history, "names only"))
-        check_home(home, home / "master.sqlite")
+        check_for_lost_database(home, home / "master.sqlite")
 
 
 def test_a_checkpoint_outlives_a_power_loss_with_the_reports_that_led_to_it(

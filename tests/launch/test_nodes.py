@@ -16,7 +16,7 @@ import pytest
 
 from paceline.core import RunState, list_runs
 from paceline.testing._compare_runs import compare_runs
-from paceline.testing._run_results import read_facts
+from paceline.testing._run_results import read_run_facts
 from paceline.workers import PortReservation
 from paceline.workers.remote import _launch_nodes
 
@@ -168,7 +168,7 @@ def test_training_that_lost_a_worker_of_any_node_ends_in_the_same_bits(
     # Where the checkpoint before the kill is not yet whole, the same batch is met once more.
     assert runs["killed"].num_attempts in (2, 3)
     assert {run.state for run in runs.values()} == {RunState.COMPLETED}
-    straight, killed = (read_facts(runs[n].path) for n in ("straight", "killed"))
+    straight, killed = (read_run_facts(runs[n].path) for n in ("straight", "killed"))
     assert compare_runs(straight, killed) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 from paceline.core import RunState, list_runs
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.testing._compare_runs import compare_runs
-from paceline.testing._run_results import read_facts
+from paceline.testing._run_results import read_run_facts
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[..., str]
@@ -78,7 +78,7 @@ def test_training_that_lost_a_worker_ends_in_the_same_bits(
     assert "Rank 1 was ended by SIGKILL, the first of 2 to fail" in result.stderr
     assert "its output is above. Starting the workers again, restart 1 of 2" in result.stderr
     assert "[rank=1] workers 2 of 2" in result.stdout
-    straight, killed = (read_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
+    straight, killed = (read_run_facts(run_named(tmp_path, n)) for n in ("straight", "killed"))
     assert compare_runs(straight, killed) == []
     assert [run.num_attempts for run in list_runs(tmp_path / "paceline_runs")] == [1, 2]
 

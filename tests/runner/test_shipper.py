@@ -27,7 +27,7 @@ from paceline.messages.attempts import AttemptControl, AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory
 from paceline.runner._master_link import (
-    Backoff,
+    MasterBackoff,
     MasterFailedError,
     MasterLink,
     RefusedByMasterError,
@@ -465,7 +465,7 @@ def test_the_end_is_stored_once_and_the_trial_follows(shipment: Shipment, report
 
 
 def test_pauses_grow_to_the_longest_and_begin_anew_after_a_success() -> None:
-    backoff = Backoff(first_s=0.1, longest_s=0.5)
+    backoff = MasterBackoff(first_s=0.1, longest_s=0.5)
     pauses = [backoff.next_s() for _ in range(6)]
     assert pauses[0] == 0.1
     assert pauses == sorted(pauses)

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.storage import storage_from
 from paceline.testing._compare_runs import compare_runs
-from paceline.testing._run_results import read_facts
+from paceline.testing._run_results import read_run_facts
 
 COUNTING = """
 import os, signal
@@ -173,7 +173,7 @@ def test_a_run_goes_on_from_a_bucket_in_the_same_bits(
             done = subprocess.run(command, cwd=tmp_path / directory)
             assert done.returncode == code
         [run] = (tmp_path / directory / "paceline_runs").iterdir()
-        facts = read_facts(run)
+        facts = read_run_facts(run)
         assert facts.final_checkpoint is not None
         assert facts.final_checkpoint.storage == f"{s3}/{directory}"
         assert facts.final_checkpoint.metadata["steps_completed"] == 10

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from paceline import core
 from paceline.engine import save_state
 from paceline.testing._compare_runs import compare_runs
-from paceline.testing._run_results import RunFacts, find_run, read_facts
+from paceline.testing._run_results import RunFacts, find_run, read_run_facts
 
 Write = Callable[[Path], Any]
 MakeRun = Callable[..., RunFacts]
@@ -41,7 +41,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
                 write(path)
         run = find_run(directory)
         assert run is not None
-        return read_facts(run)
+        return read_run_facts(run)
 
     return make
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.workers import LINE_CHARACTERS, LineSplitter, OutputLine
-from paceline.workers.processes._output_lines import _PieceReader
+from paceline.workers.processes._output_lines import _LinePieceReader
 
 
 def _lines(data: bytes, **settings: object) -> list[OutputLine]:
@@ -169,8 +169,8 @@ def _chunks(data: bytes, cuts: list[int]) -> list[bytes]:
 def test_pieces_do_not_depend_on_how_the_bytes_arrive(
     data: bytes, cuts: list[int], limit: int
 ) -> None:
-    whole = _PieceReader(limit)
-    chunked = _PieceReader(limit)
+    whole = _LinePieceReader(limit)
+    chunked = _LinePieceReader(limit)
     expected = [*whole.feed(data), *whole.close()]
     pieces = [piece for chunk in _chunks(data, cuts) for piece in chunked.feed(chunk)]
     assert [*pieces, *chunked.close()] == expected

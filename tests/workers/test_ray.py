@@ -32,7 +32,7 @@ from paceline.workers.remote._listener import Listener, join_listener
 from paceline.workers.remote._ray_cluster import num_fitting
 from paceline.workers.remote._ray_worker_actor import version_differences
 from paceline.workers.remote._script_directory import (
-    mark_of,
+    mark_of_script_directory,
     pack_script_directory,
     unpack_script_directory,
 )
@@ -251,14 +251,14 @@ def test_only_the_same_files_count_as_the_directory_of_the_driver(tmp_path: Path
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     (first / "module.py").write_text("X = 1")
-    mark = mark_of(str(first))
+    mark = mark_of_script_directory(str(first))
     shutil.copytree(first, second)
     (first / "written_meanwhile").touch()
-    assert mark_of(str(first)) == mark
-    assert mark_of(str(second)) != mark
+    assert mark_of_script_directory(str(first)) == mark
+    assert mark_of_script_directory(str(second)) != mark
     (first / "module.py").write_text("X = 12")
-    assert mark_of(str(first)) != mark
-    assert mark_of(str(tmp_path / "missing")) is None
+    assert mark_of_script_directory(str(first)) != mark
+    assert mark_of_script_directory(str(tmp_path / "missing")) is None
 
 
 def test_sources_travel_without_what_is_made_from_them(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.workers.pools._packed_call import PackedCall
-from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations
+from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations_of_workers
 from paceline.workers.pools._thread_progress import Progress, ProgressMeter
 from paceline.workers.pools._watchdog import DetectedHang, WatchedRank, detect_hang
 from paceline.workers.pools._worker_pool import PendingCall
@@ -165,11 +165,11 @@ def test_a_rank_that_has_just_returned_may_have_been_where_others_wait() -> None
         waits = Progress(6.0, True, "barrier", num_collectives=1, place="train.py:1 in main")
         workers[0].progress, workers[1].progress = waits, Progress(num_collectives=0)
         workers[1].take_value(b"")
-        assert detect_hang(observations(call, workers), CERTAIN_S, TIMEOUT_S) is None
+        assert detect_hang(observations_of_workers(call, workers), CERTAIN_S, TIMEOUT_S) is None
         workers[1].progress = Progress(num_collectives=1)
-        assert detect_hang(observations(call, workers), CERTAIN_S, TIMEOUT_S) is None
+        assert detect_hang(observations_of_workers(call, workers), CERTAIN_S, TIMEOUT_S) is None
         workers[1].progress = Progress(num_collectives=0)
-        verdict = detect_hang(observations(call, workers), CERTAIN_S, TIMEOUT_S)
+        verdict = detect_hang(observations_of_workers(call, workers), CERTAIN_S, TIMEOUT_S)
         assert verdict is not None
         assert verdict.is_certain
 

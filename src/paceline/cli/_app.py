@@ -27,7 +27,7 @@ from paceline.cli import (
     _verify_resume_command,
 )
 from paceline.cli._connection import chosen_master, trust
-from paceline.cli._errors import is_user_error, report_error
+from paceline.cli._errors import is_cli_user_error, report_error
 
 app = typer.Typer(
     name="paceline",
@@ -135,7 +135,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        if not is_user_error(error):
+        if not is_cli_user_error(error):
             raise
         report_error(str(error))
         sys.exit(1)

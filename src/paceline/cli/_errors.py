@@ -29,7 +29,7 @@ class CommandError(Exception):
     """Raised by a command that cannot do what it was asked to do."""
 
 
-def is_user_error(error: BaseException) -> bool:
+def is_cli_user_error(error: BaseException) -> bool:
     """Tell whether an error is the user's to mend, so that its text is all there is to show."""
     if isinstance(error, CommandError):
         return True

@@ -114,14 +114,14 @@ def show(
 def show_time(run: RunPath, json: Json = False) -> None:
     """Show what the time of a run went to: training, starts, lost work."""
     from paceline.cli._console_output import print_json
-    from paceline.cli._time_tables import print_time
+    from paceline.cli._time_tables import print_time_table
     from paceline.core import time_shares_of_run
 
     shares = time_shares_of_run(find_run(run))
     if json:
         print_json({**shares.seconds(), "total_s": shares.total_s, "goodput": shares.goodput})
     else:
-        print_time(shares.seconds(), shares.total_s, shares.goodput)
+        print_time_table(shares.seconds(), shares.total_s, shares.goodput)
 
 
 def find_run(run: Path) -> Path:

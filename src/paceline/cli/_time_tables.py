@@ -26,7 +26,7 @@ _MEANINGS = {
 }
 
 
-def print_time(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
+def print_time_table(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
     """Print the shares of a time that are not zero, and the goodput."""
     from paceline.cli._console_output import console, format_duration, print_table
 

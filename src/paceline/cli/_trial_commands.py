@@ -194,14 +194,14 @@ def show_time(trial: TrialId, json: Json = False) -> None:
     """Show what the time of a trial went to: training, starts, lost work."""
     from paceline.cli._connection import connect
     from paceline.cli._console_output import print_json
-    from paceline.cli._time_tables import print_time
+    from paceline.cli._time_tables import print_time_table
 
     with connect() as client:
         spent = client.get_trial(trial).time()
     if json:
         print_json(spent)
     else:
-        print_time(spent.model_dump(), spent.total_s, spent.goodput)
+        print_time_table(spent.model_dump(), spent.total_s, spent.goodput)
 
 
 @app.command()

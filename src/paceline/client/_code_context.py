@@ -102,7 +102,7 @@ def list_context(directory: Path) -> list[ContextEntry]:
             f"`model_dir` must be a directory, but got {str(directory)!r}."
             " Hint: give the directory that holds the training script."
         )
-    walk = _Walk(directory, _read_ignores(directory))
+    walk = _CodeWalk(directory, _read_ignores(directory))
     try:
         entries = sorted(walk.entries(directory, ""), key=lambda entry: entry.name)
     except OSError as error:
@@ -114,7 +114,7 @@ def list_context(directory: Path) -> list[ContextEntry]:
     return entries
 
 
-class _Walk:
+class _CodeWalk:
     """One pass over a directory; collects what must be refused, to name it all at once."""
 
     def __init__(self, root: Path, ignores: "GitIgnoreSpec") -> None:

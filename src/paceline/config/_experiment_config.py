@@ -12,7 +12,7 @@ from paceline.config._entrypoint_command import (
     reference_problems,
     trial_class,
 )
-from paceline.config._hyperparameters_section import check_space
+from paceline.config._hyperparameters_section import check_hyperparameter_space
 from paceline.config._lengths_and_periods import (
     CONTINUOUS,
     UNITS,
@@ -64,7 +64,7 @@ class ExperimentConfig(Section):
     )
     searcher: AnySearcher = Field(description="How trials are chosen and stopped.")
     # The next two are checked against those before them, so the order matters.
-    hyperparameters: Annotated[dict[str, Any], BeforeValidator(check_space)] = Field(
+    hyperparameters: Annotated[dict[str, Any], BeforeValidator(check_hyperparameter_space)] = Field(
         default={}, description="Names and values, ranges or nested maps of them."
     )
     entrypoint: Annotated[

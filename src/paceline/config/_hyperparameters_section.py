@@ -16,7 +16,7 @@ _SENTENCE = re.compile(
 )
 
 
-def check_space(value: Any, info: ValidationInfo) -> Any:
+def check_hyperparameter_space(value: Any, info: ValidationInfo) -> Any:
     """Refuse a space that cannot be searched; for use as a validator after the searcher's."""
     if not isinstance(value, dict):
         return value

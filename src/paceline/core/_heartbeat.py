@@ -12,7 +12,7 @@ _INTERVAL_S = 10.0
 
 
 @contextmanager
-def beating(run: RunDirectory) -> Iterator[None]:
+def sending_heartbeats(run: RunDirectory) -> Iterator[None]:
     """Give signs of life of a run within the block; a full disk is no error."""
     stopping = threading.Event()
     thread = threading.Thread(

@@ -12,7 +12,7 @@ RUNS_VARIABLE = "PACELINE_RUNS"
 RESUME_VARIABLE = "PACELINE_RESUME"
 
 
-class StartingPoint(NamedTuple):
+class NewRunStart(NamedTuple):
     """The checkpoint of another machine's run that a new run goes on from.
 
     `seed` is that of the training, if the checkpoint tells.
@@ -55,7 +55,7 @@ def is_checkpoint_url(resume: str | os.PathLike[str] | None) -> bool:
     return isinstance(resume, str) and "://" in resume
 
 
-def starting_point(url: str, storage: CheckpointStorage | None) -> StartingPoint:
+def starting_point(url: str, storage: CheckpointStorage | None) -> NewRunStart:
     """Return the checkpoint at a URL. The new run keeps its own checkpoints beside it.
 
     Args:
@@ -74,6 +74,6 @@ def starting_point(url: str, storage: CheckpointStorage | None) -> StartingPoint
         )
     metadata = found.manifest(uuid).metadata
     steps, seed = metadata.get("steps_completed"), metadata.get("seed")
-    return StartingPoint(
+    return NewRunStart(
         found, uuid, steps if isinstance(steps, int) else 0, seed if isinstance(seed, int) else None
     )

@@ -14,18 +14,18 @@ from typing import Any
 from uuid import uuid4
 
 from paceline.core._attempt_history import History, read_history
-from paceline.core._heartbeat import beating
+from paceline.core._heartbeat import sending_heartbeats
 from paceline.core._live_reports import master_to_report_to, reporting
 from paceline.core._new_run_storage import (
     RESUME_VARIABLE,
     RUNS_VARIABLE,
-    StartingPoint,
+    NewRunStart,
     is_checkpoint_url,
     starting_point,
     storage_of_new_run,
 )
 from paceline.core._recorded_settings import drawn_seed, recordable, tell_of_changes
-from paceline.core._run_directories import checked_name, make_run_directory, run_name
+from paceline.core._run_directories import checked_run_name, make_run_directory, run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,
@@ -222,7 +222,7 @@ def open_run_by_name(
             PACELINE_RUNS no storage.
         RuntimeError: The run to resume is still running.
     """
-    name = run_name() if name is None else checked_name(name)
+    name = run_name() if name is None else checked_run_name(name)
     root = Path.cwd() / RUNS_DIRECTORY
     if directory is not None and (directory / "run.json").exists():
         resume = directory
@@ -284,7 +284,7 @@ def _run_to_resume(
 
 
 def _place_new(
-    path: Path, info: RunInfo, start: StartingPoint | None, master: str | None, lock: ExitStack
+    path: Path, info: RunInfo, start: NewRunStart | None, master: str | None, lock: ExitStack
 ) -> OpenedRun:
     _take_lock(RunDirectory.create(path, info), master, lock)
     assert info.seed is not None
@@ -343,7 +343,7 @@ def _take_lock(run: RunDirectory, master: str | None, lock: ExitStack) -> None:
             run.path,
             HEARTBEAT_LIMIT_S,
         )
-    lock.enter_context(beating(run))
+    lock.enter_context(sending_heartbeats(run))
     start_reports()
 
 

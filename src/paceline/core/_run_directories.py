@@ -20,7 +20,7 @@ def run_name(file: str | os.PathLike[str] | None = None) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
 
 
-def checked_name(name: str) -> str:
+def checked_run_name(name: str) -> str:
     """Return the name that a run was given.
 
     Raises:

@@ -42,7 +42,7 @@ _NOT_OFFERED = {
 }
 
 
-def check_names(unknown: Mapping[str, Any]) -> None:
+def check_creator_names(unknown: Mapping[str, Any]) -> None:
     """Refuse arguments that there are not.
 
     Raises:
@@ -78,7 +78,7 @@ def chosen_num_workers(num_replicas: Any, num_workers: Any) -> int:
     return int(value)
 
 
-def check_alone() -> None:
+def check_creators_alone() -> None:
     """Check that this process works alone.
 
     Raises:
@@ -91,7 +91,7 @@ def check_alone() -> None:
         )
 
 
-def chosen_precision(use_fp16: Any, apex_args: Any) -> str:
+def precision_of_creators(use_fp16: Any, apex_args: Any) -> str:
     """Return the precision for the flag, and for what NVIDIA's Apex would be told.
 
     Raises:
@@ -126,7 +126,7 @@ def chosen_precision(use_fp16: Any, apex_args: Any) -> str:
     return precision
 
 
-def make_spec(
+def make_replica_spec(
     *,
     creators: Mapping[str, Any],
     functions: Mapping[str, Any],
@@ -166,7 +166,7 @@ def make_spec(
     )
 
 
-def check_pass(num_steps: Any, max_retries: Any = 0, info: Any = None) -> None:
+def check_pass_arguments(num_steps: Any, max_retries: Any = 0, info: Any = None) -> None:
     """Check what a pass is asked for.
 
     Raises:

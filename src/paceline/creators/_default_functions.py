@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from paceline.creators._function_parameters import Given
+from paceline.creators._function_parameters import GivenParameters
 from paceline.engine import LocalMeans, Measure, Pass, Precision
 
 
 def train_one_model(
-    given: Given,
+    given: GivenParameters,
     batches: Pass,
     precision: Precision,
     measure: Measure | None,
@@ -37,7 +37,7 @@ def train_one_model(
     return means.statistics()
 
 
-def _plain_step(given: Given) -> Callable[[Any, Any], Any]:
+def _plain_step(given: GivenParameters) -> Callable[[Any, Any], Any]:
     model, criterion, optimizer = given.models, given.criterion, given.optimizers
 
     def step(features: Any, target: Any) -> Any:
@@ -51,7 +51,7 @@ def _plain_step(given: Given) -> Callable[[Any, Any], Any]:
 
 
 def _measured_step(
-    given: Given, precision: Precision, measure: Measure | None
+    given: GivenParameters, precision: Precision, measure: Measure | None
 ) -> Callable[[Any, Any], Any]:
     """Return what `_plain_step` does, with a precision and what measures its parts."""
     model, criterion, optimizer = given.models, given.criterion, given.optimizers
@@ -75,7 +75,7 @@ def _measured_step(
 
 
 def validate_one_model(
-    given: Given, batches: Pass, precision: Precision, measure: Measure | None
+    given: GivenParameters, batches: Pass, precision: Precision, measure: Measure | None
 ) -> dict[str, Any]:
     """Validate one model on the batches of a pass, each ``(*features, target)``.
 
@@ -106,7 +106,7 @@ def _measure_nothing(part: str) -> AbstractContextManager[None]:
     return _nothing
 
 
-def _check_single(given: Given, argument: str) -> None:
+def _check_single(given: GivenParameters, argument: str) -> None:
     several = [
         f"{len(values)} {what}"
         for what, values in (

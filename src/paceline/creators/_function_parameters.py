@@ -44,7 +44,7 @@ class HookWorker(RankInfo):
     config: Mapping[str, Any]
 
 
-class Given(NamedTuple):
+class GivenParameters(NamedTuple):
     """Objects that a train or validation function can take as parameters."""
 
     config: dict[str, Any]
@@ -74,7 +74,7 @@ def check_function(name: str, function: Callable[..., Any]) -> None:
             )
 
 
-def call_with(function: Callable[..., Any], given: Given) -> Any:
+def call_with(function: Callable[..., Any], given: GivenParameters) -> Any:
     """Call a function with what its parameters name."""
     parameters = _parameters(function)
     if parameters is None:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from paceline import core
 from paceline.creators import _replica_functions
 from paceline.creators._creators_arguments import (
-    check_alone,
-    check_names,
-    check_pass,
+    check_creator_names,
+    check_creators_alone,
+    check_pass_arguments,
     chosen_num_workers,
-    chosen_precision,
-    make_spec,
+    make_replica_spec,
+    precision_of_creators,
 )
 from paceline.creators._replica_group import ReplicaGroup
-from paceline.creators._replica_spec import PassOrder
+from paceline.creators._replica_spec import ReplicaPassOrder
 from paceline.creators._trainer_state import TrainerState, one_at_a_time
 from paceline.engine import (
     PassRecord,
@@ -144,12 +144,12 @@ class PyTorchTrainer(TrainerState):
         use_tqdm: bool = False,
         **other: Any,
     ) -> None:
-        check_names(other)
+        check_creator_names(other)
         num_workers = chosen_num_workers(num_replicas, num_workers)
         self.config = config or {}
         self._storage = core.given_storage(checkpoint_storage)
         self._can_validate = validation_function is not False
-        spec = make_spec(
+        spec = make_replica_spec(
             creators={
                 "model_creator": model_creator,
                 "data_creator": data_creator,
@@ -166,7 +166,7 @@ class PyTorchTrainer(TrainerState):
             loader_config=dataloader_config,
             num_workers=num_workers,
             batch_size=batch_size,
-            precision=chosen_precision(use_fp16, apex_args),
+            precision=precision_of_creators(use_fp16, apex_args),
             settings={
                 "scheduler_step_freq": scheduler_step_freq,
                 "use_gpu": use_gpu,
@@ -181,7 +181,7 @@ class PyTorchTrainer(TrainerState):
             },
         )
         cluster = chosen_cluster(cluster)
-        check_alone()
+        check_creators_alone()
         # Workers of this machine may share a GPU.
         has_gpus = cluster == "ray" and use_gpu != "auto"
         settings = WorkerSettings(
@@ -266,14 +266,14 @@ class PyTorchTrainer(TrainerState):
             ValueError: A value is out of range, or there are several models and no function.
             Exception: What the user's function raised on the rank that failed first.
         """
-        check_pass(num_steps, max_retries, info)
+        check_pass_arguments(num_steps, max_retries, info)
         keeps = max_retries > 0
         source = None
         if checkpoint is not None and checkpoint != "auto":
             source = load_pass_state(checkpoint)
         is_shown, num_losses = self._shows_progress, self._group.num_losses
         with self._record.begun(self.num_workers), shown_pass(is_shown=is_shown) as path:
-            order = PassOrder(num_steps, profile, dict(info or {}), keeps, path)
+            order = ReplicaPassOrder(num_steps, profile, dict(info or {}), keeps, path)
             if keeps:
                 self._group.end_to_resize()
             results = self._group.call_with_retries(
@@ -323,10 +323,10 @@ class PyTorchTrainer(TrainerState):
             ValueError: There are no validation data, or several models and no function.
             Exception: What the user's function raised on the rank that failed first.
         """
-        check_pass(num_steps, info=info)
+        check_pass_arguments(num_steps, info=info)
         if not self._can_validate:
             return {}
-        order = PassOrder(num_steps, profile, dict(info or {}))
+        order = ReplicaPassOrder(num_steps, profile, dict(info or {}))
         num_retries = _NUM_VALIDATION_RETRIES if self._group.is_state_kept else 0
         with self._record.begun(self.num_workers, core.VALIDATION):
             results = self._group.call_with_retries(

@@ -11,9 +11,9 @@ from paceline.creators._default_functions import (
     train_one_model,
     validate_one_model,
 )
-from paceline.creators._function_parameters import Given, HookWorker, call_hook, call_with
-from paceline.creators._replica_data import creators_config, make_loaders, position_in
-from paceline.creators._replica_spec import PassOrder, ReplicaSpec
+from paceline.creators._function_parameters import GivenParameters, HookWorker, call_hook, call_with
+from paceline.creators._replica_data import creators_config, data_position_in, make_replica_loaders
+from paceline.creators._replica_spec import ReplicaPassOrder, ReplicaSpec
 from paceline.engine import (
     DataPosition,
     GradientSync,
@@ -76,8 +76,8 @@ class Replica:
     def _make(self) -> None:
         spec, device = self._spec, self.device
         config = creators_config(spec)
-        loaders = make_loaders(spec)
-        self.position = position_in(loaders.train, spec, self.rank, self.world_size)
+        loaders = make_replica_loaders(spec)
+        self.position = data_position_in(loaders.train, spec, self.rank, self.world_size)
         self._validation = loaders.validation
         self.models = _created_as_list(
             spec.model_creator(config), torch.nn.Module, "model_creator", "torch.nn.Module"
@@ -168,7 +168,7 @@ class Replica:
 
     # ---- passes --------------------------------------------------------------------------
 
-    def train(self, order: PassOrder, state_path: str | None = None) -> PassResult:
+    def train(self, order: ReplicaPassOrder, state_path: str | None = None) -> PassResult:
         """Run the train function over one pass.
 
         Args:
@@ -220,7 +220,7 @@ class Replica:
         )
 
     @contextmanager
-    def _noting(self, batches: Pass, order: PassOrder) -> Iterator[None]:
+    def _noting(self, batches: Pass, order: ReplicaPassOrder) -> Iterator[None]:
         """Note the progress of a pass within the block, if the driver shows it."""
         if order.progress_path is None or self.rank:
             yield
@@ -234,7 +234,7 @@ class Replica:
         finally:
             noted.close()
 
-    def validate(self, order: PassOrder) -> PassResult:
+    def validate(self, order: ReplicaPassOrder) -> PassResult:
         """Run the validation function over the data, from their beginning.
 
         Raises:
@@ -279,10 +279,10 @@ class Replica:
                 "`data_creator` must return data to validate on as well, but returned data to train"
                 " on alone."
             )
-        return position_in(self._validation, self._spec, self.rank, self.world_size)
+        return data_position_in(self._validation, self._spec, self.rank, self.world_size)
 
-    def _given(self, batches: Pass, order: PassOrder) -> Given:
-        return Given(
+    def _given(self, batches: Pass, order: ReplicaPassOrder) -> GivenParameters:
+        return GivenParameters(
             config=self._spec.config,
             models=_one_or_all(self.models),
             batches=batches,

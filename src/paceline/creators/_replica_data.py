@@ -32,7 +32,7 @@ class _Batches(IterableDataset[Any]):
         return iter(self._batches)
 
 
-def make_loaders(spec: ReplicaSpec) -> Loaders:
+def make_replica_loaders(spec: ReplicaSpec) -> Loaders:
     """Call `data_creator`, and return loaders of what it returned.
 
     Raises:
@@ -62,7 +62,7 @@ def creators_config(spec: ReplicaSpec) -> dict[str, Any]:
     return {**spec.config, BATCH_SIZE: spec.config[BATCH_SIZE] // spec.num_shards}
 
 
-def position_in(
+def data_position_in(
     loader: "DataLoader[Any]", spec: ReplicaSpec, rank: int, world_size: int
 ) -> DataPosition:
     """Return the part of a loader's data that a worker has, from the beginning."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.creators._replica import Replica
-from paceline.creators._replica_spec import PassOrder, ReplicaSpec
+from paceline.creators._replica_spec import ReplicaPassOrder, ReplicaSpec
 from paceline.engine import PassResult, join_pass_state, release_device_memory, restore_pass_state
 from paceline.workers import read_parts
 
@@ -19,12 +19,12 @@ def set_up(spec: ReplicaSpec) -> None:
     _replica.append(Replica(spec))
 
 
-def train(order: PassOrder, state_path: str | None = None) -> PassResult:
+def train(order: ReplicaPassOrder, state_path: str | None = None) -> PassResult:
     """Train for a pass."""
     return _replica[0].train(order, state_path)
 
 
-def validate(order: PassOrder) -> PassResult:
+def validate(order: ReplicaPassOrder) -> PassResult:
     """Validate."""
     return _replica[0].validate(order)
 

@@ -59,7 +59,7 @@ class ReplicaSpec:
     shard_precision: Any = None
 
 
-class PassOrder(NamedTuple):
+class ReplicaPassOrder(NamedTuple):
     """Order for one pass.
 
     Attributes:

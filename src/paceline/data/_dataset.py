@@ -7,12 +7,25 @@ from typing import Any, NamedTuple
 
 from paceline.data._read_plan import Plan, Reader
 from paceline.data._sample_source import Source, is_iterable_only
-from paceline.data._sample_stages import Mapped, MappedBatches, Stage
+from paceline.data._sample_stages import MapBatchesStage, MapSamplesStage, Stage
 from paceline.data._samples_in_memory import SamplesInMemory
-from paceline.data._selected_samples import FilteredSource
-from paceline.data._split_source import folds_of, part_sizes, parts_of, range_of, worker_part
+from paceline.data._selected_samples import FilteredSamples
+from paceline.data._split_source import (
+    range_of,
+    sizes_of_split,
+    split_into_folds,
+    split_into_parts,
+    worker_part,
+)
 from paceline.data._staged_source import StagedSource
-from paceline.data._streams import BatchStep, FilterStep, MappingStep, MixingStep, PartStep, Stream
+from paceline.data._streams import (
+    BatchStreamStep,
+    FilterStreamStep,
+    MappingStreamStep,
+    MixingStreamStep,
+    Stream,
+    StreamPartStep,
+)
 from paceline.display import html_table
 
 _READ_AT_ONCE = 1024
@@ -62,12 +75,12 @@ class Dataset:
         return {**vars(self), "_plan": replace(self._plan, reader=None)}
 
     def __repr__(self) -> str:
-        size = "" if isinstance(self._source, (Stream, FilteredSource)) else f", {len(self)}"
+        size = "" if isinstance(self._source, (Stream, FilteredSamples)) else f", {len(self)}"
         return f"<Dataset of {self._source.name}{size}>"
 
     def _repr_html_(self) -> str:
         facts: list[tuple[str, Any]] = [("source", self._source.name)]
-        if not isinstance(self._source, (Stream, FilteredSource)):
+        if not isinstance(self._source, (Stream, FilteredSamples)):
             facts.append(("samples", f"{len(self):,}"))
         else:
             facts.append(("samples", "not known before they are read"))
@@ -138,8 +151,8 @@ class Dataset:
             function: It is called in the worker whenever a sample is read.
         """
         if isinstance(self._source, Stream):
-            return self._with(source=self._source.then(MappingStep(function)))
-        return self._with(stage=Mapped(function))
+            return self._with(source=self._source.then(MappingStreamStep(function)))
+        return self._with(stage=MapSamplesStage(function))
 
     def map_batches(self, function: Callable[[Any], Any]) -> "Dataset":
         """Return the data set of what a function makes of samples that are read together.
@@ -152,8 +165,8 @@ class Dataset:
                 columns and there was no `map` before, it gets and returns a dictionary of arrays.
         """
         if isinstance(self._source, Stream):
-            return self._with(source=self._source.then(BatchStep(function)))
-        return self._with(stage=MappedBatches(function))
+            return self._with(source=self._source.then(BatchStreamStep(function)))
+        return self._with(stage=MapBatchesStage(function))
 
     def filter(self, keeps: Callable[[Any], Any]) -> "Dataset":
         """Return the data set of the samples for which a function is true.
@@ -165,8 +178,8 @@ class Dataset:
             keeps: The function of a sample.
         """
         if isinstance(self._source, Stream):
-            return self._with(source=self._source.then(FilterStep(keeps)))
-        return self._with(source=FilteredSource(self._staged(), keeps), stages=())
+            return self._with(source=self._source.then(FilterStreamStep(keeps)))
+        return self._with(source=FilteredSamples(self._staged(), keeps), stages=())
 
     def shuffle(self, window: int | None = None) -> "Dataset":
         """Return the data set with a random order of its own in each epoch.
@@ -182,7 +195,7 @@ class Dataset:
         """
         plan = self._plan.shuffled(window)
         if isinstance(self._source, Stream):
-            return self._with(source=self._source.then(MixingStep(window or _STREAM_BUFFER)))
+            return self._with(source=self._source.then(MixingStreamStep(window or _STREAM_BUFFER)))
         return self._with(plan=plan)
 
     def pipeline(
@@ -216,8 +229,8 @@ class Dataset:
             ValueError: A part would have no samples.
         """
         source = self._numbered("can be split")
-        counts = part_sizes(len(source), sizes)
-        return [self._with(source=part) for part in parts_of(source, counts, seed)]
+        counts = sizes_of_split(len(source), sizes)
+        return [self._with(source=part) for part in split_into_parts(source, counts, seed)]
 
     def to_cv(self, splits: int = 5, *, seed: int | None = 0) -> list[Fold]:
         """Return the folds of a cross validation; each sample is validated on in one of them.
@@ -233,7 +246,7 @@ class Dataset:
         source = self._numbered("can be split")
         return [
             Fold(self._with(source=rest), self._with(source=own))
-            for rest, own in folds_of(source, splits, seed)
+            for rest, own in split_into_folds(source, splits, seed)
         ]
 
     def get_shard(self, rank: int | None = None, num_shards: int | None = None) -> "Dataset":
@@ -365,7 +378,7 @@ class Dataset:
             return self
         plan = replace(self._plan, part=None)
         if isinstance(source, Stream):
-            return self._with(source=source.then(PartStep(*part)), plan=plan)
+            return self._with(source=source.then(StreamPartStep(*part)), plan=plan)
         return self._with(source=range_of(source, worker_part(source, *part)), plan=plan)
 
     def _numbered(self, what: str) -> Source:

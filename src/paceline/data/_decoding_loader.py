@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from paceline.data._encoded_images import BatchMemory, decoded, decoded_batch
+from paceline.data._encoded_images import ImageBatchMemory, decoded_batch, decoded_sample
 from paceline.data._sample_source import Source
 
 _MOST_THREADS = 4
@@ -55,7 +55,7 @@ class DecodingLoader(DataLoader[Any]):
         num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="paceline-decode")
         # Those that are decoded, and two that the loop over the batches has in its hands.
-        memory = BatchMemory(num_threads + 2)
+        memory = ImageBatchMemory(num_threads + 2)
         under_way: deque[Future[Any]] = deque()
         batches = iter(self._index_sampler)
         try:
@@ -71,8 +71,8 @@ class DecodingLoader(DataLoader[Any]):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _decode(self, numbers: Sequence[int], memory: BatchMemory) -> Any:
+    def _decode(self, numbers: Sequence[int], memory: ImageBatchMemory) -> Any:
         samples = self._source.fetch_encoded(numbers)
         if self._finish is None:
             return decoded_batch(samples, memory)
-        return [decoded(sample) for sample in samples]
+        return [decoded_sample(sample) for sample in samples]

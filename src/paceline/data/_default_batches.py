@@ -33,7 +33,7 @@ def collate_samples(samples: Any) -> Any:
 
 def _batch_reason(name: str, values: Sequence[Any]) -> str | None:
     """Return in what the values of a batch differ; None if they do not, as far as is known."""
-    for kind, reason_of in ((Mapping, _reason_of_keys), ((list, tuple), _reason_of_lengths)):
+    for kind, reason_of in ((Mapping, _batch_reason_of_keys), ((list, tuple), _reason_of_lengths)):
         if all(isinstance(value, kind) for value in values):
             return reason_of(name, values)
     if all(hasattr(value, "shape") for value in values):
@@ -46,7 +46,7 @@ def _batch_reason(name: str, values: Sequence[Any]) -> str | None:
     return f"{name} is {' or '.join(kinds_had)}"
 
 
-def _reason_of_keys(name: str, values: Sequence[Mapping[Any, Any]]) -> str | None:
+def _batch_reason_of_keys(name: str, values: Sequence[Mapping[Any, Any]]) -> str | None:
     first = values[0]
     keys = dict.fromkeys(str(sorted(map(str, value))) for value in values)
     if len(keys) > 1:

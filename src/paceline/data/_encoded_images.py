@@ -18,7 +18,7 @@ class Encoded(NamedTuple):
     name: str
 
 
-class BatchMemory:
+class ImageBatchMemory:
     """Memory of the batches that nobody holds any more, for the next ones.
 
     New memory costs a third as much time as the images that are decoded into it.
@@ -58,7 +58,7 @@ def _has_global_lock() -> bool:
     return getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
-def decoded(sample: Mapping[str, Any]) -> dict[str, Any]:
+def decoded_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample as users get it.
 
     Raises:
@@ -70,7 +70,7 @@ def decoded(sample: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def decoded_batch(samples: Sequence[Mapping[str, Any]], memory: BatchMemory) -> Any:
+def decoded_batch(samples: Sequence[Mapping[str, Any]], memory: ImageBatchMemory) -> Any:
     """Return what `collate_samples` makes of samples once they are decoded.
 
     Images of one size are decoded into the memory of the batch. Memory for each of them would
@@ -86,7 +86,7 @@ def decoded_batch(samples: Sequence[Mapping[str, Any]], memory: BatchMemory) -> 
     """
     keys = list(samples[0])
     if any(list(sample) != keys for sample in samples):
-        return collate_samples([decoded(sample) for sample in samples])
+        return collate_samples([decoded_sample(sample) for sample in samples])
     batch = {}
     for key in keys:
         values = [sample[key] for sample in samples]
@@ -99,7 +99,7 @@ def decoded_batch(samples: Sequence[Mapping[str, Any]], memory: BatchMemory) -> 
     return batch
 
 
-def _images(values: Sequence[Encoded], memory: BatchMemory) -> Any:
+def _images(values: Sequence[Encoded], memory: ImageBatchMemory) -> Any:
     """Return images in one tensor, or None if their sizes differ."""
     import torch
 

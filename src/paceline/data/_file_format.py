@@ -172,7 +172,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
-        """Return the samples of a piece: `Columns` or `Rows`.
+        """Return the samples of a piece: `Columns` or `FileRows`.
 
         Args:
             file: The file.
@@ -184,7 +184,7 @@ class FileFormat(ABC):
         """
 
 
-class Rows:
+class FileRows:
     """Samples as a list.
 
     Args:

@@ -13,7 +13,7 @@ from paceline._argument_checks import check_count
 from paceline.data._chunk_cache import ChunkCache
 from paceline.data._concatenated_pieces import ConcatenatedPieces
 from paceline.data._disk_cache import DiskCache
-from paceline.data._encoded_images import decoded
+from paceline.data._encoded_images import decoded_sample
 from paceline.data._file_format import DataFile, FileFormat
 from paceline.data._file_index import FileIndex, cache_directory
 from paceline.data._file_locations import DirectoryLocation, FileLocation, ObjectLocation
@@ -75,7 +75,7 @@ class FileSource(Source):
     def fetch(self, numbers: Sequence[int]) -> Any:
         """Return samples, after reading the pieces they lie in unless these are in memory."""
         if self.is_encoded:
-            return [decoded(sample) for sample in self.fetch_encoded(numbers)]
+            return [decoded_sample(sample) for sample in self.fetch_encoded(numbers)]
         return self._fetch(numbers)
 
     @property

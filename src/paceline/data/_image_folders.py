@@ -7,7 +7,7 @@ from typing import Any
 import xxhash
 
 from paceline.data._decode_files import IMAGES
-from paceline.data._encoded_images import Encoded, decoded
+from paceline.data._encoded_images import Encoded, decoded_sample
 from paceline.data._errors import DataNotFoundError
 from paceline.data._file_format import DataFile
 from paceline.data._file_locations import DirectoryLocation, FileLocation
@@ -52,7 +52,7 @@ class ImageSource(Source):
 
     def fetch(self, numbers: Sequence[int]) -> list[Any]:
         """Return images with the numbers of their classes."""
-        return [decoded(sample) for sample in self.fetch_encoded(numbers)]
+        return [decoded_sample(sample) for sample in self.fetch_encoded(numbers)]
 
     @property
     def is_encoded(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from paceline.data._file_format import DataFile, FileChunk, FileFormat, IndexedFile, Rows
+from paceline.data._file_format import DataFile, FileChunk, FileFormat, FileRows, IndexedFile
 from paceline.data._text_blocks import blocks_of
 
 # Objects of Python take several times the memory of their text.
@@ -49,7 +49,7 @@ class JsonLinesFormat(FileFormat):
         """Parse some lines."""
         lines = file.read(chunk.start, chunk.size).split(b"\n")
         samples = [self._parse(file, line) for line in lines if line.strip()]
-        return Rows(samples, chunk.num_bytes)
+        return FileRows(samples, chunk.num_bytes)
 
     def _parse(self, file: DataFile, line: bytes) -> Any:
         try:

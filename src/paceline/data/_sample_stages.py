@@ -20,7 +20,7 @@ class Stage(ABC):
         """
 
 
-class Mapped(Stage):
+class MapSamplesStage(Stage):
     """A function of a sample."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -39,7 +39,7 @@ class Mapped(Stage):
         return made
 
 
-class MappedBatches(Stage):
+class MapBatchesStage(Stage):
     """A function of the samples that are fetched together."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:

@@ -9,7 +9,7 @@ from paceline.data._sample_source import Numbers, Source
 _COUNTED_AT_ONCE = 1024
 
 
-class PickedSource(Source):
+class PickedSamples(Source):
     """Samples of a source, by their numbers there.
 
     Args:
@@ -61,7 +61,7 @@ class PickedSource(Source):
         return _with_selection(self._source.identity(), self._picked)
 
 
-class FilteredSource(Source):
+class FilteredSamples(Source):
     """The samples of a source for which a function is true.
 
     The samples are counted once: when their number is first asked for, or before they travel to
@@ -82,7 +82,7 @@ class FilteredSource(Source):
         return _as_it_is, (self.counted,)
 
     @cached_property
-    def counted(self) -> PickedSource:
+    def counted(self) -> PickedSamples:
         """The kept samples."""
         import numpy as np
 
@@ -95,7 +95,7 @@ class FilteredSource(Source):
         if sizes is not None:
             ends = np.concatenate(([0], np.cumsum(kept)))
             sizes = np.diff(ends[np.concatenate(([0], np.cumsum(sizes)))])
-        return PickedSource(source, np.flatnonzero(kept), sizes)
+        return PickedSamples(source, np.flatnonzero(kept), sizes)
 
     def __len__(self) -> int:
         return len(self.counted)
@@ -130,11 +130,11 @@ class FilteredSource(Source):
         return self.counted.identity()
 
 
-def _as_it_is(source: PickedSource) -> PickedSource:
+def _as_it_is(source: PickedSamples) -> PickedSamples:
     return source
 
 
-class RangesSource(Source):
+class SampleRanges(Source):
     """Ranges of the samples of a source whose samples lie in pieces.
 
     Args:

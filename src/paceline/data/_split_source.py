@@ -5,10 +5,10 @@ from numbers import Integral, Real
 from typing import Any, SupportsIndex
 
 from paceline.data._sample_source import Numbers, Source
-from paceline.data._selected_samples import PickedSource, RangesSource
+from paceline.data._selected_samples import PickedSamples, SampleRanges
 
 
-def part_sizes(total: int, sizes: int | Sequence[float]) -> list[int]:
+def sizes_of_split(total: int, sizes: int | Sequence[float]) -> list[int]:
     """Return the numbers of samples of the parts that a user asks for.
 
     Args:
@@ -50,7 +50,7 @@ def part_sizes(total: int, sizes: int | Sequence[float]) -> list[int]:
     return counts
 
 
-def parts_of(source: Source, counts: Sequence[int], seed: int | None) -> list[Source]:
+def split_into_parts(source: Source, counts: Sequence[int], seed: int | None) -> list[Source]:
     """Return disjoint parts of a source.
 
     Samples that are read in pieces are mixed piece by piece, so that a part has few pieces.
@@ -65,9 +65,11 @@ def parts_of(source: Source, counts: Sequence[int], seed: int | None) -> list[So
     return [_span_of_source(source, [span], seed) for span in spans]
 
 
-def folds_of(source: Source, num_folds: int, seed: int | None) -> list[tuple[Source, Source]]:
+def split_into_folds(
+    source: Source, num_folds: int, seed: int | None
+) -> list[tuple[Source, Source]]:
     """Return for each fold the samples of the other folds, and its own."""
-    counts = part_sizes(len(source), num_folds)
+    counts = sizes_of_split(len(source), num_folds)
     if num_folds < 2:
         raise ValueError(f"`splits` must be at least 2, but got {num_folds}.")
     total = len(source)
@@ -89,7 +91,7 @@ def range_of(source: Source, numbers: range) -> Source:
     import numpy as np
 
     if source.chunk_sizes() is None:
-        return PickedSource(source, np.arange(numbers.start, numbers.stop, numbers.step))
+        return PickedSamples(source, np.arange(numbers.start, numbers.stop, numbers.step))
     return _span_of_source(source, [(numbers.start, numbers.stop)], None)
 
 
@@ -102,13 +104,13 @@ def _span_of_source(source: Source, spans: Sequence[tuple[int, int]], seed: int 
         numbers = np.arange(len(source))
         if seed is not None:
             numbers = np.random.RandomState(seed).permutation(len(source))
-        return PickedSource(source, np.concatenate([numbers[a:b] for a, b in spans]))
+        return PickedSamples(source, np.concatenate([numbers[a:b] for a, b in spans]))
     starts = np.cumsum(sizes) - sizes
     if seed is not None:
         order = np.random.RandomState(seed).permutation(len(sizes))
         starts, sizes = starts[order], sizes[order]
     pieces = [cut_line(starts, sizes, a, b) for a, b in spans]
-    return RangesSource(
+    return SampleRanges(
         source,
         np.concatenate([piece[0] for piece in pieces]),
         np.concatenate([piece[1] for piece in pieces]),

@@ -65,7 +65,7 @@ class _SteppedPieces(StreamPieces):
 
     def __init__(self, pieces: StreamPieces, steps: tuple["StreamStep", ...]) -> None:
         self.num_pieces, self.name = pieces.num_pieces, pieces.name
-        self.is_shuffled = pieces.is_shuffled or any(type(s) is MixingStep for s in steps)
+        self.is_shuffled = pieces.is_shuffled or any(type(s) is MixingStreamStep for s in steps)
         self._pieces = pieces
         self._steps = steps
 
@@ -86,7 +86,7 @@ class StreamStep:
         raise NotImplementedError
 
 
-class MappingStep(StreamStep):
+class MappingStreamStep(StreamStep):
     """A function of each sample."""
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -94,7 +94,7 @@ class MappingStep(StreamStep):
         return map(self._function, samples)
 
 
-class FilterStep(StreamStep):
+class FilterStreamStep(StreamStep):
     """Leaves samples out."""
 
     def __call__(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -102,7 +102,7 @@ class FilterStep(StreamStep):
         return filter(self._function, samples)
 
 
-class BatchStep(StreamStep):
+class BatchStreamStep(StreamStep):
     """A function of some samples at once."""
 
     holds_samples = True
@@ -113,7 +113,7 @@ class BatchStep(StreamStep):
             yield from self._function(batch)
 
 
-class MixingStep(StreamStep):
+class MixingStreamStep(StreamStep):
     """A buffer from which samples are drawn at random.
 
     Args:
@@ -136,7 +136,7 @@ class MixingStep(StreamStep):
         yield from buffer
 
 
-class PartStep(StreamStep):
+class StreamPartStep(StreamStep):
     """Every so many samples.
 
     Args:

@@ -15,9 +15,9 @@ from paceline.data._file_format import (
     DataFile,
     FileChunk,
     FileFormat,
+    FileRows,
     FileSegments,
     IndexedFile,
-    Rows,
 )
 
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -77,7 +77,7 @@ class WebDatasetFormat(FileFormat):
             raise file.damaged(error) from error
         if len(samples) != chunk.rows:
             raise file.damaged(f"{len(samples)} samples were read where {chunk.rows} were counted")
-        return Rows(samples, chunk.num_bytes)
+        return FileRows(samples, chunk.num_bytes)
 
 
 def _shard_members(file: DataFile) -> Iterator[_Member]:

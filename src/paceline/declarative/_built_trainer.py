@@ -10,7 +10,11 @@ import torch
 from torch import nn
 
 from paceline import core, pytorch
-from paceline.declarative._built_parts import (
+from paceline.declarative._config_classes import TrainingConfig
+from paceline.declarative._configured_trial import ConfiguredTrial
+from paceline.declarative._hyperparameters import with_hyperparameters
+from paceline.declarative._loss_history import LossTracker
+from paceline.declarative._parts_from_config import (
     check_config_arguments,
     check_config_place,
     clipping_of,
@@ -25,10 +29,6 @@ from paceline.declarative._built_parts import (
     recorded_fields,
     require_fields,
 )
-from paceline.declarative._config_classes import TrainingConfig
-from paceline.declarative._configured_trial import ConfiguredTrial
-from paceline.declarative._hyperparameters import with_hyperparameters
-from paceline.declarative._loss_history import LossTracker
 from paceline.declarative._run_files import (
     CHECKPOINTS,
     SavedRun,

@@ -60,7 +60,7 @@ class ParallelizationConfig(OptionContainer):
     shard_precision: Any = option(None, optional(checks.check_policy))
     shard_size: int | None = option(None, optional(arguments.count(2)))
     tensor_parallel_size: int = option(1, arguments.count(1))
-    tensor_plan: Any = option(None, checks.a_plan)
+    tensor_plan: Any = option(None, checks.check_tensor_plan)
     gradient_checkpointing: bool = option(False, arguments.boolean)
     compile: Any = option(False, checks.check_boolean_or(Mapping, "a dictionary"))
     trainable_only: Any = option(False, checks.check_boolean_or(str, "the name of the base"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline._argument_checks import Check, wrong
-from paceline._atomic_files import replacing
+from paceline._atomic_files import replacing_atomically
 from paceline.engine import JsonReader, JsonWriter, ObjectFinder
 
 _CHECK = "check"
@@ -143,7 +143,7 @@ class OptionContainer:
         Args:
             filename: The file; it is replaced as a whole.
         """
-        with replacing(Path(filename)) as file:
+        with replacing_atomically(Path(filename)) as file:
             file.write_text(json.dumps(self.get_serializable_dict(), indent=2) + "\n")
 
     def load_from_json(

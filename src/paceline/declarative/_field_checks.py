@@ -131,7 +131,7 @@ def check_policy(name: str, value: Any) -> dict[str, Any]:
     return plain
 
 
-def a_plan(name: str, value: Any) -> Any:
+def check_tensor_plan(name: str, value: Any) -> Any:
     """Return a tensor-parallel plan, or None.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline._atomic_files import replacing
+from paceline._atomic_files import replacing_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class LossTracker(dict[str, Any]):
         Args:
             path: The file; it is replaced as a whole.
         """
-        with replacing(Path(path)) as file:
+        with replacing_atomically(Path(path)) as file:
             file.write_text("".join(f"{key} = {json.dumps(self[key])}\n" for key in self))
 
     def load(self, path: str | os.PathLike[str]) -> None:

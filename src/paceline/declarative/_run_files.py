@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from paceline._atomic_files import replacing
+from paceline._atomic_files import replacing_atomically
 from paceline.storage import CheckpointError, CheckpointStorage, storage_from
 
 STATE_FILE = "checkpoint.state"
@@ -45,7 +45,7 @@ def write_state(
     if storage.local_root != (save_dir / CHECKPOINTS).absolute():
         # Those below `save_dir` move with it.
         facts["storage"] = storage.url
-    with replacing(save_dir / STATE_FILE) as file:
+    with replacing_atomically(save_dir / STATE_FILE) as file:
         file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
@@ -96,7 +96,7 @@ def _is_there(storage: CheckpointStorage, uuid: str) -> bool:
 
 def save_weights(state: Mapping[str, Any], path: Path) -> None:
     """Write a module's weights, as a whole or not at all; `torch.load` reads them."""
-    with replacing(path) as file:
+    with replacing_atomically(path) as file:
         torch.save(state, file)
 
 

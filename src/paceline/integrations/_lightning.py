@@ -62,7 +62,9 @@ def lightning_trainer(
         num_local = int(os.environ["LOCAL_WORLD_SIZE"])
         arguments["devices"] = num_local
         arguments["num_nodes"] = train.world_size() // num_local
-        arguments["strategy"] = WorkersStrategy(cluster_environment=WorkersEnvironment())
+        arguments["strategy"] = LightningWorkersStrategy(
+            cluster_environment=LightningWorkersEnvironment()
+        )
     trainer = pl.Trainer(**arguments)
     return prepare_lightning(trainer, every_n_epochs=every_n_epochs, every_n_steps=every_n_steps)
 
@@ -104,7 +106,7 @@ def prepare_lightning(
             raise ValueError(f"`{name}` must be at least 1 or None, but got {value!r}.")
     state = train.load_checkpoint()
     stored = state.get(_KEY) if isinstance(state, Mapping) else None
-    trainer.strategy.checkpoint_io = _RunCheckpoints(trainer.strategy.checkpoint_io, stored)
+    trainer.strategy.checkpoint_io = _LightningCheckpoints(trainer.strategy.checkpoint_io, stored)
     if stored is not None:
         trainer.ckpt_path = _PLACE
         # It would put back the random numbers from before it.
@@ -113,7 +115,7 @@ def prepare_lightning(
     return trainer
 
 
-class WorkersEnvironment(LightningEnvironment):  # type: ignore[misc]  # Lightning has no types
+class LightningWorkersEnvironment(LightningEnvironment):  # type: ignore[misc]  # Lightning has no types
     """The workers of the run, as the processes that Lightning is to use."""
 
     @property
@@ -147,7 +149,7 @@ class WorkersEnvironment(LightningEnvironment):  # type: ignore[misc]  # Lightni
         """Leave the variables of the worker as they are."""
 
 
-class WorkersStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no types
+class LightningWorkersStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no types
     """Lightning's strategy for several processes, with gradients averaged by the run.
 
     They are averaged over the samples of all workers in the order of the parameters, so that a run
@@ -166,7 +168,7 @@ class WorkersStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no ty
         """Do nothing: they are for Lightning's own way."""
 
 
-class _RunCheckpoints(CheckpointIO):  # type: ignore[misc]  # Lightning has no types
+class _LightningCheckpoints(CheckpointIO):  # type: ignore[misc]  # Lightning has no types
     """Lightning's checkpoints, of which those of the run go where the run has them."""
 
     def __init__(self, others: CheckpointIO, stored: Any) -> None:

@@ -15,7 +15,7 @@ from paceline._checked_secrets import DamagedSecretError, make_secret, read_secr
 from paceline._private_files import open_private
 from paceline._sealed_json import seal
 from paceline.journal import write_atomically
-from paceline.master._lost_database import LostDatabaseError, check_home
+from paceline.master._lost_database import LostDatabaseError, check_for_lost_database
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Home:
                 f"A home must be whole, but the restore of {str(self.path)!r} was cut off. Hint:"
                 " run `paceline restore` once more."
             )
-        check_home(self.path, self.database_path, set_aside=set_aside)
+        check_for_lost_database(self.path, self.database_path, set_aside=set_aside)
         self.path.chmod(0o700)
         checkpoints = self.path / "checkpoints"
         for path in (self.contexts_path, self.attempts_path, self.logs_path, checkpoints):

@@ -37,7 +37,7 @@ class _UnknownFiles:
     paths: list[Path]
 
 
-def check_home(home: Path, database: Path, *, set_aside: bool = False) -> None:
+def check_for_lost_database(home: Path, database: Path, *, set_aside: bool = False) -> None:
     """Check that the database knows the files of its home; nothing is deleted.
 
     Args:
@@ -167,12 +167,12 @@ def _move_unknown_files(home: Path, unknown_files: list[_UnknownFiles]) -> None:
                 f" {str(path.parent)!r} still runs (process {AttemptDirectory(path).runner_pid()})."
                 " Hint: wait for its end, or end that process."
             )
-    target = move_aside(home, paths)
+    target = move_lost_files_aside(home, paths)
     found = ", ".join(one.text for one in unknown_files)
     logger.warning("Moved what the database does not know to %s: %s.", target, found)
 
 
-def move_aside(home: Path, paths: list[Path]) -> Path:
+def move_lost_files_aside(home: Path, paths: list[Path]) -> Path:
     """Move files of a home into a new directory with the same layout, and return that."""
     target = home / _SET_ASIDE / time.strftime(f"%Y-%m-%dT%H%M%S-{time.time_ns() % 10**9:09d}")
     target.mkdir(mode=0o700, parents=True)

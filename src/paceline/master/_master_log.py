@@ -16,7 +16,7 @@ _MAX_PER_WINDOW = 20
 
 
 @contextmanager
-def logging_to(path: Path) -> Iterator[None]:
+def logging_to_master_log(path: Path) -> Iterator[None]:
     """Write what the master logs to its standard error.
 
     If that is appended to the file `path`, the file is kept small: at 10 MiB its content becomes

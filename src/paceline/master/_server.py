@@ -30,7 +30,7 @@ from paceline.master._connection_limits import (
 )
 from paceline.master._home_directory import Home
 from paceline.master._master import Master
-from paceline.master._master_log import logging_to
+from paceline.master._master_log import logging_to_master_log
 from paceline.master._measurements import DEFAULT_SLOW_REQUEST_S, Measurements
 from paceline.master.api import create_app
 from paceline.master.executors import executor_named
@@ -127,7 +127,7 @@ def serve(
     # A thread that computes gives way to the event loop after a fifth of the usual time.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     listener = _listen_for_master(host, port)
-    with listener, place.hold(), logging_to(place.master_log_path):
+    with listener, place.hold(), logging_to_master_log(place.master_log_path):
         place.prepare(set_aside=set_aside)
         port = listener.getsockname()[1]
         url = _url(_ALL_ADDRESSES.get(host, host), port, tls)

@@ -343,7 +343,7 @@ class SearchRun:
             result.value = given.metric
 
 
-def reason_of(error: BaseException) -> ExitReason:
+def exit_reason_of_trial(error: BaseException) -> ExitReason:
     """Return how the search counts an exception that has ended a trial."""
     return ExitReason.INVALID_HP if isinstance(error, core.InvalidHP) else ExitReason.ERROR
 

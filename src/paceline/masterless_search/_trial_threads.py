@@ -5,7 +5,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from paceline.masterless_search._search_run import NextMove, SearchRun, SearchTrial, reason_of
+from paceline.masterless_search._search_run import (
+    NextMove,
+    SearchRun,
+    SearchTrial,
+    exit_reason_of_trial,
+)
 from paceline.search import ExitReason
 
 logger = logging.getLogger(__name__)
@@ -85,7 +90,7 @@ class TrialThread(threading.Thread):
     def _fail(self, trial: SearchTrial, error: Exception) -> None:
         told = error.__cause__ or error
         logger.warning("Trial %d has failed: %s", trial.result.number, told)
-        self._search.end(trial, reason_of(error), error)
+        self._search.end(trial, exit_reason_of_trial(error), error)
 
 
 def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTrial]]) -> None:

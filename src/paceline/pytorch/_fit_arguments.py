@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 _POLICIES = ("best", "all", "none")
 
 
-def first(*values: Any) -> Any:
+def first_argument(*values: Any) -> Any:
     """Return the first value that is given; None if none is."""
     return next((value for value in values if value is not None), None)
 

@@ -11,7 +11,7 @@ from paceline.pytorch._trial_checkpoint_facts import checkpoint_hparams
 from paceline.pytorch._trial_context import PyTorchTrialContext
 
 
-def changed_facts(
+def facts_changed_on_resume(
     training: Mapping[str, Any], context: PyTorchTrialContext
 ) -> list[tuple[str, Any, Any]]:
     """Return the changed hyperparameters, with their values in a checkpoint and now.

@@ -109,7 +109,7 @@ def init(
     release_device_memory()
     if chosen_data_parallel is DataParallel.HOROVOD:
         distributed = join_horovod(distributed)
-    with begin(
+    with begin_trial(
         make_context,
         join_ranks(distributed, own_device),
         hparams=hparams,
@@ -136,7 +136,7 @@ _Context = TypeVar("_Context", bound=PyTorchTrialContext)
 
 
 @contextmanager
-def begin(
+def begin_trial(
     make_context: Callable[[Beginning], _Context],
     distributed: core.DistributedContext | None,
     *,

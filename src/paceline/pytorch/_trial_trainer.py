@@ -23,7 +23,7 @@ from paceline.engine import (
     is_test_mode,
     searcher_of,
 )
-from paceline.pytorch._fit_arguments import checked_policy, first, training_length
+from paceline.pytorch._fit_arguments import checked_policy, first_argument, training_length
 from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._result import Result, last_validation
 from paceline.pytorch._trial_context import PyTorchTrialContext
@@ -181,10 +181,12 @@ class Trainer:
             NonFiniteError: A metric was not finite and `stop_on_nan` is set.
         """
         defaults = self._defaults()
-        policy = checked_policy(first(checkpoint_policy, defaults.checkpoint_policy, "best"))
-        frequency = first(aggregation_frequency, defaults.aggregation_frequency, 1)
+        policy = checked_policy(
+            first_argument(checkpoint_policy, defaults.checkpoint_policy, "best")
+        )
+        frequency = first_argument(aggregation_frequency, defaults.aggregation_frequency, 1)
         check_count("aggregation_frequency", frequency)
-        period = first(checked_period(checkpoint_period), defaults.checkpoint_period)
+        period = first_argument(checked_period(checkpoint_period), defaults.checkpoint_period)
         is_continuous = period == CONTINUOUS
         budget = checked_budget(
             checkpoint_bytes_per_hour, defaults.checkpoint_bytes_per_hour, period
@@ -194,12 +196,12 @@ class Trainer:
         given_length = checked_unit("max_length", max_length)
         schedule = Schedule(
             max_length=Batch(1) if is_test else training_length(searcher, given_length),
-            reporting=first(
+            reporting=first_argument(
                 checked_unit("reporting_period", reporting_period),
                 defaults.reporting_period,
                 Batch(100),
             ),
-            validation=first(
+            validation=first_argument(
                 checked_unit("validation_period", validation_period), defaults.validation_period
             ),
             checkpoint=None if is_continuous else period,
@@ -220,7 +222,7 @@ class Trainer:
         )
         accumulation = self._context.accumulation
         accumulation.frequency = 1 if is_test else frequency
-        accumulation.average = first(
+        accumulation.average = first_argument(
             average_aggregated_gradients, defaults.average_aggregated_gradients, True
         )
         self._open(
@@ -234,7 +236,7 @@ class Trainer:
         training.checkpoints.keep(best_validation, rules)
         training.checkpoints.pace(budget)
         training.loop.means.stop_on_nan = stop_on_nan
-        training.loop.timeline.window = first(
+        training.loop.timeline.window = first_argument(
             self._profiling,
             defaults.profiling,
             ProfilingWindow(),
@@ -245,7 +247,9 @@ class Trainer:
         if is_test:
             position = training.loop.position
             schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
-        is_validated_first = first(step_zero_validation, defaults.step_zero_validation, False)
+        is_validated_first = first_argument(
+            step_zero_validation, defaults.step_zero_validation, False
+        )
         reason = training.fit(
             schedule, is_test=is_test, is_validated_first=is_validated_first and not is_test
         )

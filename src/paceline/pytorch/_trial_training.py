@@ -8,7 +8,7 @@ import torch
 from paceline.engine import Position, ResumableTraining, ShardedData, TrainingCallbacks, TrainsShard
 from paceline.pytorch._pytorch_callback import PyTorchCallback
 from paceline.pytorch._pytorch_trial import PyTorchTrial
-from paceline.pytorch._resume_checks import changed_facts
+from paceline.pytorch._resume_checks import facts_changed_on_resume
 from paceline.pytorch._trial_checkpoint_facts import trial_checkpoint_facts
 from paceline.pytorch._trial_context import PyTorchTrialContext
 from paceline.pytorch._trial_validator import Validator
@@ -45,7 +45,7 @@ class TrialTraining(ResumableTraining):
 
     def changed_facts(self, training: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return the hyperparameters that have changed since a checkpoint."""
-        return changed_facts(training, self._context)
+        return facts_changed_on_resume(training, self._context)
 
     def run_validation(
         self, data: ShardedData | None, loader: Any, limit: int | None

@@ -13,7 +13,7 @@ from paceline.messages.states import ErrorKind, ExitReason, kind_of_end
 from paceline.runner._attempt_directory import AttemptDirectory
 from paceline.runner._checkpoint_place import sends_checkpoints
 from paceline.runner._master_link import (
-    Backoff,
+    MasterBackoff,
     MasterLink,
     RefusedByMasterError,
     UnreachableError,
@@ -76,7 +76,7 @@ def report_failed_start(directory: AttemptDirectory, error: Exception) -> None:
     _ship_by_path(directory, end)
 
 
-def ship_leftovers(directory: AttemptDirectory) -> None:
+def ship_leftover_reports(directory: AttemptDirectory) -> None:
     """Send what an earlier runner left, and end what is left of its processes."""
     end_leftovers(directory)
     core.discard_unfinished(directory.run)
@@ -127,7 +127,7 @@ def read_end(directory: AttemptDirectory) -> AttemptEnd | None:
         return None
 
 
-def read_finish(run: RunDirectory) -> AttemptFinished | None:
+def read_attempt_finish(run: RunDirectory) -> AttemptFinished | None:
     """Return the last word of the chief's newest journal, None if it was cut off before it.
 
     After a full disk the count of lost reports may follow it.
@@ -149,7 +149,7 @@ def ship_end(shipper: Shipper, end: AttemptEnd, lost: str | None = None) -> None
     """Send the rest and the end, or leave them for the next master; `lost` tells of lost output."""
     shipper.note_end(end)
     deadline = time.monotonic() + _LAST_WORDS_S
-    backoff = Backoff()
+    backoff = MasterBackoff()
     while True:
         try:
             rest_error = _rest_error(shipper)
@@ -205,7 +205,7 @@ def _judged_end(
 
 def _end_without_word(run: RunDirectory) -> AttemptEnd:
     """Return the end of an attempt whose runner left none: its journal may know."""
-    finish = read_finish(run)
+    finish = read_attempt_finish(run)
     if finish is None:
         return make_attempt_end(ExitReason.RUNNER_LOST)
     code = 1 if finish.outcome == "error" else 0

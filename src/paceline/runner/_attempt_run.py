@@ -15,18 +15,18 @@ from paceline.messages.states import ExitReason
 from paceline.runner._attempt_directory import AttemptDirectory
 from paceline.runner._attempt_end_report import (
     make_attempt_end,
+    read_attempt_finish,
     read_end,
-    read_finish,
     report_failed_start,
     ship_end,
-    ship_leftovers,
+    ship_leftover_reports,
     write_attempt_end,
 )
 from paceline.runner._checkpoint_place import place_on_each_node
 from paceline.runner._code_archive import ArchiveLimits, ArchiveTooLargeError, unpack_archive
 from paceline.runner._fetch_checkpoint import fetch_checkpoint
 from paceline.runner._master_follower import MasterFollower
-from paceline.runner._master_link import Backoff, MasterLink, UnreachableError
+from paceline.runner._master_link import MasterBackoff, MasterLink, UnreachableError
 from paceline.runner._node_group import NodeGroup
 from paceline.runner._output_spool import OutputSpool
 from paceline.runner._secret_file import FILE_NAME, read_secret_file
@@ -72,7 +72,7 @@ def run_attempt(directory: AttemptDirectory) -> None:
         if not is_mine:
             return
         if directory.was_started or read_end(directory) is not None:
-            ship_leftovers(directory)
+            ship_leftover_reports(directory)
             return
         try:
             spec = directory.read_spec()
@@ -87,7 +87,7 @@ def ship_attempt(directory: AttemptDirectory) -> None:
     """Send what a runner that died or left has not sent; the attempt is over."""
     with directory.hold_lock() as is_mine:
         if is_mine:
-            ship_leftovers(directory)
+            ship_leftover_reports(directory)
 
 
 class AttemptRun:
@@ -218,7 +218,7 @@ class AttemptRun:
 
     def _end(self, exit_: WorkerExit, kill_reason: ExitReason | None) -> AttemptEnd:
         if kill_reason is not None and _is_ours(exit_):
-            finish = read_finish(self._directory.run)
+            finish = read_attempt_finish(self._directory.run)
             if finish is not None and finish.outcome in _OUTCOMES_THAT_COUNT[kill_reason]:
                 # Only a shell around it, or what came after, was ended by the signal.
                 return make_attempt_end(ExitReason.EXITED, code=0, detail=exit_.error)
@@ -288,7 +288,7 @@ class AttemptRun:
 
     def _fetch(self, path: str) -> bytes:
         """Return what the master has at a path; wait for the master if it does not answer."""
-        pauses = Backoff()
+        pauses = MasterBackoff()
         while True:
             try:
                 return self._link.get(path)

@@ -10,7 +10,7 @@ import msgspec
 
 from paceline import faults
 from paceline.messages.attempts import CheckpointFiles
-from paceline.runner._master_link import Backoff, MasterLink, UnreachableError
+from paceline.runner._master_link import MasterBackoff, MasterLink, UnreachableError
 from paceline.storage import CheckpointCorruptError, DirectoryStorage, IncomingCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class _Fetch:
 
     def get(self, path: str) -> bytes | None:
         """Return what the master has at a path, None if it is not wanted any more."""
-        pauses = Backoff()
+        pauses = MasterBackoff()
         while self._is_wanted():
             try:
                 return self._link.get(path)

@@ -11,7 +11,7 @@ from paceline.journal import Control, RunDirectory
 from paceline.messages.attempts import AttemptControl
 from paceline.messages.states import ExitReason
 from paceline.runner._master_link import (
-    Backoff,
+    MasterBackoff,
     MasterLink,
     RefusedByMasterError,
     UnreachableError,
@@ -86,7 +86,7 @@ class MasterFollower:
         self._written: Control | None = None
         self._is_terminating = False
         self._write_timer: threading.Timer | None = None
-        self._write_backoff = Backoff()
+        self._write_backoff = MasterBackoff()
         self._kill_timer: threading.Timer | None = None
         self._kill_at = float("inf")
         self._kill_reason: ExitReason | None = None
@@ -134,7 +134,7 @@ class MasterFollower:
             lease_s: How long the master waits for a sign of life, in seconds; 0 if that is unknown.
             since: When the runner began, in seconds of the monotonic clock.
         """
-        backoff = Backoff()
+        backoff = MasterBackoff()
         while lease_s and not self.has_lost:
             with self._lock:
                 heard_at = max(self._heard_at, since)
@@ -180,7 +180,7 @@ class MasterFollower:
     def _follow(self) -> None:
         version = self._version
         is_away = False
-        backoff = Backoff()
+        backoff = MasterBackoff()
         while not self._is_over.is_set():
             pause = _PAUSE_S
             try:

@@ -243,7 +243,7 @@ def _address_of(file: Path, token: str | None) -> MasterAddress:
     return msgspec.structs.replace(address, token=token or address.token)
 
 
-class Backoff:
+class MasterBackoff:
     """Growing pauses between attempts to reach the master."""
 
     def __init__(self, first_s: float = 0.1, longest_s: float = 2.0) -> None:

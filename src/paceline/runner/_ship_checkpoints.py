@@ -25,7 +25,7 @@ from paceline.journal import (
 )
 from paceline.messages.attempts import CheckpointFiles, CheckpointNeeds, CheckpointOffer
 from paceline.runner._attempt_directory import AttemptDirectory
-from paceline.runner._master_link import Backoff, MasterLink, encode
+from paceline.runner._master_link import MasterBackoff, MasterLink, encode
 from paceline.runner._send_pieces import PieceSender
 from paceline.runner._shipping_loop import ShippingLoop
 from paceline.storage import (
@@ -89,7 +89,7 @@ class CheckpointShipper(ShippingLoop):
         self._local = DirectoryStorage(directory.run.checkpoints_path)
         self._outgoing = DirectoryStorage(directory.outgoing_path)
         self._sender = PieceSender(link, self._path, self._outgoing, member)
-        self._pauses = Backoff(0.05, 1.0)
+        self._pauses = MasterBackoff(0.05, 1.0)
         self._waiting: deque[CheckpointRecord] = deque()
         self._readers: dict[JournalKey, JournalReader | None] = {}
         # What the master lacks of the first one that waits; None if it must be asked.

@@ -8,7 +8,7 @@ import msgspec
 
 from paceline.messages.attempts import LogEntry, LogReply, LogRequest
 from paceline.runner._attempt_directory import AttemptDirectory
-from paceline.runner._master_link import Backoff, MasterLink, RefusedByMasterError, encode
+from paceline.runner._master_link import MasterBackoff, MasterLink, RefusedByMasterError, encode
 from paceline.runner._output_spool import SpoolReader
 from paceline.runner._shipping_loop import ShippingLoop
 
@@ -61,7 +61,7 @@ class OutputShipper(ShippingLoop):
         Args:
             check_master: Raises `UnreachableError` where the master takes nothing else either.
         """
-        backoff = Backoff()
+        backoff = MasterBackoff()
         deadline = time.monotonic() + _PATIENCE_S
         trouble: Exception | None = None
         for _ in range(_MAX_TRIES):

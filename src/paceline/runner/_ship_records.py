@@ -15,7 +15,7 @@ from paceline.messages.attempts import (
 )
 from paceline.runner._attempt_directory import AttemptDirectory
 from paceline.runner._master_link import (
-    Backoff,
+    MasterBackoff,
     MasterFailedError,
     MasterLink,
     RefusedByMasterError,
@@ -197,7 +197,7 @@ class RecordShipper(ShippingLoop):
         Raises:
             MasterFailedError: The master fails with an empty request too.
         """
-        backoff = Backoff()
+        backoff = MasterBackoff()
         for _ in range(_MAX_TRIES):
             time.sleep(backoff.next_s())
             self.check_master()

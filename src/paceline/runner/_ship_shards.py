@@ -9,7 +9,7 @@ import msgspec
 from paceline import faults
 from paceline.messages.attempts import CheckpointNeeds, ShardOffer
 from paceline.runner._attempt_directory import AttemptDirectory
-from paceline.runner._master_link import Backoff, MasterLink, encode
+from paceline.runner._master_link import MasterBackoff, MasterLink, encode
 from paceline.runner._send_pieces import PieceSender
 from paceline.runner._shipping_loop import ShippingLoop
 from paceline.storage import MANIFEST_NAME, DirectoryStorage
@@ -51,7 +51,7 @@ class ShardShipper(ShippingLoop):
         # The ranks whose files have arrived, by checkpoint, and when to ask for news of it.
         self._arrived: dict[str, set[int]] = {}
         self._ask_at = 0.0
-        self._pauses = Backoff(0.2, 2.0)
+        self._pauses = MasterBackoff(0.2, 2.0)
 
     def forget_positions(self) -> None:
         """Ask the master anew what it has."""

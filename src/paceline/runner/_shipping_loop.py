@@ -4,7 +4,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 
-from paceline.runner._master_link import Backoff, RefusedByMasterError, UnreachableError
+from paceline.runner._master_link import MasterBackoff, RefusedByMasterError, UnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ShippingLoop(ABC):
             self._thread.join()
 
     def _run(self) -> None:
-        backoff = Backoff()
+        backoff = MasterBackoff()
         trouble = ""
         while not self._stopping.is_set():
             try:

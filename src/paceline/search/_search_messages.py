@@ -80,7 +80,7 @@ Input = Started | Reported | Progressed | Exited
 Operation = Create | Train | Stop | Shutdown
 
 
-def encode_float(number: float) -> float | str:
+def encode_search_float(number: float) -> float | str:
     """Encode a float for JSON, which knows no NaN and no infinities."""
     if math.isfinite(number):
         return number
@@ -92,7 +92,7 @@ def message_to_json(message: Input | Operation) -> str:
     fields = msgspec.to_builtins(message)
     for name, value in fields.items():
         if isinstance(value, float):
-            fields[name] = encode_float(value)
+            fields[name] = encode_search_float(value)
     return msgspec.json.encode(fields).decode()
 
 

@@ -23,11 +23,11 @@ from paceline.storage._manifest import (
     Manifest,
     Selector,
     ShardDone,
-    check_names,
+    check_file_names,
     decode_done,
     decode_manifest,
     done_name,
-    encode,
+    encode_with_checksum,
 )
 
 # One empty file per checkpoint that was begun, or whose deletion was, and is not finished.
@@ -67,7 +67,7 @@ class DirectoryStorage(CheckpointStorage):
         """Yield ``<root>/<uuid>/``, empty, and finish the shard afterwards."""
         with self._storing(uuid, is_shared=False) as path:
             yield path
-            names = check_names(_durable_files.list_files(path))
+            names = check_file_names(_durable_files.list_files(path))
             self._finish_shard(path, rank, _durable_files.seal_files(path, names))
 
     def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
@@ -77,7 +77,7 @@ class DirectoryStorage(CheckpointStorage):
             raise NotADirectoryError(
                 f"A checkpoint must be stored from a directory, but got {str(source)!r}."
             )
-        names = check_names(_durable_files.list_files(source, follow_links=True))
+        names = check_file_names(_durable_files.list_files(source, follow_links=True))
         self._check_uncommitted(self._path(uuid), rank)
         # Several ranks may bring their shards of one checkpoint, each its own files.
         with self._storing(uuid, is_shared=True) as path:
@@ -103,7 +103,7 @@ class DirectoryStorage(CheckpointStorage):
             with _durable_files.durable_write_errors(uuid, own):
                 yield own
                 entries = _durable_files.seal_files(
-                    own, check_names(_durable_files.list_files(own))
+                    own, check_file_names(_durable_files.list_files(own))
                 )
                 _move_files_up_in_directory(own, path, entries)
                 faults.reach("storage.before_done")
@@ -154,7 +154,7 @@ class DirectoryStorage(CheckpointStorage):
 
     def _write_done(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
         done = ShardDone(rank=rank, files=entries)
-        _durable_files.write_durably(path / done_name(rank), encode(done))
+        _durable_files.write_durably(path / done_name(rank), encode_with_checksum(done))
         faults.reach("storage.after_done")
 
     def discard(self, uuid: str) -> None:
@@ -245,7 +245,7 @@ class DirectoryStorage(CheckpointStorage):
         """Replace ``manifest.json``, then remove the files that it does not name any more."""
         root = self._path(manifest.uuid)
         with _durable_files.durable_write_errors(manifest.uuid, self._root):
-            _durable_files.write_durably(root / MANIFEST_NAME, encode(manifest))
+            _durable_files.write_durably(root / MANIFEST_NAME, encode_with_checksum(manifest))
         faults.reach("storage.after_manifest_replaced")
         for name in manifest.deleted:
             (root / name).unlink(missing_ok=True)
@@ -307,7 +307,7 @@ class DirectoryStorage(CheckpointStorage):
         faults.reach("storage.before_manifest")
         try:
             with _durable_files.durable_write_errors(manifest.uuid, self._root):
-                _durable_files.write_durably(path / MANIFEST_NAME, encode(manifest))
+                _durable_files.write_durably(path / MANIFEST_NAME, encode_with_checksum(manifest))
                 sync_directory(self._root)
         except BaseException:
             self.discard(manifest.uuid)

@@ -17,7 +17,7 @@ from paceline.storage._manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
-    check_names,
+    check_file_names,
     decode_done,
     decode_manifest,
     done_name,
@@ -65,7 +65,7 @@ class IncomingCheckpoint:
             self.files = self._manifest.files
             # Last: without it, there is no checkpoint.
             self._texts[MANIFEST_NAME] = manifest
-        check_names(list(map(_check_name, self.files)))
+        check_file_names(list(map(_check_name, self.files)))
         self._storage = storage
         self._path = storage.root / _INCOMING_NAME / check_uuid(sender) / uuid
 

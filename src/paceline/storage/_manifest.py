@@ -97,7 +97,7 @@ def is_reserved(path: str) -> bool:
     return path == MANIFEST_NAME or is_done_file
 
 
-def check_names(names: list[str]) -> list[str]:
+def check_file_names(names: list[str]) -> list[str]:
     """Return the names of a checkpoint's own files.
 
     Raises:
@@ -112,7 +112,7 @@ def check_names(names: list[str]) -> list[str]:
     return names
 
 
-def encode(document: Manifest | ShardDone) -> bytes:
+def encode_with_checksum(document: Manifest | ShardDone) -> bytes:
     """Return the document as indented JSON with a checksum."""
     return seal(msgspec.json.format(msgspec.json.encode(document), indent=1))
 

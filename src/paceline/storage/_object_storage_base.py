@@ -28,11 +28,11 @@ from paceline.storage._manifest import (
     Manifest,
     Selector,
     ShardDone,
-    check_names,
+    check_file_names,
     decode_done,
     decode_manifest,
     done_name,
-    encode,
+    encode_with_checksum,
 )
 from paceline.storage._temporary_directories import temporary_directory
 from paceline.storage._upload_limits import UploadLimits, limit_hint
@@ -142,7 +142,7 @@ class ObjectStorage(CheckpointStorage):
         began = time.monotonic()
         faults.reach("storage.begun")
         entries: dict[str, FileEntry] = {}
-        names = check_names(_durable_files.list_files(source, follow_links=follow_links))
+        names = check_file_names(_durable_files.list_files(source, follow_links=follow_links))
         for name in names:
             if entries:
                 faults.reach("storage.between_files")
@@ -158,7 +158,7 @@ class ObjectStorage(CheckpointStorage):
                     f"{uuid}/{name}", source / name, min(limits.file_s, left_s)
                 )
         faults.reach("storage.before_done")
-        done = encode(ShardDone(rank=rank, files=entries))
+        done = encode_with_checksum(ShardDone(rank=rank, files=entries))
         with _naming_object(uuid, rank, "the list of its files"):
             try:
                 self._put_new(f"{uuid}/{done_name(rank)}", done)
@@ -213,7 +213,7 @@ class ObjectStorage(CheckpointStorage):
         key = f"{manifest.uuid}/{MANIFEST_NAME}"
         faults.reach("storage.before_manifest")
         try:
-            self._put_new(key, encode(manifest))
+            self._put_new(key, encode_with_checksum(manifest))
         except FileExistsError as error:
             raise FileExistsError(
                 f"A checkpoint must be committed once, but another process has committed"
@@ -313,7 +313,7 @@ class ObjectStorage(CheckpointStorage):
 
     def replace_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, then remove the objects that it does not name any more."""
-        self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode(manifest))
+        self._put_data(f"{manifest.uuid}/{MANIFEST_NAME}", encode_with_checksum(manifest))
         faults.reach("storage.after_manifest_replaced")
         self.remove([f"{manifest.uuid}/{name}" for name in manifest.deleted])
 

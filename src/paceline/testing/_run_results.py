@@ -22,7 +22,7 @@ _TIMING_GROUPS = frozenset({"profiling", "system"})
 
 
 @dataclass(slots=True, kw_only=True)
-class Attempt:
+class RunAttempt:
     """One attempt as its chief's journal tells it; `outcome` is None if it did not say its end."""
 
     start_step: int = 0
@@ -46,7 +46,7 @@ class RunFacts:
     """
 
     path: Path
-    attempts: list[Attempt]
+    attempts: list[RunAttempt]
     groups: frozenset[str]
     deleted: frozenset[str]
     points: frozenset[str] = frozenset()
@@ -114,18 +114,18 @@ def find_run(directory: Path) -> Path | None:
     return paths[0] if paths else None
 
 
-def read_facts(
+def read_run_facts(
     path: Path, points: frozenset[str] = frozenset(), threads: Mapping[int, int] | None = None
 ) -> RunFacts:
     """Read all journals of a run's chief."""
     run = RunDirectory.open(path)
-    attempts: dict[int, Attempt] = {}
+    attempts: dict[int, RunAttempt] = {}
     groups: set[str] = set()
     deleted: set[str] = set()
     for key in run.journal_keys():
         if key.rank:
             continue
-        attempt = attempts.setdefault(key.attempt, Attempt())
+        attempt = attempts.setdefault(key.attempt, RunAttempt())
         for entry in run.reader(key):
             record = entry.decode()
             _take_in(attempt, record)
@@ -143,7 +143,7 @@ def read_facts(
     )
 
 
-def _take_in(attempt: Attempt, record: object) -> None:
+def _take_in(attempt: RunAttempt, record: object) -> None:
     if isinstance(record, AttemptStarted):
         attempt.start_step, attempt.resumed_from = record.steps_completed, record.resumed_from
     elif isinstance(record, CheckpointStored):

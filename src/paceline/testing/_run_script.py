@@ -98,7 +98,7 @@ class ScriptEnd:
         return [note for note in self.notes if note["event"] == "fault"]
 
 
-def prepare(script: Script, directory: Path) -> None:
+def prepare_script_directory(script: Script, directory: Path) -> None:
     """Make a run's directory, with links to what the script may read by relative paths."""
     directory.mkdir(parents=True)
     for entry in script.links.iterdir() if script.links is not None else ():
@@ -106,7 +106,7 @@ def prepare(script: Script, directory: Path) -> None:
             (directory / entry.name).symlink_to(entry.absolute())
 
 
-def start(
+def start_script(
     script: Script,
     directory: Path,
     label: str,
@@ -118,7 +118,7 @@ def start(
 
     Args:
         script: What to run.
-        directory: Where; made by `prepare`.
+        directory: Where; made by `prepare_script_directory`.
         label: Names the files that tell of this start.
         fault: The content of `PACELINE_FAULT`.
         resume: The run directory to go on in.

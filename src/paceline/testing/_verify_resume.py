@@ -12,8 +12,14 @@ from typing import Any
 from paceline.testing._compare_runs import Difference, compare_runs, first_difference_before
 from paceline.testing._errors import FaultMissedError, NotResumableError, ScriptFailedError
 from paceline.testing._fault_kinds import Fault, fault_variable
-from paceline.testing._run_results import RunFacts, find_run, read_facts
-from paceline.testing._run_script import Script, ScriptEnd, num_threads, prepare, start
+from paceline.testing._run_results import RunFacts, find_run, read_run_facts
+from paceline.testing._run_script import (
+    Script,
+    ScriptEnd,
+    num_threads,
+    prepare_script_directory,
+    start_script,
+)
 from paceline.testing._verdict import FaultOutcome, Verdict
 
 logger = logging.getLogger(__name__)
@@ -112,8 +118,8 @@ def _straight_facts(script: Script, directory: Path) -> RunFacts:
 
 def _run_straight(script: Script, directory: Path) -> None:
     logger.info("Running %s straight ...", " ".join(script.command))
-    prepare(script, directory)
-    end = start(script, directory, "straight")
+    prepare_script_directory(script, directory)
+    end = start_script(script, directory, "straight")
     if end.code != 0:
         raise ScriptFailedError(
             f"The script must end by itself without an error, but {_ending_of_script(end, script)}"
@@ -125,7 +131,7 @@ def _run_straight(script: Script, directory: Path) -> None:
             " `paceline.core.init()` or `paceline.pytorch.init()`, and keep their default place"
             " for runs."
         )
-    facts = read_facts(path)
+    facts = read_run_facts(path)
     if facts.outcome != "completed":
         raise ScriptFailedError(
             "The script must complete its run, but it ended as"
@@ -164,7 +170,7 @@ def _load_straight(directory: Path, script: Script) -> RunFacts:
     path = find_run(directory)
     assert path is not None
     threads = {int(rank): number for rank, number in content["threads"].items()}
-    return read_facts(path, frozenset(content["points"]), threads)
+    return read_run_facts(path, frozenset(content["points"]), threads)
 
 
 # ---- an interrupted run ----------------------------------------------------------------------
@@ -175,15 +181,15 @@ def _run_interrupted(
 ) -> FaultOutcome:
     variable = fault_variable(fault, straight, script.num_workers)
     logger.info("Running it with a fault: %s ...", fault)
-    prepare(script, directory)
-    first = start(script, directory, "interrupted", fault=variable)
+    prepare_script_directory(script, directory)
+    first = start_script(script, directory, "interrupted", fault=variable)
     path = find_run(directory)
     if path is None or not first.hits:
         raise FaultMissedError(
             f"The fault must interrupt the script ({fault}), but it never came:"
             f" {_ending_of_script(first, script)}"
         )
-    interrupted = read_facts(path)
+    interrupted = read_run_facts(path)
     _check_interrupted(fault, interrupted, first, script)
     hit_step = _hit_step(first.hits[0], interrupted)
     if interrupted.final_checkpoint is None:
@@ -192,8 +198,8 @@ def _run_interrupted(
             f" {hit_step} ({fault}). Hint: let the fault come later, or store checkpoints earlier."
         )
     logger.info("Resuming it at step %d ...", interrupted.final_checkpoint.steps_completed)
-    second = start(script, directory, "resumed", resume=path)
-    resumed = read_facts(path)
+    second = start_script(script, directory, "resumed", resume=path)
+    resumed = read_run_facts(path)
     diverged_at = first_difference_before(straight, interrupted, hit_step)
     return FaultOutcome(
         fault=fault,

@@ -22,7 +22,7 @@ from paceline.train._run_request import RunRequest
 from paceline.train._stepwise_run import StepwiseRun
 from paceline.train._trainer_arguments import (
     NOT_GIVEN,
-    check_function,
+    check_train_function,
     one_of_arguments,
     split_callbacks,
     stored_or_state,
@@ -154,7 +154,7 @@ class Trainer(TrainerWorkers):
             RuntimeError: The workers are running, so that they would take the trials' resources.
             ValueError: The trainer has no workers, or the function has several parameters.
         """
-        check_function(train_func)
+        check_train_function(train_func)
         if self._settings.limits is None:
             raise ValueError("`num_workers` must be at least 1 for trials of Ray Tune, but is 0.")
         if self._group.is_alive:
@@ -308,7 +308,7 @@ class Trainer(TrainerWorkers):
         seed: int | None = None,
         is_stepwise: bool = False,
     ) -> RunIterator:
-        check_function(function)
+        check_train_function(function)
         check_dictionary("config", config)
         own, trackers = split_callbacks(callbacks)
         dataset = given_dataset(dataset)

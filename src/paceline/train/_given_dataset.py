@@ -36,7 +36,7 @@ def is_made(value: Any) -> bool:
     return callable(value) and not is_data_set(value) and not hasattr(value, "__getitem__")
 
 
-def made(function: Any, config: dict[str, Any] | None) -> Any:
+def made_dataset(function: Any, config: dict[str, Any] | None) -> Any:
     """Return what a function of the config, or of nothing, makes."""
     try:
         parameters = inspect.signature(function).parameters.values()

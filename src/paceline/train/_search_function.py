@@ -19,7 +19,7 @@ from paceline.masterless_search import (
 from paceline.train._config import CheckpointStrategy
 from paceline.train._function_trainer import Trainer
 from paceline.train._search_results import SearchResults, TrialResult
-from paceline.train._trainer_arguments import check_function
+from paceline.train._trainer_arguments import check_train_function
 from paceline.workers import RayConnection
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def search(
             has another search.
         Exception: What the function raised, if all trials have failed.
     """
-    check_function(train_func)
+    check_train_function(train_func)
     if core.get_cluster_info() is not None:
         raise RuntimeError(
             "`search` must not run in a trial of a master, which searches by itself. Hint: put the"

@@ -50,7 +50,7 @@ def trainer_worker_limits(num_workers: Any, elastic: ElasticConfig | None) -> El
         ) from error
 
 
-def check_function(function: Any) -> None:
+def check_train_function(function: Any) -> None:
     if not callable(function):
         raise TypeError(f"`train_func` must be a function, but got {type(function).__name__}.")
     try:
@@ -120,7 +120,7 @@ def instance_of_arguments(
     return Instance(kind, args, kwargs)
 
 
-def check_alone(*, is_joined: bool) -> None:
+def check_trainer_alone(*, is_joined: bool) -> None:
     """Require that this process is no worker itself, unless its trainer has joined the others.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from paceline.train._class_workers import ClassWorkers
 from paceline.train._run_iterator import RunIterator
-from paceline.train._trainer_arguments import check_alone, instance_of_arguments
+from paceline.train._trainer_arguments import check_trainer_alone, instance_of_arguments
 from paceline.train._trainer_table import html_of, table_of, title_of
 from paceline.workers import WorkerOutput
 from paceline.workers.runs import GroupSettings, TrainGroup
@@ -206,4 +206,4 @@ class TrainerWorkers:
                 "A run must be finished before the next one begins, but one is under way. Hint:"
                 " get_results() or close() of its iterator, or shutdown()."
             )
-        check_alone(is_joined=self._settings.cluster == "joined")
+        check_trainer_alone(is_joined=self._settings.cluster == "joined")

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data import Dataset, Fold
 from paceline.engine import RayDataset
-from paceline.train._given_dataset import given_dataset, is_made, is_pair, is_several, made
+from paceline.train._given_dataset import given_dataset, is_made, is_pair, is_several, made_dataset
 from paceline.workers import RayShards
 
 if TYPE_CHECKING:
     from paceline.engine import PreparedLoader, RankSession
 
 
-class RunReader:
+class WorkerDatasetReader:
     """A worker that reads its part of the run's data sets.
 
     Args:
@@ -77,7 +77,7 @@ def _given_datasets(session: "RankSession | None", caller: str) -> tuple["RankSe
 def _made_dataset(session: "RankSession", data: Any) -> Any:
     """Return data, or what a function makes of the config; that need not travel."""
     if is_made(data):
-        data = given_dataset(made(data, session.job.config))
+        data = given_dataset(made_dataset(data, session.job.config))
     return data
 
 
@@ -95,4 +95,4 @@ def _read_dataset(session: "RankSession", data: Any) -> Any:
     if is_pair(data):
         pair = [_read_dataset(session, each) for each in data]
         return Fold(*pair) if isinstance(data, Fold) else tuple(pair)
-    return Dataset(data).read_by(RunReader(session))
+    return Dataset(data).read_by(WorkerDatasetReader(session))

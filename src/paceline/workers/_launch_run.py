@@ -21,7 +21,11 @@ from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._worker_spec import signal_name
-from paceline.workers.remote._launch_node_messages import Cause, NodeMessage, Word
+from paceline.workers.remote._launch_node_messages import (
+    NodeFailureCause,
+    NodeMessage,
+    NodeMessageKind,
+)
 from paceline.workers.remote._launch_nodes import LaunchNodes
 
 logger = logging.getLogger(__name__)
@@ -234,11 +238,11 @@ class LaunchRun(GroupRun):
             if self._nodes is not None and event in _ENDING:
                 self._nodes.relay(event)
             self._forward(event, None)
-        elif event.word == Word.SIGNAL:
+        elif event.word == NodeMessageKind.SIGNAL:
             self._forward(event.signum, event.node_rank)
         else:
             # The workers of another node have failed, or all is over.
-            if event.word != Word.END:
+            if event.word != NodeMessageKind.END:
                 self._verdict = event
             self._group.ask_to_end()
 
@@ -273,18 +277,21 @@ class LaunchRun(GroupRun):
         while True:
             event = self._verdict or take(self._events)
             self._verdict = None
-            if isinstance(event, NodeMessage) and event.word == Word.START:
+            if isinstance(event, NodeMessage) and event.word == NodeMessageKind.START:
                 nodes.port = event.port
                 self._group.pool.resume_from(event.resume)
                 return True
-            if isinstance(event, NodeMessage) and event.word in (Word.VERDICT, Word.LOST):
+            if isinstance(event, NodeMessage) and event.word in (
+                NodeMessageKind.VERDICT,
+                NodeMessageKind.LOST,
+            ):
                 # A launcher that has come back can hear what becomes of those before.
                 failure, decision = _read_verdict_on_launch(event)
                 if failure is None:
                     return False
                 if not decision.is_restart:
                     raise failure
-            elif isinstance(event, NodeMessage) and event.word == Word.REFUSED:
+            elif isinstance(event, NodeMessage) and event.word == NodeMessageKind.REFUSED:
                 raise NodesDifferError(event.text)
             elif event is not None:
                 self._take(event)
@@ -323,7 +330,7 @@ def _read_verdict_on_launch(verdict: NodeMessage) -> tuple[Exception | None, Res
     decision = RestartDecision(verdict.is_restart, verdict.text)
     if verdict.failure is None:
         return None, decision
-    if verdict.failure.cause == Cause.REFUSED:
+    if verdict.failure.cause == NodeFailureCause.REFUSED:
         logger.warning("%s The run ends for all ranks.", verdict.failure.text)
         return None, decision
     return verdict.failure.error(), decision

@@ -11,7 +11,7 @@ from paceline.journal import AttemptFinished, EarlyExitReported, OperationsReque
 from paceline.master.experiments import NotFoundError
 from paceline.master.experiments import _start_delays as _pauses
 from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
-from paceline.master.experiments._start_delays import pause_after
+from paceline.master.experiments._start_delays import start_delay_after
 from paceline.master.store import tables
 from paceline.messages.states import ErrorKind, ExitReason
 
@@ -86,7 +86,7 @@ def lack(bench: Any, attempt_id: int, ago_s: float) -> None:
 
 
 def test_pauses_grow_to_the_longest() -> None:
-    pauses = [pause_after(number) for number in (0, 1, 2, 3, 7, 8, 1000)]
+    pauses = [start_delay_after(number) for number in (0, 1, 2, 3, 7, 8, 1000)]
     assert pauses == [0.0, 1.0, 2.0, 4.0, 60.0, 60.0, 60.0]
 
 
@@ -106,7 +106,7 @@ def test_after_a_shortage_nothing_starts_for_a_while(bench: Any) -> None:
         assert bench.schedule() == []
         bench.create("single", activate=number == 7)
         assert bench.schedule() == []
-        past = time.time() - pause_after(number)
+        past = time.time() - start_delay_after(number)
         bench.write(lambda t, past=past: t.connection.execute(
             update(tables.attempts).values(ended_at=past)))  # fmt: skip
     assert len(bench.schedule()) == 2

@@ -13,7 +13,7 @@ from paceline.engine.parallel._overlapped_all_reduce import plain_model
 _PICKLED = "paceline:pickled"
 
 
-def packed(value: Any, *, allow_pickle: bool) -> Any:
+def packed_without_pickle(value: Any, *, allow_pickle: bool) -> Any:
     """Return a nested value with everything that has a `state_dict()` replaced by that.
 
     Args:
@@ -26,18 +26,18 @@ def packed(value: Any, *, allow_pickle: bool) -> Any:
     return _packed(value, "", allow_pickle)
 
 
-def unpacked(value: Any) -> Any:
-    """Return what `packed` was given, with states in place of what had them."""
+def unpacked_without_pickle(value: Any) -> Any:
+    """Return what `packed_without_pickle` was given, with states in place of what had them."""
     if isinstance(value, dict):
         if value.keys() == {_PICKLED}:
             import cloudpickle
 
             return cloudpickle.loads(value[_PICKLED].numpy().tobytes())
-        return {key: unpacked(item) for key, item in value.items()}
+        return {key: unpacked_without_pickle(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(unpacked(item) for item in value)
+        return tuple(unpacked_without_pickle(item) for item in value)
     if isinstance(value, list):
-        return [unpacked(item) for item in value]
+        return [unpacked_without_pickle(item) for item in value]
     return value
 
 

@@ -10,7 +10,7 @@ from paceline.engine.tensors._stored_tensors import StoredTensor
 State = dict[str, Any]
 
 
-def shared_out(
+def share_out_window(
     states: Sequence[State],
     rank: int,
     world_size: int,

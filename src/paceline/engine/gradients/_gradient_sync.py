@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.engine.gradients._accumulated_window import AccumulatedWindow, shared_out
+from paceline.engine.gradients._accumulated_window import AccumulatedWindow, share_out_window
 from paceline.engine.gradients._changed_gradients import ChangedGradients
 from paceline.engine.gradients._closure_loss import with_mean_loss
 from paceline.engine.gradients._gradient_group import GradientGroup, call_after_gradient
@@ -275,7 +275,7 @@ class GradientSync:
             rank: This rank.
         """
         sharded = [is_sharded(parameter) for parameter in self._parameters()]
-        return shared_out(
+        return share_out_window(
             states, rank, self._world_size, is_sharded=sharded, frequency=self.frequency
         )
 

@@ -7,7 +7,7 @@ from paceline.engine.loop._loop_hooks import LoopHooks
 from paceline.engine.models._model_options import compile_counts
 from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.profiling._step_timeline import StepTimeline
-from paceline.engine.profiling._step_timer import Throughput
+from paceline.engine.profiling._step_timer import StepThroughput
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.steps._stepper import Stepper
 
@@ -37,7 +37,7 @@ class LoopReports:
             partial(_report_timings, hooks),
         )
         self.account = TimeAccount(core.train.note_time_spent if self._is_chief else None)
-        self.throughput = Throughput()
+        self.throughput = StepThroughput()
 
     def report(self, position: Position, metrics: dict[str, float]) -> None:
         """Report training metrics, and the rates since the last report.

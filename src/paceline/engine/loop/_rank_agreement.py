@@ -10,7 +10,7 @@ from paceline.engine.schedule._training_schedule import StopReason
 from paceline.engine.steps._stepper import Stepper
 
 
-class Wish(IntEnum):
+class RankWish(IntEnum):
     """What a rank wants all to do; of several ranks' wishes the largest counts."""
 
     NONE = 0
@@ -26,9 +26,9 @@ class Wish(IntEnum):
 
 
 _REASONS = {
-    Wish.STOP: StopReason.REQUESTED,
-    Wish.PREEMPT: StopReason.PREEMPTED,
-    Wish.INTERRUPT: StopReason.INTERRUPTED,
+    RankWish.STOP: StopReason.REQUESTED,
+    RankWish.PREEMPT: StopReason.PREEMPTED,
+    RankWish.INTERRUPT: StopReason.INTERRUPTED,
 }
 
 
@@ -55,7 +55,7 @@ class RankAgreement:
         self._hooks = hooks
         self._is_alone = core.distributed.size == 1
         self._next_look_s = 0.0
-        self._wish = Wish.NONE
+        self._wish = RankWish.NONE
         self._saves_continuously = self._is_save_told = False
         # After how many batches the ranks tell each other of new checkpoints; None for never.
         self._news_at: int | None = None
@@ -76,7 +76,7 @@ class RankAgreement:
         if self._news_at is None and not self._is_alone:
             self._news_at = position.batches + 1
 
-    def after_batch(self, position: Position) -> Wish:
+    def after_batch(self, position: Position) -> RankWish:
         """Return what all ranks do now, the same on all; called by all after the same batch."""
         if self._news_at is not None and position.batches >= self._news_at:
             self._news_at = None
@@ -91,30 +91,30 @@ class RankAgreement:
             self._hooks.look(position)
             self._wish = self._own_wish()
             if self._saves_continuously and not self._wish and self._hooks.wants_save():
-                self._wish = Wish.SAVE
-        wish = max(self._wish, Wish.STOP if stepper.is_stop_requested else Wish.NONE)
+                self._wish = RankWish.SAVE
+        wish = max(self._wish, RankWish.STOP if stepper.is_stop_requested else RankWish.NONE)
         if not self._is_alone:
-            is_told = wish is Wish.SAVE and self._is_save_told
-            self._is_save_told = wish is Wish.SAVE
+            is_told = wish is RankWish.SAVE and self._is_save_told
+            self._is_save_told = wish is RankWish.SAVE
             if wish and not is_told:
                 stepper.signal.tell(1.0)
             if not stepper.signal.hear():
-                return Wish.NONE
+                return RankWish.NONE
             # All ranks have heard that one of them wants something; now they learn what.
             wish = max(self._core.distributed.allgather(wish))
-        if wish is Wish.SAVE:
-            self._wish, self._is_save_told = Wish.NONE, False
+        if wish is RankWish.SAVE:
+            self._wish, self._is_save_told = RankWish.NONE, False
         return wish
 
-    def agree_now(self) -> Wish:
+    def agree_now(self) -> RankWish:
         """Return whether to leave now, the same on all ranks; all of them wait for it."""
         self.is_decision_due = False
         return max(self._core.distributed.allgather(self._own_wish()))
 
-    def _own_wish(self) -> Wish:
+    def _own_wish(self) -> RankWish:
         """Return what this rank knows by signals, and the chief by the runner as well."""
         preempt = self._core.preempt
         is_chief = self._core.distributed.rank == 0
         if not (preempt.is_wanted() if is_chief else preempt.has_signal):
-            return Wish.NONE
-        return Wish.INTERRUPT if preempt.is_interrupted else Wish.PREEMPT
+            return RankWish.NONE
+        return RankWish.INTERRUPT if preempt.is_interrupted else RankWish.PREEMPT

@@ -16,7 +16,7 @@ from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._worker_batches import worker_stream_batches
 from paceline.engine.loop._loop_hooks import LoopHooks
 from paceline.engine.loop._loop_reports import LoopReports
-from paceline.engine.loop._rank_agreement import RankAgreement, Wish
+from paceline.engine.loop._rank_agreement import RankAgreement, RankWish
 from paceline.engine.metrics._weighted_means import WeightedMeans
 from paceline.engine.profiling._step_timeline import MOVE, REDUCE, WAIT, WHOLE
 from paceline.engine.profiling._step_timer import StepTimer
@@ -392,6 +392,6 @@ class TrainingLoop:
         At the end, the checkpoint comes after the last report and validation.
         """
         wish = self._agreement.after_batch(self.position)
-        if wish is Wish.SAVE and not is_at_end:
+        if wish is RankWish.SAVE and not is_at_end:
             self.save()
         return wish.stop_reason

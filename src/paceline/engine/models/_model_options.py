@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 
 from paceline.engine.models._frozen_base import FrozenBase, frozen_base
 from paceline.engine.models._meta_device import is_on_meta, materialize
-from paceline.engine.parallel._fsdp import ShardUnits, sequence_members, shard_model, units_of
+from paceline.engine.parallel._fsdp import ShardUnits, sequence_members, shard_model, shard_units_of
 from paceline.engine.parallel._rank_grid import RankGrid
 from paceline.engine.parallel._tensor_plan import TensorPlan, apply_plan
 
@@ -90,7 +90,7 @@ class ModelWrapper:
         if options.gradient_checkpointing:
             checkpoint_blocks(model)
         if options.compile:
-            units = units_of(model, options.shard_units) if self._is_sharded else ()
+            units = shard_units_of(model, options.shard_units) if self._is_sharded else ()
             compile_model(model, options.compile, units)
         if has_weights:
             model.to(self._device)

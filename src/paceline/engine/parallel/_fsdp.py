@@ -62,7 +62,7 @@ def shard_model(
             '`data_parallel="fsdp"` needs a torch whose FSDP can sum gradients without dividing'
             f" them, but torch {torch.__version__} is installed. Hint: pip install --upgrade torch."
         )
-    chosen = units_of(model, units)
+    chosen = shard_units_of(model, units)
     mesh = mesh or make_mesh(device)
     options: dict[str, Any] = {} if precision is None else {"mp_policy": precision}
     for unit in chosen:
@@ -197,7 +197,7 @@ def check_whole(model: torch.nn.Module) -> None:
             )
 
 
-def units_of(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
+def shard_units_of(model: torch.nn.Module, units: ShardUnits) -> list[torch.nn.Module]:
     """Return the modules of a model that are gathered as a whole: inner ones first, itself last.
 
     Args:

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import torch
 
-from paceline._atomic_files import replacing
+from paceline._atomic_files import replacing_atomically
 from paceline.engine.formats._json_and_safetensors import StateFormatError, is_storable
 from paceline.engine.passes._pass_state import checked_pass_state
 from paceline.storage import CheckpointCorruptError, CheckpointStorage, checkpoint_at
@@ -31,7 +31,7 @@ def write_pass_state(state: dict[str, Any], path: Path) -> None:
             " `state_dict()` of modules, optimizers and schedulers of your own."
         )
     try:
-        with replacing(path) as part, part.open("wb") as file:
+        with replacing_atomically(path) as part, part.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())

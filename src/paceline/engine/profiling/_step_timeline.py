@@ -107,18 +107,18 @@ class StepTimeline:
             return {}
         parts = {part: seconds / num_batches for part, seconds in sums.items()}
         own = RankTimes(parts, sum(parts[part] for part in self._own))
-        return compare_ranks(self._distributed.allgather(own))
+        return compare_rank_times(self._distributed.allgather(own))
 
     def _report_next(self) -> None:
         num_batches, times = self._pending.popleft()
-        parts = divided(times.seconds())
+        parts = divided_step_times(times.seconds())
         self._num_batches += 1
         for part in PARTS:
             self._sums[part] += parts.get(part, 0.0)
         self._report(num_batches, parts)
 
 
-def divided(measured: dict[str, float]) -> dict[str, float]:
+def divided_step_times(measured: dict[str, float]) -> dict[str, float]:
     """Return the parts of a batch with the forward pass: what is left of the call of the batch."""
     whole = measured.get(WHOLE, 0.0)
     within = sum(measured.get(part, 0.0) for part in (BACKWARD, REDUCE, STEP))
@@ -130,7 +130,7 @@ def divided(measured: dict[str, float]) -> dict[str, float]:
     }
 
 
-def compare_ranks(ranks: list[RankTimes]) -> dict[str, float]:
+def compare_rank_times(ranks: list[RankTimes]) -> dict[str, float]:
     """Return what `StepTimeline.compare` does, from the times of each rank."""
     told: dict[str, float] = {}
     for part in PARTS:

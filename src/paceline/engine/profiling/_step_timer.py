@@ -124,7 +124,7 @@ class MeasuredTimes:
         return self._parts
 
 
-class Throughput:
+class StepThroughput:
     """Samples and batches per second since the last report, and the wait for data."""
 
     def __init__(self) -> None:

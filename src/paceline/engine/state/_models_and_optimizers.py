@@ -333,10 +333,14 @@ def _load_optimizer(
         changed = changes.in_optimizer(state, index)
     except ValueError as error:
         raise CheckpointMismatchError(str(error)) from error
-    optimizer.load_state_dict({**changed, "state": divided(changed["state"], optimizer)})
+    optimizer.load_state_dict(
+        {**changed, "state": divided_optimizer_states(changed["state"], optimizer)}
+    )
 
 
-def divided(states: Mapping[Any, Any], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+def divided_optimizer_states(
+    states: Mapping[Any, Any], optimizer: torch.optim.Optimizer
+) -> dict[Any, Any]:
     """Return the states of parameters, each tensor divided as its parameter is."""
     divided = dict(states)
     for index, parameter in enumerate(parameters_of(optimizer)):

@@ -10,7 +10,7 @@ from paceline.core import NotOfferedError
 from paceline.engine.devices._precision import Precision, compute_in
 from paceline.engine.models._model_options import checkpoint_blocks, compile_model
 from paceline.engine.parallel._data_parallel import DataParallel
-from paceline.engine.parallel._fsdp import units_of
+from paceline.engine.parallel._fsdp import shard_units_of
 from paceline.engine.train_functions._prepared_models import prepare_model, prepare_optimizer
 from paceline.engine.train_functions._rank_session import LooseSession
 
@@ -49,7 +49,7 @@ def accelerate(
         checkpoint_blocks(model)
     if compile_options:
         is_sharded, units = parallel is DataParallel.FSDP, shard_options["shard_units"]
-        compile_model(model, compile_options, units_of(model, units) if is_sharded else ())
+        compile_model(model, compile_options, shard_units_of(model, units) if is_sharded else ())
     if isinstance(loss, torch.nn.Module):
         loss.to(session.device)
     model = prepare_model(

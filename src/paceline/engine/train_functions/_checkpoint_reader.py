@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from paceline.engine.formats._values_without_pickle import unpacked
+from paceline.engine.formats._values_without_pickle import unpacked_without_pickle
 from paceline.engine.formats._versioned_checkpoint import read_versioned_files
 from paceline.engine.tensors._stored_tensors import lazy_stored_tensors, whole
 from paceline.workers.runs import FILES_FOLDER, StoredAt, checked_metadata, storage_holding
@@ -37,7 +37,7 @@ class UserStateReader:
             is_lazy: Whether sharded tensors are read when they are used.
         """
         state = read_versioned_files(self._path, "state")
-        return unpacked(lazy_stored_tensors(state) if is_lazy else whole(state))
+        return unpacked_without_pickle(lazy_stored_tensors(state) if is_lazy else whole(state))
 
     def of_rank(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank alone knew, or None if there was no such rank.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline import faults
-from paceline.engine.formats._values_without_pickle import packed
+from paceline.engine.formats._values_without_pickle import packed_without_pickle
 from paceline.engine.state._sharded_tensor_pieces import StateInPieces
 from paceline.engine.train_functions._rank_checkpoints import RankCheckpoints
 from paceline.engine.train_functions._rank_reporter import RankReporter
@@ -76,7 +76,7 @@ class TrainCheckpointWriter:
         parts: dict[str, Any] = {}
         if is_chief or is_sharded:
             _check_given(state, self._rank)
-            given = packed(state, allow_pickle=allow_pickle)
+            given = packed_without_pickle(state, allow_pickle=allow_pickle)
             parts["state"] = StateInPieces(given, "state", is_whole=is_chief)
         parts[f"rank_{self._rank}"] = StateInPieces(self._own_state(), "own")
         metadata = {

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.engine.devices._precision import Precision
 from paceline.engine.devices._random_generators import seed_everything
-from paceline.engine.formats._values_without_pickle import packed
+from paceline.engine.formats._values_without_pickle import packed_without_pickle
 from paceline.engine.models._model_options import check_shard_precision
 from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._fsdp import ShardUnits, check_shard_size, check_whole
@@ -92,7 +92,7 @@ def prepare_optimizer(session: LooseSession, optimizer: Any) -> torch.optim.Opti
 
 def full_state_dict(source: Any) -> Any:
     """Return a state with whole tensors; see `train.full_state_dict`."""
-    return gathered(packed(source, allow_pickle=False))
+    return gathered(packed_without_pickle(source, allow_pickle=False))
 
 
 def enable_reproducibility(session: LooseSession, seed: int) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from paceline import core, faults
 from paceline.core import CHECKPOINT, TimeAccount, TimeEvent
 from paceline.engine.profiling._step_timeline import WAIT, WHOLE
-from paceline.engine.profiling._step_timer import Throughput
+from paceline.engine.profiling._step_timer import StepThroughput
 from paceline.engine.schedule._train_units import Position
 from paceline.journal import JournalKey, JournalWriter, TimeSpent, encode_metrics
 
@@ -49,7 +49,7 @@ class RankReporter:
         on_report: Callable[[], None] | None,
     ) -> None:
         self.journal = JournalWriter(directory)
-        self._throughput = Throughput()
+        self._throughput = StepThroughput()
         self._position = Position()
         self.num_reports = 0
         self.last_metrics: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from paceline.engine.formats._versioned_checkpoint import (
     read_weights,
 )
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
-from paceline.engine.state._models_and_optimizers import divided, load_models
+from paceline.engine.state._models_and_optimizers import divided_optimizer_states, load_models
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._safetensors_file import TensorFile
 from paceline.engine.tensors._sharded_tensors import is_sharded
@@ -137,7 +137,9 @@ def load_optimizer_state(
         )
     states = {number: found[name] for number, name in enumerate(own) if name in found}
     groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": divided(states, optimizer), "param_groups": groups})
+    optimizer.load_state_dict(
+        {"state": divided_optimizer_states(states, optimizer), "param_groups": groups}
+    )
 
 
 def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:

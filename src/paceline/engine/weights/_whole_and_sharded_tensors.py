@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine.state._models_and_optimizers import divided
+from paceline.engine.state._models_and_optimizers import divided_optimizer_states
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import fit_stored_tensor
@@ -117,4 +117,4 @@ def _fit_parameters(module: torch.nn.Module, state: dict[str, Any], prefix: str,
 
 
 def _fit_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "state": divided(state["state"], optimizer)}
+    return {**state, "state": divided_optimizer_states(state["state"], optimizer)}

@@ -24,7 +24,7 @@ _MAX_WRONG_TOKENS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class AccessIdentity:
     """Sender of a request.
 
     Attributes:
@@ -42,12 +42,12 @@ class Identity:
     token_id: int | None = None
 
 
-async def _identity(request: Request) -> Identity | None:
-    found: Identity | None = request.scope["paceline.identity"]
+async def _identity(request: Request) -> AccessIdentity | None:
+    found: AccessIdentity | None = request.scope["paceline.identity"]
     return found
 
 
-IdentityOf = Annotated[Identity | None, Depends(_identity)]
+IdentityOf = Annotated[AccessIdentity | None, Depends(_identity)]
 
 
 async def _connection(request: Request) -> Connection:
@@ -99,7 +99,7 @@ class Guard:
 
     async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
         found = await self._identify(headers)
-        identity = found if isinstance(found, Identity) else None
+        identity = found if isinstance(found, AccessIdentity) else None
         scope["paceline.identity"] = identity
         access = self._scopes.access(scope["method"], scope["path"])
         is_admitted = identity is not None and scope["paceline.connection"].admit()
@@ -137,7 +137,7 @@ class _Identification:
         self._sign_ins: SignIns = master.sign_ins
         self._cookie_name = cookie_name(master)
 
-    async def __call__(self, headers: dict[bytes, bytes]) -> Identity | Response | None:
+    async def __call__(self, headers: dict[bytes, bytes]) -> AccessIdentity | Response | None:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
             return await self._of_token(token.strip())
@@ -148,11 +148,11 @@ class _Identification:
         ):
             return None
         user = await asyncio.to_thread(self._sign_ins.user_of, secret)
-        return None if user is None else Identity(user, secret)
+        return None if user is None else AccessIdentity(user, secret)
 
-    async def _of_token(self, sent: bytes) -> Identity | Response | None:
+    async def _of_token(self, sent: bytes) -> AccessIdentity | Response | None:
         if secrets.compare_digest(sent, self._master.home_token):
-            return Identity(ADMIN, None)
+            return AccessIdentity(ADMIN, None)
         text = sent.decode("latin-1")
         token = self._master.tokens.find(text)
         if token is not None:
@@ -161,10 +161,10 @@ class _Identification:
             if token.is_expired:
                 return problem(401, "token_expired", f"The token {token.name!r} has expired.")
             scope = RouteScope(token.scope.value)
-            return Identity(token.name, None, scope, token_id=token.id)
+            return AccessIdentity(token.name, None, scope, token_id=token.id)
         return await self._of_attempt(text)
 
-    async def _of_attempt(self, text: str) -> Identity | Response | None:
+    async def _of_attempt(self, text: str) -> AccessIdentity | Response | None:
         attempts = self._master.attempt_tokens
         attempt_id = attempts.attempt_of(text)
         if attempt_id is None:
@@ -173,7 +173,7 @@ class _Identification:
             attempts.is_usable, attempt_id
         ):
             return problem(401, "token_expired", f"Attempt {attempt_id} is over.")
-        return Identity(f"attempt {attempt_id}", None, RouteScope.ATTEMPT, attempt_id)
+        return AccessIdentity(f"attempt {attempt_id}", None, RouteScope.ATTEMPT, attempt_id)
 
     def _cookie(self, headers: dict[bytes, bytes]) -> str | None:
         try:
@@ -216,7 +216,7 @@ def _unauthorized() -> Response:
     )
 
 
-def _forbidden(identity: Identity, wanted: RouteScope) -> Response:
+def _forbidden(identity: AccessIdentity, wanted: RouteScope) -> Response:
     return problem(
         403,
         "scope_too_low",

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse
 
-from paceline._atomic_files import replacing
+from paceline._atomic_files import replacing_atomically
 from paceline._private_files import open_private
 from paceline.journal import sync_directory
 from paceline.master.api._access_guard import IdentityOf
@@ -30,7 +30,7 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
     """Store a packed context directory under the SHA-256 of its bytes."""
     path = master.home.contexts_path / f"{digest}.tar.gz"
     try:
-        with replacing(path) as part:
+        with replacing_atomically(path) as part:
             if await _receive_context(request, part) != digest:
                 message = "The body must have the SHA-256 named in the path."
                 raise ApiError(422, "wrong_digest", message)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path
 
-from paceline.master.api._access_guard import Identity, IdentityOf
+from paceline.master.api._access_guard import AccessIdentity, IdentityOf
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
@@ -54,7 +54,7 @@ async def renew_home_token(master: MasterOf, identity: IdentityOf) -> tokens.Hom
     return tokens.HomeToken(secret=await asyncio.to_thread(master.renew_home_token))
 
 
-def require_token(identity: Identity | None) -> None:
+def require_token(identity: AccessIdentity | None) -> None:
     """Refuse a browser: whoever gets hold of its sign-in must not keep access by it.
 
     Raises:

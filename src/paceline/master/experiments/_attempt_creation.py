@@ -7,7 +7,7 @@ from sqlalchemy import insert
 
 from paceline import faults
 from paceline.master.experiments._attempt_launch import Node
-from paceline.master.experiments._checkpoint_files import is_gone, note_deleted_files
+from paceline.master.experiments._checkpoint_files import is_checkpoint_gone, note_deleted_files
 from paceline.master.experiments._start_checkpoints import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.scheduling import SlotAssignment
@@ -74,7 +74,7 @@ def _latest_checkpoint(
     disk has it.
     """
     while (latest := latest_checkpoint(transaction.connection, trial_id)) is not None:
-        if not is_gone(transaction.connection, latest[0]):
+        if not is_checkpoint_gone(transaction.connection, latest[0]):
             break
         note_deleted_files(transaction.connection, latest[0], {})
         changes.note(

@@ -83,7 +83,7 @@ def end_attempt(
     faults.reach("master.attempt.ended")
 
 
-def describe_end(end: AttemptEnd, error: str | None) -> str:
+def describe_attempt_end(end: AttemptEnd, error: str | None) -> str:
     """Say in words how an attempt's process ended."""
     if end.signal is not None:
         how = f"killed by signal {end.signal}"
@@ -144,7 +144,7 @@ def _facts_of_end(
             transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
         ),
         is_repeated=_is_repeated_end(transaction, attempt, end),
-        text=describe_end(end, attempt.error if attempt.members is None else None),
+        text=describe_attempt_end(end, attempt.error if attempt.members is None else None),
     )
 
 

@@ -72,7 +72,7 @@ def note_deleted_files(connection: Connection, uuid: str, resources: Mapping[str
     )
 
 
-def is_gone(connection: Connection, uuid: str) -> bool:
+def is_checkpoint_gone(connection: Connection, uuid: str) -> bool:
     """Tell whether the files of a checkpoint in a directory are gone.
 
     A directory with nothing in it may be one that is not mounted, which tells nothing.

@@ -56,7 +56,7 @@ def store_checkpoint(
     )
 
 
-def take_deletion(
+def take_checkpoint_deletion(
     connection: Connection, attempt: Row[Any], record: CheckpointDeleted | CheckpointFilesDeleted
 ) -> None:
     """Note which files an attempt has deleted of a checkpoint, if that is one of its trial."""

@@ -16,7 +16,7 @@ _MAX_TOLD = 20
 _MISSING = "damaged or missing in the journal"
 
 
-def take_losses(
+def take_lost_records(
     changes: StateChanges,
     transaction: Transaction,
     attempt: Row[Any],
@@ -40,7 +40,7 @@ def take_losses(
     texts: list[str] = []
     reasons: list[str] = []
     num_lost = 0
-    for first, last in find_gaps(mark, [number for number, _ in new]):
+    for first, last in find_record_gaps(mark, [number for number, _ in new]):
         num_lost += last - first + 1
         if first == last:
             texts.append(f"Record {first} of {whose} is lost: its line is {_MISSING}.")
@@ -63,7 +63,7 @@ def take_losses(
         changes.note(transaction, attempt.trial_id, attempt.number, "ERROR", text)
 
 
-def find_gaps(mark: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
+def find_record_gaps(mark: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first and the last number of each gap after `mark`."""
     if not numbers or numbers[-1] - mark == len(numbers):
         return []

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Row
 
-from paceline.master.experiments._attempt_end import NO_RUNNER, describe_end, end_attempt
+from paceline.master.experiments._attempt_end import NO_RUNNER, describe_attempt_end, end_attempt
 from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import NotFoundError
@@ -46,7 +46,7 @@ class AttemptRunner:
     place: str = ""
 
 
-def runners_of(attempt: Row[Any]) -> list[AttemptRunner]:
+def runners_of_attempt(attempt: Row[Any]) -> list[AttemptRunner]:
     """Return the runners to look after: one, or those of the members that have not ended."""
     members = read_members(attempt)
     return [
@@ -157,14 +157,14 @@ def end_runner(
             attempt.trial_id,
             attempt.number,
             "WARNING",
-            f"{_name(members, member)} has ended ({describe_end(end, None)}); the other nodes of"
-            " the attempt end, too.",
+            f"{_name(members, member)} has ended ({describe_attempt_end(end, None)}); the other"
+            " nodes of the attempt end, too.",
         )
         changes.change_attempt(transaction, attempt_id, should_kill=True)
     transaction.after_commit(changes.wake)
 
 
-def give_back(
+def give_back_node(
     changes: StateChanges, transaction: Transaction, attempt_id: int, timeout_s: float
 ) -> None:
     """End an attempt whose nodes have not all begun in time, so that others get its slots."""

@@ -21,8 +21,8 @@ from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
 from paceline.master.experiments._multi_node_attempts import (
     AttemptRunner,
     end_runner,
-    give_back,
-    runners_of,
+    give_back_node,
+    runners_of_attempt,
 )
 from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._runner_watch import RunnerWatch
@@ -31,7 +31,7 @@ from paceline.master.experiments._scheduler_input import (
     read_cluster,
     waiting_trials,
 )
-from paceline.master.experiments._start_delays import pause_after
+from paceline.master.experiments._start_delays import start_delay_after
 from paceline.master.experiments._state_changes import (
     StateChanges,
     experiments_without_live_trials,
@@ -133,7 +133,9 @@ class Reconciler:
             return
         with self._database.read() as connection:
             left = [
-                runner.id for attempt in live_attempts(connection) for runner in runners_of(attempt)
+                runner.id
+                for attempt in live_attempts(connection)
+                for runner in runners_of_attempt(attempt)
             ]
         self._is_draining = True
         self.wake()
@@ -235,7 +237,7 @@ class Reconciler:
     def _watch_attempts(self) -> None:
         with self._database.read() as connection:
             attempts = live_attempts(connection)
-        runners = [runner for attempt in attempts for runner in runners_of(attempt)]
+        runners = [runner for attempt in attempts for runner in runners_of_attempt(attempt)]
         for runner in runners:
             status = self._executor.status(runner.id)
             if status is AttemptStatus.NOT_STARTED:
@@ -265,7 +267,9 @@ class Reconciler:
             timeout_s = config_of(experiment).resources.start_timeout
         if time.monotonic() > since + timeout_s:
             self._database.write(
-                lambda transaction: give_back(self._changes, transaction, attempt.id, timeout_s)
+                lambda transaction: give_back_node(
+                    self._changes, transaction, attempt.id, timeout_s
+                )
             ).result()
 
     def _start(self, runner: AttemptRunner) -> None:
@@ -280,7 +284,7 @@ class Reconciler:
             return
         else:
             self._num_runners[runner.id] = num_before + 1
-            self._next_runner[runner.id] = time.monotonic() + pause_after(num_before + 1)
+            self._next_runner[runner.id] = time.monotonic() + start_delay_after(num_before + 1)
             try:
                 with self._database.read() as connection:
                     launch = build_launch(connection, self._node, runner.attempt_id, runner.member)

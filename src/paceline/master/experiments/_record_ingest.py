@@ -31,8 +31,11 @@ from paceline.journal import (
 )
 from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
 from paceline.master.experiments._best_metric import recompute_best
-from paceline.master.experiments._checkpoint_ingest import store_checkpoint, take_deletion
-from paceline.master.experiments._lost_records import take_losses
+from paceline.master.experiments._checkpoint_ingest import (
+    store_checkpoint,
+    take_checkpoint_deletion,
+)
+from paceline.master.experiments._lost_records import take_lost_records
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._validation_ingest import (
     small_metrics,
@@ -95,7 +98,7 @@ class RecordIngest:
             _write_mark(connection, attempt_id, batch, mark, fresh[-1][0])
             marks[batch.generation, batch.rank] = fresh[-1][0]
             whose = f"rank {batch.rank} (generation {batch.generation})"
-            take_losses(self._changes, transaction, attempt, whose, mark, fresh)
+            take_lost_records(self._changes, transaction, attempt, whose, mark, fresh)
             self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
             _take_times(connection, attempt.id, batch, [record for _, record in fresh])
         faults.reach("master.records.stored")
@@ -149,7 +152,7 @@ class RecordIngest:
             elif isinstance(record, CheckpointStored):
                 store_checkpoint(self._changes, transaction, attempt, record)
             elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
-                take_deletion(transaction.connection, attempt, record)
+                take_checkpoint_deletion(transaction.connection, attempt, record)
             elif isinstance(record, AttemptStarted):
                 _take_environment(transaction.connection, attempt, record)
             elif isinstance(record, AlertRaised):

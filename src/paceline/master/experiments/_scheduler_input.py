@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, func, select
 
 from paceline.config import ExperimentConfig, MissingSearcher
-from paceline.master.experiments._start_delays import pausing_nodes, pausing_trials
+from paceline.master.experiments._start_delays import nodes_in_start_delay, trials_in_start_delay
 from paceline.master.scheduling import (
     DEFAULT_PRIORITY,
     Holding,
@@ -73,7 +73,7 @@ class Cluster:
 def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float) -> Cluster:
     """Return nodes with what the database says of them."""
     pools, drained = read_pools(connection), drained_slots(connection)
-    resting = pausing_nodes(connection, now)
+    resting = nodes_in_start_delay(connection, now)
     known = [
         replace(
             node,
@@ -90,7 +90,7 @@ def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float)
         holding=_slot_holdings(connection, is_ranked=is_ranked),
         pools=pools,
         pausing_nodes=resting,
-        pausing_trials=pausing_trials(connection, now),
+        pausing_trials=trials_in_start_delay(connection, now),
     )
 
 

@@ -63,14 +63,14 @@ def num_in_a_row(
     return number
 
 
-def pause_after(num_shortages: int) -> float:
+def start_delay_after(num_shortages: int) -> float:
     """Return for how many seconds nothing is started after so many shortages in a row."""
     if num_shortages == 0:
         return 0.0
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(num_shortages - 1, 10))
 
 
-def pausing_nodes(connection: Connection, now: float) -> dict[int, float]:
+def nodes_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
     """Return of the nodes whose newest attempts lacked something a moment ago until when they rest.
 
     What one attempt lacked on a node, such as space on its disk, the next one would lack as well,
@@ -90,7 +90,7 @@ def pausing_nodes(connection: Connection, now: float) -> dict[int, float]:
     return resting
 
 
-def pausing_trials(connection: Connection, now: float) -> dict[int, float]:
+def trials_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
     """Return of the trials that lost their runner several times in a row until when they rest.
 
     A trial is tried again at once after the first time. One whose nodes did not come together
@@ -100,7 +100,7 @@ def pausing_trials(connection: Connection, now: float) -> dict[int, float]:
     for has_ended_so, num_at_once in ((is_lost_runner, 1), (is_not_formed, 0)):
         for row in _failed_lately(connection, now, has_ended_so):
             number = num_in_a_row(connection, row.trial_id, has_ended_so, _NUM_LOOKED_AT)
-            until = row.ended_at + pause_after(number - num_at_once)
+            until = row.ended_at + start_delay_after(number - num_at_once)
             # A clock that was set back would make the pause longer.
             if number > num_at_once and row.ended_at <= now < until:
                 resting[row.trial_id] = max(until, resting.get(row.trial_id, until))
@@ -156,4 +156,4 @@ def _node_rests_until(connection: Connection, now: float, node_id: int) -> float
         num_shortages += 1
         last = max(last, row.ended_at or 0.0)
     # A clock that was set back would make the pause longer.
-    return last + pause_after(num_shortages) if last <= now else 0.0
+    return last + start_delay_after(num_shortages) if last <= now else 0.0

@@ -49,7 +49,9 @@ def update_attempt(connection: Connection, attempt_id: int, **values: Any) -> No
     connection.execute(update(attempts).where(attempts.c.id == attempt_id).values(**values))
 
 
-def move_checkpoints(connection: Connection, experiment_id: int, old: str, new: str) -> None:
+def move_unmanaged_checkpoints(
+    connection: Connection, experiment_id: int, old: str, new: str
+) -> None:
     """Note that checkpoints of one storage are in another one now."""
     checkpoints = tables.checkpoints
     connection.execute(

@@ -27,7 +27,7 @@ from paceline.master.experiments._unmanaged_rows import (
     attempts_of_run,
     experiment_of_run,
     insert_row,
-    move_checkpoints,
+    move_unmanaged_checkpoints,
     trial_of_run,
     update_attempt,
     update_experiment,
@@ -153,7 +153,7 @@ class Unmanaged:
         for key, group in groupby(full, lambda batch: (batch.attempt, batch.generation)):
             self._store(transaction, trial.id, key, list(group))
         for old, new in moved.items():
-            move_checkpoints(connection, experiment.id, old, new)
+            move_unmanaged_checkpoints(connection, experiment.id, old, new)
         attempts = attempts_of_run(connection, trial.id)
         newest = attempts[-1] if attempts else None
         for attempt in attempts:

@@ -19,7 +19,7 @@ from paceline.master.nodes._registered_node import (
     NodeRefusedError,
     RegisteredNode,
     UnknownNodeError,
-    check_version,
+    check_node_version,
     nodes_that_join,
     stored_node,
 )
@@ -104,7 +104,7 @@ class Nodes:
             facts: What the node's runner says.
             token_id: The token of the runner; None is the home's own.
         """
-        check_version(facts)
+        check_node_version(facts)
 
         def job(transaction: Transaction) -> NodeSession:
             with self._lock:

@@ -71,7 +71,7 @@ def _is_loopback(address: str) -> bool:
     return address in LOOPBACK_HOSTS or address.startswith("127.")
 
 
-def check_version(facts: NodeFacts) -> None:
+def check_node_version(facts: NodeFacts) -> None:
     """Refuse a runner of another version.
 
     Raises:

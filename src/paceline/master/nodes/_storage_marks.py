@@ -4,7 +4,7 @@ import logging
 import secrets
 from pathlib import Path
 
-from paceline._atomic_files import replacing
+from paceline._atomic_files import replacing_atomically
 from paceline.messages.attempts import StorageMark
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class StorageMarks:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists() or path.read_text() != self._text:
-                with replacing(path) as part:
+                with replacing_atomically(path) as part:
                     part.write_text(self._text)
         except (PermissionError, NotADirectoryError, FileExistsError) as error:
             logger.warning(

@@ -41,7 +41,7 @@ class Policy(ABC):
         del trial, preempted
 
 
-class Fifo(Policy):
+class FifoPolicy(Policy):
     """First come, first served."""
 
     def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
@@ -49,7 +49,7 @@ class Fifo(Policy):
         return iter(waiting)
 
 
-class Priority(Policy):
+class PriorityPolicy(Policy):
     """The most important first, and within a priority first come, first served.
 
     Attempts make room for trials of a more important priority. Of those that may, the least
@@ -78,7 +78,7 @@ class Priority(Policy):
             self._levels[one.priority].remove(one)
 
 
-class FairShare(Policy):
+class FairSharePolicy(Policy):
     """Slots in proportion to the experiments' weights.
 
     The next trial is one of the experiment with the fewest slots for its weight; of several such,
@@ -157,7 +157,7 @@ class FairShare(Policy):
 
 
 POLICIES: dict[PolicyName, type[Policy]] = {
-    PolicyName.FIFO: Fifo,
-    PolicyName.PRIORITY: Priority,
-    PolicyName.FAIR_SHARE: FairShare,
+    PolicyName.FIFO: FifoPolicy,
+    PolicyName.PRIORITY: PriorityPolicy,
+    PolicyName.FAIR_SHARE: FairSharePolicy,
 }

@@ -17,7 +17,7 @@ from paceline.master.scheduling._scheduling_types import (
     Waiting,
 )
 from paceline.master.scheduling._slot_placement import FreeSlots
-from paceline.master.scheduling._victims import choose_until, choose_victims
+from paceline.master.scheduling._victims import choose_victims, choose_victims_until
 
 _NO_POOLS: Mapping[str, PoolSettings] = {}
 _NO_SLOTS: frozenset[int] = frozenset()
@@ -238,7 +238,7 @@ class _PoolSchedule:
                 self._policy.candidates(trial), self._future, num_slots, self._usable_of
             )
         else:
-            preempts = choose_until(
+            preempts = choose_victims_until(
                 self._policy.candidates(trial), lambda chosen: self._suffices(trial, chosen)
             )
         for one in preempts or ():

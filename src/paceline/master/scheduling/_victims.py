@@ -65,7 +65,7 @@ def _fewest_victims(
     return chosen
 
 
-def choose_until(
+def choose_victims_until(
     levels: Iterator[Iterable[Holding]], suffices: Callable[[Sequence[Holding]], bool]
 ) -> tuple[Holding, ...] | None:
     """Return attempts that together suffice, in the order of the levels; None if none do.

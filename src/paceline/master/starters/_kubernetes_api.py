@@ -130,7 +130,7 @@ class KubernetesApi:
             return self._client
 
 
-def lines_of(response: Any) -> Iterator[bytes]:
+def lines_of_kubernetes(response: Any) -> Iterator[bytes]:
     """Yield the lines of a response as they come.
 
     Raises:

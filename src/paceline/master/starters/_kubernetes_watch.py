@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from paceline.master.starters._kubernetes_api import FORBIDDEN, ApiError, KubernetesApi, lines_of
+from paceline.master.starters._kubernetes_api import (
+    FORBIDDEN,
+    ApiError,
+    KubernetesApi,
+    lines_of_kubernetes,
+)
 from paceline.master.starters._starter_base import StarterError
 
 logger = logging.getLogger(__name__)
@@ -174,7 +179,7 @@ class WatchedObjects:
             if self._is_closing:
                 _shut(response)
         try:
-            for line in lines_of(response):
+            for line in lines_of_kubernetes(response):
                 self._take(line)
         finally:
             self._response = None

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 from paceline.journal import decode_value
 from paceline.master.store import _tables as tables
 from paceline.master.store._point_encoding import FLOATS, INTEGERS
-from paceline.master.store._series_reader import POINT_BYTES, Selection, visible_limits
+from paceline.master.store._series_reader import POINT_BYTES, Selection, visible_series_limits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,7 +105,7 @@ def _read_series_arrays(
     """Return steps, values and times (else no numbers) in step order, each step once."""
     import numpy as np
 
-    limits = visible_limits(connection, selection.trial_id)
+    limits = visible_series_limits(connection, selection.trial_id)
     columns = [*_COLUMNS, "times"] if has_times else _COLUMNS
     series = tables.series.c
     query = select(series.id, series.attempt, series.num_points, *[series[c] for c in columns])

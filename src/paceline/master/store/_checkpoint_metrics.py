@@ -3,7 +3,7 @@
 from sqlalchemy import Connection, bindparam, select, update
 
 from paceline.master.store import _tables as tables
-from paceline.master.store._metric_rows import numbers_at
+from paceline.master.store._metric_rows import metric_numbers_at
 
 _GROUP = "validation"
 
@@ -34,7 +34,7 @@ def measure_checkpoints(
     steps = set(connection.execute(query).scalars())
     if not steps:
         return
-    values = numbers_at(connection, trial_id, _GROUP, key, steps)
+    values = metric_numbers_at(connection, trial_id, _GROUP, key, steps)
     statement = (
         update(checkpoints)
         .where(

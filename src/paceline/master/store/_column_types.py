@@ -8,7 +8,7 @@ from sqlalchemy import BigInteger, Integer, MetaData, Text, TypeDecorator
 metadata = MetaData()
 
 
-class Scalar(TypeDecorator[Any]):
+class ScalarColumn(TypeDecorator[Any]):
     """Any JSON value, numbers included, as text.
 
     A bare number in a column of type JSON becomes one of SQLite's own, whose last digit may differ.

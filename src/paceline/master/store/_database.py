@@ -206,9 +206,9 @@ class Database:
 
     def _upgrade(self, version: int) -> None:
         # Alembic is slow to load, and seldom needed.
-        from paceline.master.store._upgrades import back_up, upgrade
+        from paceline.master.store._upgrades import back_up_before_upgrade, upgrade
 
-        copy = back_up(self._path, version)
+        copy = back_up_before_upgrade(self._path, version)
         logger.warning(
             "The database is brought from version %d to %d; %s holds it as it was.",
             version,

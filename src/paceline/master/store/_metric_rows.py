@@ -20,9 +20,9 @@ from paceline.master.store._point_encoding import Points, Summary, tagged
 from paceline.master.store._series_reader import (
     Selection,
     SeriesPiece,
-    load_points,
-    visible_limits,
-    visible_pieces,
+    load_series_points,
+    visible_series_limits,
+    visible_series_pieces,
 )
 from paceline.master.store._series_writer import store_columns, stored_summary
 
@@ -102,11 +102,11 @@ def read_rows(
     selection = Selection(trial_id=trial_id, group=group, after_step=after_step)
     loaded: list[tuple[SeriesPiece, Points]] = []
     steps = _MetricSteps()
-    for first_step, pieces in visible_pieces(connection, selection):
+    for first_step, pieces in visible_series_pieces(connection, selection):
         # Every step below the first one of the pieces to come is known by now.
         if limit is not None and steps.num_below(first_step) >= limit:
             break
-        for piece, points in load_points(connection, pieces):
+        for piece, points in load_series_points(connection, pieces):
             loaded.append((piece, points))
             steps.add(points.steps)
     rows: dict[int, MetricRow | None] = dict.fromkeys(sorted(steps.seen)[:limit])
@@ -128,11 +128,11 @@ def iter_points(connection: Connection, selection: Selection) -> Iterator[tuple[
     What is held grows with the chunks that overlap, not with the series.
     """
     held: dict[int, tuple[tuple[int, int, int], float, Any]] = {}
-    for first_step, pieces in visible_pieces(connection, selection):
+    for first_step, pieces in visible_series_pieces(connection, selection):
         # Every step below the first one of the pieces to come is known by now.
         for step in sorted(step for step in held if step < first_step):
             yield (step, *held.pop(step)[1:])
-        for piece, points in load_points(connection, pieces):
+        for piece, points in load_series_points(connection, pieces):
             # Backwards, as the first one of several values at one step stands.
             times, values = points.times[::-1], points.values[::-1]
             rows = zip(repeat(piece.precedence), times, values, strict=False)
@@ -156,10 +156,10 @@ def metric_at(
     connection: Connection, trial_id: int, group: str, key: str, step: int
 ) -> float | None:
     """Return the visible value of a metric at a step; None if it is no number, or NaN."""
-    return numbers_at(connection, trial_id, group, key, {step}).get(step)
+    return metric_numbers_at(connection, trial_id, group, key, {step}).get(step)
 
 
-def numbers_at(
+def metric_numbers_at(
     connection: Connection, trial_id: int, group: str, key: str, steps: set[int]
 ) -> dict[int, float]:
     """Return a metric's visible values at some steps, without NaN and what is no number."""
@@ -173,7 +173,7 @@ def numbers_at(
 
 def read_summary(connection: Connection, trial_id: int) -> dict[str, dict[str, Summary]]:
     """Return a summary per group and metric name over the visible points."""
-    limits = visible_limits(connection, trial_id)
+    limits = visible_series_limits(connection, trial_id)
     series = tables.series.c
     rows = connection.execute(
         select(*[column for column in series if column.name not in _POINT_COLUMNS])
@@ -208,7 +208,7 @@ def trim_summaries(connection: Connection, trial_id: int) -> None:
 
     Lists sort and filter by them; `read_summary` needs the rest as well, and reads the points.
     """
-    limits = visible_limits(connection, trial_id)
+    limits = visible_series_limits(connection, trial_id)
     series = tables.series.c
     rows = connection.execute(
         select(series.id, series.group, series.attempt, series.last_step).where(
@@ -296,13 +296,13 @@ def _metric_values_at(
         up_to_step=max(steps),
     )
     found: dict[tuple[int, str], tuple[tuple[int, int, int], Any]] = {}
-    for _, pieces in visible_pieces(connection, selection):
+    for _, pieces in visible_series_pieces(connection, selection):
         wanted = [
             piece
             for piece in pieces
             if piece.key in keys and (below_attempt is None or piece.attempt < below_attempt)
         ]
-        for piece, points in load_points(connection, wanted):
+        for piece, points in load_series_points(connection, wanted):
             for step, value in zip(points.steps, points.values, strict=True):
                 cell = (step, piece.key)
                 if cell in cells and (cell not in found or piece.precedence < found[cell][0]):
@@ -315,9 +315,9 @@ def _add_missing_metric_summaries(
 ) -> None:
     """Add the summaries of those series of a group of which only a part is visible."""
     present = set(summaries)
-    for _, pieces in visible_pieces(connection, selection):
+    for _, pieces in visible_series_pieces(connection, selection):
         wanted = [piece for piece in pieces if piece.series_id not in present]
-        for piece, points in sorted(load_points(connection, wanted), key=_precedence):
+        for piece, points in sorted(load_series_points(connection, wanted), key=_precedence):
             summaries.setdefault(piece.series_id, Summary()).add(points)
 
 

@@ -13,7 +13,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-from paceline.master.store._column_types import Id, Scalar, metadata
+from paceline.master.store._column_types import Id, ScalarColumn, metadata
 
 # One row per (trial, attempt, group, key): the summary, and the newest points until they fill a
 # chunk. Points lie in columns: steps as int64, times and float values as float64.
@@ -30,7 +30,7 @@ series = Table(
     Column("sum", Float),
     Column("min", Float),
     Column("max", Float),
-    Column("last", Scalar),
+    Column("last", ScalarColumn),
     Column("first_step", BigInteger, nullable=False),
     Column("last_step", BigInteger, nullable=False),
     Column("kind", String, nullable=False),

@@ -69,7 +69,7 @@ class Selection:
         return condition
 
 
-def visible_limits(connection: Connection, trial_id: int) -> dict[int, int | None]:
+def visible_series_limits(connection: Connection, trial_id: int) -> dict[int, int | None]:
     """Return the last visible step of each attempt; None where nothing is superseded."""
     rows = connection.execute(
         select(tables.attempts.c.number, tables.attempts.c.resumed_steps)
@@ -84,15 +84,15 @@ def visible_limits(connection: Connection, trial_id: int) -> dict[int, int | Non
     return limits
 
 
-def visible_pieces(
+def visible_series_pieces(
     connection: Connection, selection: Selection
 ) -> Iterator[tuple[int, list[SeriesPiece]]]:
     """Yield (first step, pieces from there on) in order of the first steps.
 
     Only where points lie is read here, and no further than the caller iterates; the points
-    themselves are for `load_points`. What later attempts supersede is left out.
+    themselves are for `load_series_points`. What later attempts supersede is left out.
     """
-    limits = visible_limits(connection, selection.trial_id)
+    limits = visible_series_limits(connection, selection.trial_id)
     chunked: dict[int, SeriesPiece] = {}
     tails: list[SeriesPiece] = []
     for row in connection.execute(_series_query(selection)):
@@ -117,7 +117,7 @@ def visible_pieces(
         yield first, [p for p in pieces if p.last_step is None or first <= p.last_step]
 
 
-def load_points(
+def load_series_points(
     connection: Connection, pieces: Iterable[SeriesPiece]
 ) -> list[tuple[SeriesPiece, Points]]:
     """Return the wanted points of pieces."""

@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 
 from paceline.master.store._access_tables import sign_ins, tokens, users
-from paceline.master.store._column_types import Id, Scalar, metadata
+from paceline.master.store._column_types import Id, ScalarColumn, metadata
 from paceline.master.store._metric_tables import chunks, metric_names, series
 from paceline.master.store._search_tables import search_inputs, search_snapshots, search_views
 
@@ -108,7 +108,7 @@ trials = Table(
     # Null stands for NaN too: a NaN is never the best.
     Column("best_metric", Float),
     Column("best_step", BigInteger),
-    Column("latest_metric", Scalar),
+    Column("latest_metric", ScalarColumn),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Column("stop_reason", String),

@@ -17,7 +17,7 @@ from paceline.master.store._row_counts import FIRST_COUNTS, TRIGGERS
 from paceline.storage import sync_directory
 
 
-def back_up(path: Path, version: int) -> Path:
+def back_up_before_upgrade(path: Path, version: int) -> Path:
     """Copy a database beside itself before it is changed, and return the copy's path."""
     copy = copy_of_version(path, version)
     part = copy.with_suffix(".part")

@@ -86,7 +86,7 @@ def _order(path: Path) -> tuple[str, int]:
     return f"{stamp}T{second}", int(count) if count.isdecimal() else 1
 
 
-def read_content(path: Path) -> Content:
+def read_backup_content(path: Path) -> Content:
     """Return the content list of a backup.
 
     Raises:

@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import Row, delete, select
 
 from paceline.journal import JournalVersionError, RunDirectory
-from paceline.master._lost_database import files_of, move_aside
+from paceline.master._lost_database import files_of, move_lost_files_aside
 from paceline.master.experiments import (
     RecordIngest,
     Searches,
@@ -85,7 +85,7 @@ def rebuild_database(home: Path) -> Rebuilt:
             setattr(result, f"num_{name}", number)
     old = files_of(home / DATABASE)
     if old:
-        result.moved_to = move_aside(home, old)
+        result.moved_to = move_lost_files_aside(home, old)
     os.replace(part, home / DATABASE)
     sync_directory(home)
     return result
@@ -108,7 +108,7 @@ def _load_into_database(
             if row is None:
                 damaged.append(str(number))
             else:
-                store_row(connection, row, columns[row.table])
+                store_rebuilt_row(connection, row, columns[row.table])
         if damaged:
             result.lost.append(f"{path.relative_to(home)}: damaged lines {', '.join(damaged)}")
     _drop_orphans(connection, result)
@@ -127,7 +127,7 @@ def _load_into_database(
     connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", sequence)
 
 
-def store_row(connection: sqlite3.Connection, row: RecordedRow, columns: set[str]) -> None:
+def store_rebuilt_row(connection: sqlite3.Connection, row: RecordedRow, columns: set[str]) -> None:
     """Store a recorded row in the place of what is there; columns that are gone are left out."""
     values = {name: value for name, value in (row.values or {}).items() if name in columns}
     names = ", ".join(f'"{name}"' for name in values)

@@ -31,7 +31,7 @@ from paceline.master.upkeep._backup_snapshots import (
     new_name,
     part_of_backup,
     parts_of_backups,
-    read_content,
+    read_backup_content,
     whole_backups,
 )
 from paceline.master.upkeep._line_files import whole_lines
@@ -150,7 +150,7 @@ class Backup:
         """Return the newest earlier backup of this home that can be read."""
         for path in reversed(whole_backups(self._to)):
             try:
-                content = read_content(path)
+                content = read_backup_content(path)
             except BackupError:
                 continue
             if content.home != str(self._home):

@@ -11,7 +11,11 @@ from pathlib import Path
 from sqlalchemy import Connection, text
 
 from paceline.master._home_directory import Home
-from paceline.master._lost_database import LostDatabaseError, check_home, move_aside
+from paceline.master._lost_database import (
+    LostDatabaseError,
+    check_for_lost_database,
+    move_lost_files_aside,
+)
 from paceline.master.store import (
     Database,
     DatabaseVersionError,
@@ -32,7 +36,11 @@ from paceline.master.upkeep._home_file_checks import (
     check_journals,
     check_logs,
 )
-from paceline.master.upkeep._home_record_checks import check_records, mend_row, rows_to_mend
+from paceline.master.upkeep._home_record_checks import (
+    check_records,
+    mend_recorded_row,
+    rows_to_mend,
+)
 from paceline.master.upkeep._recovery_writer import write_some
 from paceline.messages.states import CheckpointState
 
@@ -177,7 +185,7 @@ def _database_problem(home: Path, *, is_quick: bool) -> str | None:
             if orphans:
                 return f"has {len(orphans)} rows that refer to nothing"
         # It may be older than its home.
-        check_home(home, database)
+        check_for_lost_database(home, database)
     except DatabaseVersionError as error:
         return f"is damaged ({getattr(error.__cause__, 'orig', None) or error.__cause__})"
     except LostDatabaseError as error:
@@ -222,10 +230,10 @@ def _mend_rows_of_home(home: Path, *, is_quick: bool) -> None:
         # The values that are replaced may be wanted after all.
         kept = home / "master.before-fix.sqlite"
         copy_database(home / DATABASE, kept)
-        move_aside(home, [kept])
+        move_lost_files_aside(home, [kept])
         with closing(sqlite3.connect(home / DATABASE)) as writer, writer:
             for row in rows:
-                mend_row(writer, row)
+                mend_recorded_row(writer, row)
             writer.executemany(
                 "UPDATE checkpoints SET state = ? WHERE uuid = ?",
                 [(CheckpointState.DELETED.value, row.uuid) for row in gone],

@@ -82,14 +82,14 @@ def _check_experiment_records(
     num_lacking = 0
     stored: set[Key] = set()
     for row in rows_of_experiment(connection, experiment_id):
-        if row.table not in _COMPARED or key_of(row) in stored:
+        if row.table not in _COMPARED or key_of_record(row) in stored:
             continue
-        stored.add(key_of(row))
-        known = recorded.get(key_of(row))
+        stored.add(key_of_record(row))
+        known = recorded.get(key_of_record(row))
         if known is None:
             num_lacking += 1
         elif known != _digest(row, is_over=is_over):
-            where = _named(*key_of(row), experiment_id)
+            where = _named(*key_of_record(row), experiment_id)
             report(Finding(kind="database", where=where, problem=_OTHER))
     if num_lacking:
         report(Finding(kind="record", where=name, problem=f"lacks {num_lacking} rows"))
@@ -121,7 +121,7 @@ def _read_records(path: Path, *, is_over: bool) -> tuple[dict[Key, int], int]:
         if row is None:
             num_damaged += 1
         elif row.table in _COMPARED:
-            recorded[key_of(row)] = _digest(row, is_over=is_over)
+            recorded[key_of_record(row)] = _digest(row, is_over=is_over)
     return recorded, num_damaged
 
 
@@ -135,15 +135,15 @@ def rows_to_mend(home: Path, connection: Connection, experiment_id: int) -> Iter
     is_over = _is_over(connection, experiment_id)
     for _, row in read_record(record_path(home, experiment_id)):
         if row is not None and row.table in _COMPARED:
-            wanted[key_of(row)] = row
+            wanted[key_of_record(row)] = row
     for row in rows_of_experiment(connection, experiment_id):
-        known = wanted.get(key_of(row))
+        known = wanted.get(key_of_record(row))
         if known is not None and _digest(known, is_over=is_over) == _digest(row, is_over=is_over):
-            del wanted[key_of(row)]
+            del wanted[key_of_record(row)]
     yield from wanted.values()
 
 
-def mend_row(connection: sqlite3.Connection, row: RecordedRow) -> None:
+def mend_recorded_row(connection: sqlite3.Connection, row: RecordedRow) -> None:
     """Give a row of the database the compared values of its record, or make it."""
     assert row.values is not None
     present = {found[1] for found in connection.execute(f"PRAGMA table_info({row.table})")}
@@ -167,7 +167,7 @@ def mend_row(connection: sqlite3.Connection, row: RecordedRow) -> None:
         )
 
 
-def key_of(row: RecordedRow) -> Key:
+def key_of_record(row: RecordedRow) -> Key:
     """Return what tells a row from others."""
     assert row.values is not None
     return row.table, tuple(row.values[name] for name in primary_key(row.table))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline import faults
 from paceline.master._home_directory import RESTORING_NAME, Home
-from paceline.master._lost_database import files_of, move_aside
+from paceline.master._lost_database import files_of, move_lost_files_aside
 from paceline.master.store import RECORDS_BEGUN, check_copy, tables
 from paceline.master.upkeep._backup_selection import CHECKPOINTS, DATABASE
 from paceline.master.upkeep._backup_snapshots import (
@@ -18,7 +18,7 @@ from paceline.master.upkeep._backup_snapshots import (
     BackedUp,
     BackupError,
     Content,
-    read_content,
+    read_backup_content,
     whole_backups,
 )
 from paceline.messages.states import AttemptState, CheckpointState
@@ -71,7 +71,7 @@ def restore(source: Path, home: Path) -> RestoreResult:
         HomeInUseError: A master serves the home.
     """
     path = find_backup(source)
-    content = read_content(path)
+    content = read_backup_content(path)
     if content.schema_version > tables.SCHEMA_VERSION:
         raise BackupError(
             f"A backup must be of this version or an earlier one, but {str(path)!r} was made by"
@@ -114,7 +114,7 @@ def restore_copy(copy: Path) -> Path:
         )
     with Home(home).hold():
         check_copy(copy)
-        moved_to = move_aside(home, files_of(database))
+        moved_to = move_lost_files_aside(home, files_of(database))
         os.replace(copy, database)
         sync_directory(home)
     return moved_to

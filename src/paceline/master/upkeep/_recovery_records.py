@@ -48,7 +48,9 @@ def _parse_record(line: bytes) -> RecordedRow | None:
         return None
 
 
-def append_rows(path: Path, number: int, rows: Iterable[RecordedRow], *, anew: bool) -> None:
+def append_recovery_rows(
+    path: Path, number: int, rows: Iterable[RecordedRow], *, anew: bool
+) -> None:
     """Add rows to a record; `number` orders the changes.
 
     A line that was cut off by a crash is cut away first.

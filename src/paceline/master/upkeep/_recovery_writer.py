@@ -24,7 +24,7 @@ from paceline.master.store import (
     rows_of_change,
     tables,
 )
-from paceline.master.upkeep._recovery_records import append_rows, record_path
+from paceline.master.upkeep._recovery_records import append_recovery_rows, record_path
 
 logger = logging.getLogger(__name__)
 
@@ -161,12 +161,14 @@ def _write_records(
     # All rows anew take the place of a record, in a file that is whole or not there.
     if ALL in kinds:
         part = path.with_name(f".{path.name}.part")
-        append_rows(part, changes[-1].id, _rows_to_recover(connection, changes), anew=True)
+        append_recovery_rows(part, changes[-1].id, _rows_to_recover(connection, changes), anew=True)
         part.replace(path)
         if path.stat().st_size == 0:
             path.unlink()  # there is nobody yet
     else:
-        append_rows(path, changes[-1].id, _rows_to_recover(connection, changes), anew=NEW in kinds)
+        append_recovery_rows(
+            path, changes[-1].id, _rows_to_recover(connection, changes), anew=NEW in kinds
+        )
 
 
 def _rows_to_recover(connection: Connection, changes: list[Row[Any]]) -> Iterator[RecordedRow]:

@@ -14,7 +14,7 @@ from paceline.engine import (
     join_ranks,
     release_device_memory,
 )
-from paceline.pytorch._trial_init import Beginning, begin
+from paceline.pytorch._trial_init import Beginning, begin_trial
 from paceline.pytorch.deepspeed._deepspeed_context import DeepSpeedTrialContext
 
 
@@ -66,7 +66,7 @@ def init(
             given_seed=beginning.given_seed,
         )
 
-    with begin(
+    with begin_trial(
         make_context,
         distributed,
         hparams=hparams,

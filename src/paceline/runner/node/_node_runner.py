@@ -21,7 +21,7 @@ from paceline.messages.nodes import NodeFacts, NodeLaunch, NodePoll, NodeSession
 from paceline.runner._attempt_processes import AttemptProcesses
 from paceline.runner._checkpoint_place import place_checkpoints
 from paceline.runner._master_link import (
-    Backoff,
+    MasterBackoff,
     MasterLink,
     RefusedByMasterError,
     UnreachableError,
@@ -84,7 +84,7 @@ class NodeRunner:
         # None until the master has said it.
         self._wanted: set[int] | None = None
         self._retry_at: dict[int, float] = {}
-        self._pauses: dict[int, Backoff] = {}
+        self._pauses: dict[int, MasterBackoff] = {}
         self._num_signals = 0
         self._has_strays = False
         self._asked_at = 0.0
@@ -124,7 +124,7 @@ class NodeRunner:
     # ---- asking --------------------------------------------------------------------------
 
     def _register(self) -> NodeSession:
-        pauses, trouble = Backoff(), ""
+        pauses, trouble = MasterBackoff(), ""
         while True:
             try:
                 reply = self._link.post("/nodes", encode(self._facts))
@@ -160,7 +160,7 @@ class NodeRunner:
         write_atomically(path, self._session.cluster_id.encode())
 
     def _poll_all(self) -> None:
-        pauses = Backoff()
+        pauses = MasterBackoff()
         while True:
             poll = self._questions.get()
             path = f"/nodes/{self._session.node_id}/poll"
@@ -273,7 +273,7 @@ class NodeRunner:
             return
         if time.monotonic() < self._retry_at.get(attempt_id, 0.0):
             return
-        pauses = self._pauses.setdefault(attempt_id, Backoff(1.0, 30.0))
+        pauses = self._pauses.setdefault(attempt_id, MasterBackoff(1.0, 30.0))
         self._retry_at[attempt_id] = time.monotonic() + pauses.next_s()
         try:
             if not processes.is_prepared(attempt_id):

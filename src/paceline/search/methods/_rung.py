@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.search._search_messages import encode_float
+from paceline.search._search_messages import encode_search_float
 
 
 class Rung:
@@ -56,7 +56,7 @@ class Rung:
         """Return the entries as JSON-able data."""
         return {
             "units": self.units,
-            "values": [encode_float(value) for value in self._values],
+            "values": [encode_search_float(value) for value in self._values],
             "ids": list(self._ids),
             "unranked": list(self._unranked),
         }

@@ -4,7 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError, told_error
-from paceline.workers.pools._pool_worker import PoolWorker, fold_errors, observations
+from paceline.workers.pools._pool_worker import (
+    PoolWorker,
+    fold_worker_errors,
+    observations_of_workers,
+)
 from paceline.workers.pools._serve_calls import WorkerError
 from paceline.workers.pools._watchdog import detect_hang
 from paceline.workers.processes._exit_as_error import left_error
@@ -202,7 +206,7 @@ class FailureDetector:
             assert cause.exit is not None
             self._first_failed = None
             return self._lost(self._ended(cause, cause.exit))
-        others = fold_errors(cause, [worker for worker in failed if worker is not cause])
+        others = fold_worker_errors(cause, [worker for worker in failed if worker is not cause])
         error = told_error(cause.told(), self._world_size, others)
         return PoolEnd(error, self._settings.grace_s)
 
@@ -269,7 +273,7 @@ class FailureDetector:
         certain_s = min(_CERTAIN_S, self._settings.heartbeat_timeout_s)
         for call in {worker.current for worker in self._workers if worker.is_busy}:
             assert call is not None
-            seen = observations(call, self._workers)
+            seen = observations_of_workers(call, self._workers)
             hang = detect_hang(seen, certain_s, self._settings.collective_timeout_s)
             if hang is None:
                 continue

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 from paceline.workers.pools._pickled_buffers import Buffer
 from paceline.workers.pools._pickling import dump, load, load_with_buffers
 from paceline.workers.pools._shared_buffers import SharedBuffers, Span
-from paceline.workers.pools._shared_memory import SegmentPlace, SharedSegment, map_segment
+from paceline.workers.pools._shared_memory import (
+    SharedSegment,
+    SharedSegmentPlace,
+    map_shared_segment,
+)
 from paceline.workers.pools._worker_call import WorkerCall
 
 # Less than this is quicker in the frame.
@@ -46,7 +50,7 @@ class _Head(NamedTuple):
     facts: bytes
     stream: Span
     spans: list[Span]
-    places: list[SegmentPlace]
+    places: list[SharedSegmentPlace]
     data: bytearray
 
 
@@ -106,7 +110,7 @@ class ReceivedCall:
     ) -> None:
         self._head: _Head = pickle.loads(head)  # noqa: S301 - written by this worker's own driver
         places = self._head.places
-        mapped = [view for view in map(map_segment, places) if view is not None]
+        mapped = [view for view in map(map_shared_segment, places) if view is not None]
         contents = mapped if len(mapped) == len(places) else fetch(len(places))
         self._contents = [*contents, memoryview(self._head.data)]
 

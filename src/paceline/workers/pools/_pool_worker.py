@@ -120,7 +120,7 @@ class PoolWorker:
             self.channel.send(ChannelFrame(FrameKind.CALL, self.current.number, self._packed.head))
 
 
-def fold_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:
+def fold_worker_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:
     """Return one phrase for each error that other ranks raised after the first one."""
     by_text: dict[str, list[int]] = {}
     phrases = []
@@ -137,7 +137,7 @@ def fold_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:
     return phrases
 
 
-def observations(call: PendingCall, workers: Sequence[PoolWorker]) -> list[WatchedRank]:
+def observations_of_workers(call: PendingCall, workers: Sequence[PoolWorker]) -> list[WatchedRank]:
     """Return what is known of all ranks of a call."""
     return [
         WatchedRank(

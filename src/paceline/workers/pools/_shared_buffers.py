@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from paceline.workers.pools._pickled_buffers import Buffer
-from paceline.workers.pools._shared_memory import SharedSegment, address_of, can_share
+from paceline.workers.pools._shared_memory import SharedSegment, can_share, memory_address_of
 from paceline.workers.pools._write_watch import WriteWatch
 
 # Buffers of this size have a segment of their own, so that each is copied again only if it changed.
@@ -85,7 +85,7 @@ class SharedBuffers:
 
     def _segment(self, buffers: Sequence[Buffer]) -> SharedSegment:
         views = [buffer.view for buffer in buffers]
-        key = tuple((address_of(view), view.nbytes) for view in views)
+        key = tuple((memory_address_of(view), view.nbytes) for view in views)
         # At the end again: the oldest go first.
         kept = self._kept.pop(key, None)
         watch = kept.watch if kept is not None else _watch(views)
@@ -139,7 +139,7 @@ def _watch(views: Sequence[memoryview]) -> WriteWatch | None:
     if len(views) != 1 or views[0].nbytes < _OWN_SEGMENT_BYTES:
         return None
     try:
-        return WriteWatch(address_of(views[0]), views[0].nbytes)
+        return WriteWatch(memory_address_of(views[0]), views[0].nbytes)
     except OSError:
         return None
 

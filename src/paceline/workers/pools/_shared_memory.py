@@ -28,7 +28,7 @@ _WRITE_BYTES = 256 * 1024 * 1024
 _SPARE_BYTES = 256 * 1024 * 1024
 
 
-class SegmentPlace(NamedTuple):
+class SharedSegmentPlace(NamedTuple):
     """Description of a segment for processes on the same machine.
 
     Attributes:
@@ -71,7 +71,7 @@ class SharedSegment:
         self._descriptor = _written_file([*parts, (num_bytes, memoryview(token))])
         self._map: mmap.mmap | None = None
         weakref.finalize(self, os.close, self._descriptor)
-        self.place = SegmentPlace(_machine(), os.getpid(), self._descriptor, num_bytes, token)
+        self.place = SharedSegmentPlace(_machine(), os.getpid(), self._descriptor, num_bytes, token)
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +91,9 @@ class SharedSegment:
             buffers: The buffers that were copied.
             unwritten: Addresses whose bytes are known to be the same.
         """
-        compare, begin = _memcmp(), address_of(self.view())
+        compare, begin = _memcmp(), memory_address_of(self.view())
         for offset, buffer in zip(self.offsets, buffers, strict=True):
-            address = address_of(buffer)
+            address = memory_address_of(buffer)
             end = address + buffer.nbytes
             spans = [(address, end)]
             if unwritten and address <= unwritten.start and unwritten.stop <= end:
@@ -109,7 +109,7 @@ def can_share() -> bool:
     return sys.platform == "linux" and os.path.isdir("/proc/self/fd")
 
 
-def address_of(view: memoryview) -> int:
+def memory_address_of(view: memoryview) -> int:
     """Return where a buffer is in memory."""
     # It takes read-only views, unlike `ctypes`.
     import numpy as np
@@ -117,7 +117,7 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
-def map_segment(place: SegmentPlace) -> memoryview | None:
+def map_shared_segment(place: SharedSegmentPlace) -> memoryview | None:
     """Return the content of a segment, whose changes stay in this process.
 
     Returns:

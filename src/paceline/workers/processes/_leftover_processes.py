@@ -76,7 +76,7 @@ def _kill(pid: int) -> None:
 
 
 @contextmanager
-def adopting_orphans() -> Iterator[None]:
+def adopting_orphan_processes() -> Iterator[None]:
     """Let orphaned descendants become children of this process, where the system can do it.
 
     Whoever adopts must also reap, so that nobody is adopted any more once the last one of those
@@ -100,7 +100,7 @@ def nested_group_mark(group_id: str, environment: str | None) -> str:
     return f"{environment}/{group_id}" if environment else group_id
 
 
-def sweep_strays(group_id: str, timeout_s: float = 2.0) -> int:
+def end_stray_processes(group_id: str, timeout_s: float = 2.0) -> int:
     """Kill and reap orphans of a group that became children of this process.
 
     An orphan is known by the group's mark in its environment, so that other children of this

@@ -12,9 +12,9 @@ from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
 from paceline.workers.processes._leftover_processes import (
     GROUP_VARIABLE,
-    adopting_orphans,
+    adopting_orphan_processes,
+    end_stray_processes,
     nested_group_mark,
-    sweep_strays,
 )
 from paceline.workers.processes._local_worker import LocalWorker, await_exit
 from paceline.workers.processes._output_reader import OnLine, OutputReader
@@ -244,7 +244,7 @@ class LocalGroup:
     # The supervising thread: spawn, read output, close.
 
     def _supervise(self) -> None:
-        with adopting_orphans() if self._adopt_strays else nullcontext():
+        with adopting_orphan_processes() if self._adopt_strays else nullcontext():
             self._live()
 
     def _live(self) -> None:
@@ -320,7 +320,7 @@ class LocalGroup:
         now = time.monotonic()
         if self._adopt_strays and self._was_killed(now):
             # What the killed have orphaned would keep their output open.
-            sweep_strays(self._id)
+            end_stray_processes(self._id)
         for worker in self._workers:
             if not worker.is_ending or now < worker.next_look_at:
                 continue
@@ -376,7 +376,7 @@ class LocalGroup:
         for watcher in self._watchers:
             watcher.join()
         if self._adopt_strays:
-            sweep_strays(self._id)
+            end_stray_processes(self._id)
         with self._changed:
             self._reader.close()
             self._is_done = True

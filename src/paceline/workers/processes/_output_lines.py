@@ -72,8 +72,8 @@ class LineSplitter:
         progress_interval_s: float = 0.5,
         max_characters: int = LINE_CHARACTERS,
     ) -> None:
-        self._pieces = _PieceReader(max_characters)
-        self._annotator = _Annotator(stream, rank)
+        self._pieces = _LinePieceReader(max_characters)
+        self._annotator = _LineAnnotator(stream, rank)
         self._interval_s = progress_interval_s
         self._held_state: str | None = None
         self._due = float("-inf")
@@ -131,7 +131,7 @@ class _Piece:
     ending: _Ending
 
 
-class _PieceReader:
+class _LinePieceReader:
     """Cut a stream of bytes into pieces; however the bytes arrive, the pieces are the same."""
 
     def __init__(self, max_characters: int) -> None:
@@ -190,7 +190,7 @@ class _Traceback(Enum):
     INSIDE_GROUP = auto()
 
 
-class _Annotator:
+class _LineAnnotator:
     """Find the rank and the level of each line."""
 
     def __init__(self, stream: Stream, rank: int | None) -> None:

@@ -21,7 +21,7 @@ LONGEST_BYTES = 64 * 1024
 _TEXT_CHARACTERS = 8000
 
 
-class Cause(str, Enum):
+class NodeFailureCause(str, Enum):
     """Cause of the end of a generation."""
 
     FAILED = "failed"
@@ -32,10 +32,10 @@ class Cause(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class NodeFailure:
     """A failure on a node; see `WorkerFailedError`."""
 
-    cause: str = Cause.FAILED
+    cause: str = NodeFailureCause.FAILED
     text: str
     rank: int = 0
     exit_code: int | None = None
@@ -43,14 +43,14 @@ class Failure:
     is_consequence: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
+    def of(cls, error: BaseException) -> "NodeFailure":
         """Return what to tell of an error."""
-        kinds: dict[type[BaseException], Cause] = {
-            CollectiveMismatchError: Cause.MISMATCH,
-            HyperparametersRefusedError: Cause.REFUSED,
+        kinds: dict[type[BaseException], NodeFailureCause] = {
+            CollectiveMismatchError: NodeFailureCause.MISMATCH,
+            HyperparametersRefusedError: NodeFailureCause.REFUSED,
         }
         return cls(
-            cause=kinds.get(type(error), Cause.FAILED),
+            cause=kinds.get(type(error), NodeFailureCause.FAILED),
             text=describe_failure(error)[:_TEXT_CHARACTERS],
             rank=getattr(error, "rank", 0),
             exit_code=getattr(error, "exit_code", None),
@@ -59,21 +59,21 @@ class Failure:
         )
 
     @classmethod
-    def of_launcher(cls, node_rank: int, why: str) -> "Failure":
+    def of_launcher(cls, node_rank: int, why: str) -> "NodeFailure":
         """Return what to tell of a launcher that was lost; its workers count as killed."""
         text = f"The launcher of node {node_rank} was lost: {why}."
         return cls(text=text, signal=signal.SIGKILL)
 
     def error(self) -> Exception:
         """Return the error to raise."""
-        if self.cause == Cause.MISMATCH:
+        if self.cause == NodeFailureCause.MISMATCH:
             return CollectiveMismatchError(self.text)
-        if self.cause == Cause.ABSENT:
+        if self.cause == NodeFailureCause.ABSENT:
             return NotEnoughWorkersError(self.text, 0, 0)
         return WorkerFailedError(self.text, self.rank, self.exit_code, self.signal)
 
 
-class Word(str, Enum):
+class NodeMessageKind(str, Enum):
     """The kind of a message between launchers."""
 
     # To node 0: the first words, the first failure, the end of all workers, and an early leave.
@@ -100,7 +100,7 @@ class NodeMessage:
     word: str
     node_rank: int = 0
     options: Mapping[str, int] = field(default_factory=dict)
-    failure: Failure | None = None
+    failure: NodeFailure | None = None
     num_commits: int = 0
     received: Sequence[int] = ()
     resume: Mapping[str, str] = field(default_factory=dict)
@@ -123,6 +123,6 @@ class NodeMessage:
         try:
             content: dict[str, Any] = json.loads(frame.body)
             failure = content.pop("failure", None)
-            return cls(failure=None if failure is None else Failure(**failure), **content)
+            return cls(failure=None if failure is None else NodeFailure(**failure), **content)
         except (AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"A frame must hold a message, but {error}.") from None

@@ -12,9 +12,9 @@ from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, Frame
 from paceline.workers.remote._launch_node_messages import (
     LONGEST_BYTES,
     PROTOCOL,
-    Failure,
+    NodeFailure,
     NodeMessage,
-    Word,
+    NodeMessageKind,
 )
 from paceline.workers.remote._launch_nodes_server import Decide, NodesServer
 
@@ -78,7 +78,7 @@ class LaunchNodes:
 
     def tell_failed(self, error: BaseException) -> None:
         """Tell all that this node's workers are being ended by an error."""
-        self._send(NodeMessage(word=Word.FAILED, failure=Failure.of(error)))
+        self._send(NodeMessage(word=NodeMessageKind.FAILED, failure=NodeFailure.of(error)))
 
     def tell_ended(
         self, num_commits: int, received: Collection[int], resume: Mapping[str, str]
@@ -92,13 +92,16 @@ class LaunchNodes:
         """
         self._send(
             NodeMessage(
-                word=Word.ENDED, num_commits=num_commits, received=[*received], resume=resume
+                word=NodeMessageKind.ENDED,
+                num_commits=num_commits,
+                received=[*received],
+                resume=resume,
             )
         )
 
     def relay(self, signum: int) -> None:
         """Have the other launchers forward a signal to their workers too."""
-        self._send(NodeMessage(word=Word.SIGNAL, signum=signum))
+        self._send(NodeMessage(word=NodeMessageKind.SIGNAL, signum=signum))
 
     def close(self, error: BaseException | None) -> None:
         """Leave the group, in bounded time.
@@ -108,7 +111,7 @@ class LaunchNodes:
         """
         if error is not None:
             text = str(error) or type(error).__name__
-            self._send(NodeMessage(word=Word.LEAVING, text=text[: LONGEST_BYTES // 8]))
+            self._send(NodeMessage(word=NodeMessageKind.LEAVING, text=text[: LONGEST_BYTES // 8]))
         self._is_closed.set()
         if self._channel is not None:
             self._channel.close()
@@ -135,12 +138,17 @@ class LaunchNodes:
             if self._silent_s > self._heartbeat_timeout_s:
                 why = f"it gave no sign of life for {self._silent_s:.3g} s"
         except NodesDifferError as error:
-            put(NodeMessage(word=Word.REFUSED, text=str(error)))
+            put(NodeMessage(word=NodeMessageKind.REFUSED, text=str(error)))
             return
         except (OSError, ValueError) as error:
             why = str(error)
         host, port = self._address
-        put(NodeMessage(word=Word.LOST, failure=Failure.of_launcher(0, f"{why} ({host}:{port})")))
+        put(
+            NodeMessage(
+                word=NodeMessageKind.LOST,
+                failure=NodeFailure.of_launcher(0, f"{why} ({host}:{port})"),
+            )
+        )
 
     def _beat(self, channel: BlockingChannel) -> None:
         interval_s = min(1.0, self._heartbeat_timeout_s / 5)
@@ -184,15 +192,17 @@ class LaunchNodes:
         try:
             end.settimeout(_CONNECT_S)
             channel = BlockingChannel(end, LONGEST_BYTES)
-            hello = NodeMessage(word=Word.HELLO, node_rank=self._rank, options=self._options)
+            hello = NodeMessage(
+                word=NodeMessageKind.HELLO, node_rank=self._rank, options=self._options
+            )
             channel.send(hello.frame())
             frame = channel.receive()
             if frame is None or frame.kind is not FrameKind.NODE:
                 raise ConnectionError("what listens there is no launcher, or has ended")
             answer = NodeMessage.of(frame)
-            if answer.word == Word.REFUSED and not answer.is_restart:
+            if answer.word == NodeMessageKind.REFUSED and not answer.is_restart:
                 raise NodesDifferError(answer.text)
-            if answer.word != Word.WELCOME:
+            if answer.word != NodeMessageKind.WELCOME:
                 raise ConnectionError(answer.text)
             end.settimeout(None)
         except BaseException:

@@ -15,10 +15,10 @@ from paceline.workers._restart_policy import RestartDecision
 from paceline.workers.pools._channel import ChannelFrame, DriverChannel, FrameKind
 from paceline.workers.remote._launch_node_messages import (
     LONGEST_BYTES,
-    Cause,
-    Failure,
+    NodeFailure,
+    NodeFailureCause,
     NodeMessage,
-    Word,
+    NodeMessageKind,
 )
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class NodesServer:
         self._nodes: dict[int, _Connection] = {}
         # The nodes whose workers have not ended; none between two generations.
         self._running: set[int] = set()
-        self._failures: list[Failure] = []
+        self._failures: list[NodeFailure] = []
         self._received: set[int] = set()
         self._resume: Mapping[str, str] = {}
         self._num_commits = 0
@@ -199,7 +199,7 @@ class NodesServer:
             # This launcher itself has ended.
             self._is_over = True
         elif not self._is_over:
-            self._note_failure(rank, Failure.of_launcher(rank, why))
+            self._note_failure(rank, NodeFailure.of_launcher(rank, why))
             self._note_end(rank)
 
     # What launchers say.
@@ -208,26 +208,26 @@ class NodesServer:
         rank = connection.rank
         if rank is None:
             self._admit(connection, message)
-        elif message.word == Word.FAILED and message.failure is not None:
+        elif message.word == NodeMessageKind.FAILED and message.failure is not None:
             text = f"Node {rank}: {message.failure.text}"
             self._note_failure(rank, replace(message.failure, text=text))
-        elif message.word == Word.ENDED:
+        elif message.word == NodeMessageKind.ENDED:
             self._num_commits += message.num_commits
             self._received.update(message.received)
             if rank == 0:
                 self._resume = {**self._resume, **message.resume}
             self._note_end(rank)
-        elif message.word == Word.SIGNAL:
+        elif message.word == NodeMessageKind.SIGNAL:
             self._received.add(message.signum)
             self._tell_all(replace(message, node_rank=rank), but=rank)
-        elif message.word == Word.LEAVING and rank == 0 and not self._is_over:
-            self._finish(Failure(text=f"The launcher of node 0 has ended: {message.text}"))
+        elif message.word == NodeMessageKind.LEAVING and rank == 0 and not self._is_over:
+            self._finish(NodeFailure(text=f"The launcher of node 0 has ended: {message.text}"))
         else:
             why = f"its launcher has ended: {message.text}"
-            self._note_failure(rank, Failure.of_launcher(rank, why))
+            self._note_failure(rank, NodeFailure.of_launcher(rank, why))
 
     def _admit(self, connection: _Connection, message: NodeMessage) -> None:
-        if message.word != Word.HELLO:
+        if message.word != NodeMessageKind.HELLO:
             raise ValueError("A launcher must say first who it is.")
         rank = message.node_rank
         for name, value in self._options.items():
@@ -244,12 +244,12 @@ class NodesServer:
         self._strangers.remove(connection)
         connection.rank = rank
         self._nodes[rank] = connection
-        connection.channel.send(NodeMessage(word=Word.WELCOME).frame())
+        connection.channel.send(NodeMessage(word=NodeMessageKind.WELCOME).frame())
         self._start_if_complete()
 
     def _refuse(self, connection: _Connection, text: str, *, is_final: bool) -> None:
         logger.warning("A launcher was refused: %s", text)
-        message = NodeMessage(word=Word.REFUSED, text=text, is_restart=not is_final)
+        message = NodeMessage(word=NodeMessageKind.REFUSED, text=text, is_restart=not is_final)
         connection.channel.send(message.frame())
 
     # What follows.
@@ -263,19 +263,22 @@ class NodesServer:
         self._port = PortReservation()
         self._running = set(self._ranks)
         self._failures = []
-        self._tell_all(NodeMessage(word=Word.START, port=self._port.port, resume=self._resume))
+        self._tell_all(
+            NodeMessage(word=NodeMessageKind.START, port=self._port.port, resume=self._resume)
+        )
 
-    def _note_failure(self, rank: int, failure: Failure) -> None:
+    def _note_failure(self, rank: int, failure: NodeFailure) -> None:
         if rank not in self._running:
             return
         if self._failures and (
-            failure.cause == Cause.MISMATCH or failure.signal in (signal.SIGTERM, signal.SIGKILL)
+            failure.cause == NodeFailureCause.MISMATCH
+            or failure.signal in (signal.SIGTERM, signal.SIGKILL)
         ):
             # All workers were asked to end.
             failure = replace(failure, is_consequence=True)
         self._failures.append(failure)
         if len(self._failures) == 1:
-            self._tell_all(NodeMessage(word=Word.END))
+            self._tell_all(NodeMessage(word=NodeMessageKind.END))
 
     def _note_end(self, rank: int) -> None:
         if rank not in self._running:
@@ -287,7 +290,7 @@ class NodesServer:
     def _conclude(self) -> None:
         """Tell all launchers what follows the end of a generation."""
         failure = min(self._failures, key=lambda f: f.is_consequence, default=None)
-        if failure is None or failure.cause == Cause.REFUSED:
+        if failure is None or failure.cause == NodeFailureCause.REFUSED:
             self._finish(failure)
             return
         decision = self._decide(failure.error(), self._num_commits, self._received)
@@ -298,23 +301,25 @@ class NodesServer:
         if missing := self._missing():
             text += f", once there is a launcher of node {missing} (within {self._wait_s:g} s)"
         self._come_by = time.monotonic() + self._wait_s
-        self._tell_all(NodeMessage(word=Word.VERDICT, failure=failure, is_restart=True, text=text))
+        self._tell_all(
+            NodeMessage(word=NodeMessageKind.VERDICT, failure=failure, is_restart=True, text=text)
+        )
         self._start_if_complete()
 
-    def _finish(self, failure: Failure | None, text: str = "") -> None:
+    def _finish(self, failure: NodeFailure | None, text: str = "") -> None:
         self._is_over = True
-        self._tell_all(NodeMessage(word=Word.VERDICT, failure=failure, text=text))
+        self._tell_all(NodeMessage(word=NodeMessageKind.VERDICT, failure=failure, text=text))
 
     def _missing(self) -> str:
         return ", ".join(str(rank) for rank in self._ranks if rank not in self._nodes)
 
-    def _absence(self) -> Failure:
+    def _absence(self) -> NodeFailure:
         text = (
             f"The launchers of all {len(self._ranks)} nodes must come within {self._wait_s:g} s,"
             f" but there is none of node {self._missing()}. Hint: start it with the same"
             " `--master-addr` and `--master-port`; no firewall may be between the nodes."
         )
-        return Failure(cause=Cause.ABSENT, text=text)
+        return NodeFailure(cause=NodeFailureCause.ABSENT, text=text)
 
     def _tell_all(self, message: NodeMessage, but: int | None = None) -> None:
         for rank, node in self._nodes.items():

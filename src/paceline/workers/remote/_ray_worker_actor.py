@@ -32,9 +32,9 @@ def make_worker_actor_class() -> Any:
             }
 
         def mark_of(self, directory: str) -> Any:
-            from paceline.workers.remote._script_directory import mark_of
+            from paceline.workers.remote._script_directory import mark_of_script_directory
 
-            return mark_of(directory)
+            return mark_of_script_directory(directory)
 
         def warm_up(self, order: Any) -> None:
             from paceline.workers.remote._ray_worker_host import warm_up

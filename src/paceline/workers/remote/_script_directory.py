@@ -24,7 +24,7 @@ class ScriptSources(NamedTuple):
 
     Attributes:
         directory: Its path.
-        mark: What `mark_of` tells of it.
+        mark: What `mark_of_script_directory` tells of it.
     """
 
     directory: str
@@ -38,7 +38,7 @@ class ScriptSources(NamedTuple):
         if is_installed(directory):
             # A program such as pytest or Jupyter runs the user's code.
             directory = os.getcwd()
-        return cls(directory, mark_of(directory))
+        return cls(directory, mark_of_script_directory(directory))
 
 
 def is_installed(directory: str) -> bool:
@@ -48,7 +48,7 @@ def is_installed(directory: str) -> bool:
     return any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes)
 
 
-def mark_of(directory: str) -> Mark | None:
+def mark_of_script_directory(directory: str) -> Mark | None:
     """Return what tells a directory from another one of its name; None if there is none.
 
     That is its number in the file system, and the numbers, sizes and times of the Python files in

@@ -17,7 +17,7 @@ _CLEAR = "\r\x1b[K"
 _NARROWEST = 20
 
 
-class TerminalLine(Region):
+class TerminalRegion(Region):
     """The line at the bottom of what was written to a terminal, drawn anew in place.
 
     While it is there, whatever this process writes to the terminal by Python's standard streams
@@ -133,7 +133,7 @@ class TerminalLine(Region):
             os.write(self._fd, text.encode(errors="replace"))
 
 
-class NotebookOutput(Region):
+class NotebookRegion(Region):
     """A line in a notebook cell's output, replaced in place; a further cell has its own."""
 
     interval_s = 0.5
@@ -170,9 +170,9 @@ def find_region(stream: TextIO | None) -> Region | None:
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return None
     if type(stream).__module__.startswith("ipykernel."):
-        return NotebookOutput()
+        return NotebookRegion()
     is_able = os.environ.get("TERM") != "dumb"
-    return TerminalLine(stream) if is_able and _is_terminal(stream) else LogLines(stream)
+    return TerminalRegion(stream) if is_able and _is_terminal(stream) else LogLines(stream)
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.master.api import _master_routes
 from paceline.master.store import encode_cursor
 
 EMPTY = hashlib.sha256(b"").hexdigest()
@@ -408,6 +409,31 @@ def test_more_events_than_one_read_takes_all_arrive(running: Any) -> None:
     running.core.database.write(emit).result()
     with following(running, after=0, experiment_id=99) as events:
         assert [next(events)["data"]["number"] for _ in range(1200)] == list(range(1200))
+
+
+def test_a_stream_of_one_experiment_shows_life_while_others_change(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else followers would take a busy master for a silent one, and connect again each minute."""
+    monkeypatch.setattr(_master_routes, "_KEEP_ALIVE_S", 0.3)
+    is_over = threading.Event()
+
+    def change_others() -> None:
+        while not is_over.wait(0.02):
+            running.core.database.write(lambda transaction: transaction.emit("progress", 98))
+
+    others = threading.Thread(target=change_others)
+    others.start()
+    try:
+        with httpx.stream(
+            "GET", f"{running.url}/events", params={"after": 0, "experiment_id": 99},
+            headers=running.headers, timeout=20,
+        ) as reply:  # fmt: skip
+            lines = (line for line in reply.iter_lines() if line)
+            assert [next(lines), next(lines)] == [": connected", ": alive"]
+    finally:
+        is_over.set()
+        others.join()
 
 
 def test_without_a_cursor_only_what_happens_from_now_on_is_told(running: Any) -> None:

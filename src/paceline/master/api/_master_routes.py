@@ -1,6 +1,7 @@
 """Routes of the master itself: health, slots, events, shutdown."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
@@ -125,12 +126,16 @@ async def _event_stream(
     master: Master, cursor: int, experiment_id: int | None
 ) -> AsyncIterator[str]:
     yield ": connected\n\n"
+    alive_at = time.monotonic() + _KEEP_ALIVE_S
     while not master.is_closing:
         with master.events.listen() as changed:
             events = await asyncio.to_thread(_read_events, master, cursor, experiment_id)
             if not events:
-                if not await wait_for(changed, _KEEP_ALIVE_S):
+                # Changes of other experiments end the wait too.
+                await wait_for(changed, max(alive_at - time.monotonic(), 0.0))
+                if time.monotonic() >= alive_at:
                     yield ": alive\n\n"
+                    alive_at = time.monotonic() + _KEEP_ALIVE_S
                 continue
         for event in events:
             cursor = event.id

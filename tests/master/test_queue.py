@@ -1,5 +1,7 @@
 """Pools, priorities, the order of experiments and drained slots, through the API."""
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +9,9 @@ import httpx
 import pytest
 from sqlalchemy import select
 
+from paceline.cli import _experiment_follower
 from paceline.client import Client
+from paceline.master.api import _master_routes
 from paceline.master.store import tables
 from paceline.messages.states import ErrorKind, ExitReason
 
@@ -58,6 +62,29 @@ def end(master: Any, attempt_id: int, **changed: Any) -> None:
 def refused(reply: httpx.Response, status: int, code: str) -> str:
     assert (reply.status_code, reply.json().get("code")) == (status, code), reply.text
     return str(reply.json()["detail"])
+
+
+def test_who_follows_an_experiment_that_waits_is_told_why_once(
+    master: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_master_routes, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(_experiment_follower, "_WAIT_S", 0.1)
+    create(master, slots_per_trial=2)
+    second = create(master)
+    master.schedule()
+    with Client(master.url.removesuffix("/api/v1"), master.home.token) as client:
+        follower = _experiment_follower.ExperimentFollower(client.get_experiment(second), client)
+        following = threading.Thread(target=follower.follow)
+        following.start()
+        while following.is_alive() and not follower._told_wait:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert master.http.post(f"/experiments/{second}/kill").status_code < 300
+        master.schedule()
+        following.join(60)
+    assert not following.is_alive()
+    told = [line for line in capsys.readouterr().out.splitlines() if "waits" in line]
+    assert told == ["      trial 2 waits: It needs 1 of 2 slots, and fewer are free."]
 
 
 def test_a_more_important_experiment_takes_the_slots_of_the_youngest_and_gives_them_back(

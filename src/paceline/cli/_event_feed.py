@@ -124,6 +124,11 @@ class EventFeed:
             parts.append(f"best {self._metric} {best} (trial {self.best_trial_id})")
         return " · ".join(parts)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a trial runs."""
+        return any(trial.is_running for trial in self._trials.values())
+
     def trial_ids(self) -> list[int]:
         """Return the trials that were seen."""
         return sorted(self._trials)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ _INTERRUPTED = 130
 _PROGRESS_STEP = 0.1
 # A restart of the master takes a moment that is not worth a line.
 _SILENCE_S = 3.0
+# A trial that starts soon is not worth a line either, nor is each change of what it waits for.
+_WAIT_S = 5.0
+_NEXT_WAIT_S = 60.0
 _NUM_LAST_WORDS = 10
 _ATTEMPT_FAILED = "The attempt failed ("
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
@@ -71,6 +74,8 @@ class ExperimentFollower:
         self._task: Any = None
         self._last_contact = time.monotonic()
         self._is_told = False
+        self._next_look = time.monotonic() + _WAIT_S
+        self._told_wait: str | None = None
         self._stream = experiment.events(after=None if self._options.is_from_now else 0)
         self._events = iter(self._stream)
         if self._options.is_from_now:
@@ -141,6 +146,7 @@ class ExperimentFollower:
         for event in self._events:
             if event is None:
                 self._note_connection(self._stream.is_connected)
+                self._note_wait()
                 if self._stream.is_current and self._experiment.reload().state.is_terminal:
                     return
                 continue
@@ -246,6 +252,29 @@ class ExperimentFollower:
         elif self._feed.progress >= self._printed_progress + _PROGRESS_STEP:
             self._printed_progress = self._feed.progress
             self._console.print(f"      {summary}", soft_wrap=True)
+
+    def _note_wait(self) -> None:
+        """Say why nothing of the experiment runs, once it has waited for a while."""
+        from paceline.client import ApiError, MasterUnreachableError
+
+        now = time.monotonic()
+        if self._feed.is_running:
+            self._next_look, self._told_wait = now + _WAIT_S, None
+            return
+        if now < self._next_look or not self._stream.is_connected:
+            return
+        self._next_look = now + _WAIT_S
+        pool = self._experiment.data.config.get("resources", {}).get("pool")
+        with suppress(ApiError, MasterUnreachableError):
+            for entry in self._client.queue(pool=pool):
+                if entry.experiment_id != self._experiment.id:
+                    continue
+                if entry.detail != self._told_wait:
+                    text = f"      trial {entry.trial_id} waits: {entry.detail}"
+                    self._console.print(text, style="yellow", soft_wrap=True)
+                    self._next_look = now + _NEXT_WAIT_S
+                self._told_wait = entry.detail
+                return
 
     def _note_connection(self, is_connected: bool) -> None:
         """Say once that the master does not answer, and that it does again."""

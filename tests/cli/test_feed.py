@@ -127,6 +127,13 @@ def test_an_attempt_on_several_nodes_has_no_slots_of_one() -> None:
     ]
 
 
+def test_an_attempt_on_another_machine_names_it() -> None:
+    view = feed({"name": "single"})
+    assert lines(view, "attempt_started", number=1, slots=[0, 1], num_nodes=1, node="box") == [
+        " 0:01 attempt 1 started on slots 0, 1 of box"
+    ]
+
+
 @pytest.mark.parametrize(
     ("length", "reached"),
     [

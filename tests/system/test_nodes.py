@@ -3,6 +3,7 @@
 import signal
 import stat
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def test_a_search_runs_on_two_nodes_and_leaves_nothing_there(
     assert experiment.wait().value == "COMPLETED"
     said = [next(x for x in lines(t) if x.startswith("runs on")) for t in experiment.trials()]
     assert {text.split()[2] for text in said} == {"first", "second"}
+    starts = (e for e in experiment.events() if e is not None and e.kind == "attempt_started")
+    assert {event.data["node"] for event in islice(starts, 4)} == {"first", "second"}
     # The secret is hidden in the log; the token of the user does not come through.
     assert {text.partition("with ")[2] for text in said} == {"*** 0"}
     for node in (first, second):

@@ -158,6 +158,8 @@ class EventFeed:
             slots = f"slot{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
             if num_nodes > 1:
                 slots = f"{num_nodes} nodes"
+            elif event.data.get("node"):
+                slots += f" of {event.data['node']}"
             number = event.data.get("number", trial.num_attempts)
             text = f"{self._name(event)}attempt {number} started on {slots}"
             yield FeedLine(seconds=seconds, text=text, style="dim")

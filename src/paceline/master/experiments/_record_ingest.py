@@ -121,6 +121,7 @@ class RecordIngest:
             number=attempt.number,
             slots=attempt.slots,
             num_nodes=len(read_members(attempt)) or 1,
+            node=attempt.node_name,
         )
         if attempt.number > 1 and has_points_beyond(
             transaction.connection, attempt.trial_id, attempt.resumed_steps

@@ -52,6 +52,16 @@ def test_sizes_are_binary(size: int, expected: str) -> None:
     assert _console_output.format_bytes(size) == expected
 
 
+def test_lines_in_a_pipe_end_without_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    """One long cell would widen all lines."""
+    _console_output.print_facts([("State", "RUNNING"), ("Problems", "many words " * 30)])
+    _console_output.print_table(["Name", "Why"], [("first", "many words " * 9), ("second", "one")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "State     RUNNING"
+    assert lines[-1] == "second  one"
+    assert [line for line in lines if line.endswith(" ")] == []
+
+
 def test_a_table_in_a_pipe_is_plain_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
     long = "x" * 150
     _console_output.print_table(

@@ -104,7 +104,7 @@ def print_table(
         table.add_row(*(_cell(value) for value in row))
     _shorten(table, shortened, output.width)
     if table.row_count:
-        output.print(table)
+        _print_without_padding(output, table)
     else:
         output.print(empty)
 
@@ -132,7 +132,17 @@ def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
     for name, value in facts:
         if value is not None:
             table.add_row(name, _cell(value))
-    console().print(table)
+    _print_without_padding(console(), table)
+
+
+def _print_without_padding(output: "Console", table: "Table") -> None:
+    """Print a table. In a pipe, where one long cell widens all lines, no line ends in blanks."""
+    if output.is_terminal:
+        output.print(table)
+        return
+    with output.capture() as capture:
+        output.print(table)
+    output.file.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
 
 
 def state_text(state: str) -> "Text":

@@ -220,10 +220,11 @@ def up(home: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def down(home: Path) -> None:
-    """Stop such a master."""
+def down(home: Path) -> str:
+    """Stop such a master, and return what was told."""
     command = [sys.executable, "-m", "paceline.cli", "down", "--timeout", "0", "--home", str(home)]
-    subprocess.run(command, check=True, capture_output=True)
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    return ended.stdout + ended.stderr
 
 
 def below(root: Path) -> dict[str, bytes]:
@@ -325,7 +326,10 @@ def test_a_master_whose_database_is_deleted_says_so_and_loses_nothing(
         check=True, env=os.environ | {"PACELINE_HOME": str(master.home)},
     )  # fmt: skip
     assert any("was deleted or replaced" in one for one in json.loads(status.stdout)["problems"])
-    down(master.home)
+    told = down(master.home)
+    # No trial is asked for a checkpoint.
+    assert "Stopping" not in told
+    assert "1 trial goes on without a master" in told
     # It was told once, and nothing was tried in vain.
     assert "Traceback" not in (master.home / "master.log").read_text()
     (found,) = fix(master.home).findings

@@ -283,7 +283,8 @@ def down(
         _tell_left_running(directory)
         return
     num_trials = count_running_attempts(directory)
-    if num_trials and not keep_trials:
+    # A master whose database was deleted can ask no trial for a checkpoint; they go on without it.
+    if num_trials and not keep_trials and (directory / "master.sqlite").exists():
         gets = "gets" if num_trials == 1 else "get"
         typer.echo(
             f"Stopping: {num_trials_text(num_trials)} {gets} up to {timeout:g} s to store"

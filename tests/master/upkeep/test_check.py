@@ -107,6 +107,17 @@ def test_a_damaged_database_is_kept_and_made_again(recorded: Path) -> None:
     assert rows(recorded) == before
     (kept,) = (recorded / "set_aside").glob("*/master.sqlite")
     assert kept.read_bytes() == damaged
+    assert f"; the old one is in '{kept.parent}'" in found.fix
+
+
+def test_only_what_was_left_of_a_deleted_database_is_said_to_be_kept(recorded: Path) -> None:
+    lose(recorded)
+    (recorded / "master.sqlite-wal").touch()
+    (found,) = fix(recorded).findings
+    assert found.fix is not None
+    (kept,) = (recorded / "set_aside").iterdir()
+    assert found.fix.endswith(f"8 trials; what was left of the old one is in '{kept}'")
+    assert [path.name for path in kept.iterdir()] == ["master.sqlite-wal"]
 
 
 def test_changed_rows_reach_the_record_also_if_the_master_is_killed_meanwhile(

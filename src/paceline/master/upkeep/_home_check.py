@@ -205,7 +205,9 @@ def _mend_database(home: Path, finding: Finding) -> Finding:
         f" {made.num_trials} trials"
     )
     if made.moved_to is not None:
-        told += f"; the old one is in {str(made.moved_to)!r}"
+        is_whole = (made.moved_to / DATABASE).exists()
+        kept = "the old one" if is_whole else "what was left of the old one"
+        told += f"; {kept} is in {str(made.moved_to)!r}"
     if made.lost:
         told += f"; lost: {'; '.join(made.lost)}"
     return replace(finding, fix=told)

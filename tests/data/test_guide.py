@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from paceline import data
 from paceline.storage import storage_from
@@ -18,10 +17,6 @@ def test_the_code_runs_from_top_to_bottom(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for number, size in enumerate([(20, 30), (50, 40)]):
-        photo = tmp_path / "photos" / "cats" / f"{number}.jpg"
-        photo.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", size).save(photo)
     names: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL):
         if "s3://bucket/data" in code:

@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused(options: Any, kind: type[Exception], message:
 def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = GUIDE.read_text().partition("```python\n")[2].partition("```")[0]
-    exec(compile(code, str(GUIDE), "exec"), {"__name__": "guide"})
+    exec(compile(code, str(GUIDE), "exec"), {"__name__": "__main__"})
     files = list((tmp_path / "predictions").rglob("*.pt"))
     assert sum(len(torch.load(path, weights_only=True)) for path in files) == 1000
 

@@ -94,7 +94,7 @@ def test_an_interrupted_run_goes_on_behind_its_last_checkpoint(
     [run] = (tmp_path / "paceline_runs").iterdir()
     assert len(DirectoryStorage(run / "checkpoints").list()) <= 3
     # Another run does not touch these results.
-    with pytest.raises(ValueError, match="'results' holds something else"):
+    with pytest.raises(ValueError, match="'results' holds the results of another run. Hint"):
         process(log)
     assert rows_in(tmp_path / "results") == list(range(NUM_SAMPLES))
 

@@ -123,13 +123,18 @@ class InferenceProgress:
         marker = directory / _MARKER
         known = marker.read_text() if marker.exists() else None
         is_used = directory.exists() and any(directory.iterdir())
-        is_other = known is not None and known != self._output_id
+        held = None
+        if known is not None and known != self._output_id:
+            held = "the results of another run"
+        elif is_used and known is None:
+            held = "something else"
         # Ranks of one machine see the directory at different times.
-        problems = self._context.distributed.allgather(is_other or (is_used and known is None))
-        if any(problems):
+        found = [one for one in self._context.distributed.allgather(held) if one is not None]
+        if found:
             raise ValueError(
                 "`output_dir` must be an empty or new directory, or that of the run that is"
-                f" resumed, but {str(directory)!r} holds something else."
+                f" resumed, but {str(directory)!r} holds {found[0]}. Hint: name another directory,"
+                " or delete this one if nobody needs it."
             )
 
     def _clean_output(self) -> None:

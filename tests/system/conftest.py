@@ -46,7 +46,7 @@ def master(make_master: Callable[..., MasterProcess]) -> MasterProcess:
 def wait_until() -> Callable[..., None]:
     """Return a function that waits for a condition."""
 
-    def wait(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    def wait(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
         deadline, pause_s = time.monotonic() + timeout_s, 0.02
         while not condition():
             assert time.monotonic() < deadline, f"{condition} did not hold within {timeout_s} s"

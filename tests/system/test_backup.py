@@ -40,6 +40,7 @@ def test_a_lost_home_goes_on_from_its_backup(
     if not has_checkpoints:
         assert sorted(made.content.left_out) == [
             "1 checkpoints (see `--checkpoints`)",
+            "attempt_key (a secret)",
             "token (a secret)",
         ]
     restored = restore(tmp_path / "backups", master.home)

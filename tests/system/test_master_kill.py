@@ -132,18 +132,19 @@ def check_metrics(client: Client, notes: Path) -> None:
 def run_search(master: Any, context: Path, notes: Path, disturb: Callable[[Any], None]) -> Client:
     experiment = master.client().create_experiment(config(notes), context)
     disturb(master)
-    deadline = time.monotonic() + 200
+    deadline, left = time.monotonic() + 200, []
     while True:
         if not master.is_alive:
             master.start()
         try:
             client = master.client()
             experiment = client.get_experiment(experiment.id)
-            if experiment.state.is_terminal and not master.processes()[1:]:
+            left = master.processes()[1:]
+            if experiment.state.is_terminal and not left:
                 return client
         except (MasterUnreachableError, FileNotFoundError):
             pass
-        assert time.monotonic() < deadline, master.log()
+        assert time.monotonic() < deadline, (experiment.state, left, master.log())
         time.sleep(0.1)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from fault_lab.processes import end_all
 from paceline.client import Client
 
 _START_S = 120.0
@@ -111,6 +112,9 @@ class MasterProcess:
                 continue
             try:
                 words = [*process.cmdline(), process.environ().get("PACELINE_RUN_DIR", "")]
+                # Runners are forks, which show by where they work alone, as what forks them does.
+                if process.name().startswith("runner-"):
+                    words.append(process.cwd())
             except psutil.Error:
                 continue
             if any(word.startswith(str(self.home)) for word in words):
@@ -123,9 +127,4 @@ class MasterProcess:
             client.close()
         if self.is_alive:
             self.kill()
-        # What is killed may have started more meanwhile.
-        while left := self.processes():
-            for process in left:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            time.sleep(0.02)
+        end_all(self.processes)

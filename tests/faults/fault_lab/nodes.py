@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from fault_lab.machines import Machine
+from fault_lab.processes import end_all
 from paceline.runner import AttemptDirectory
 
 
@@ -113,10 +114,4 @@ class NodeProcess:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-        while left := self.processes():
-            # First, so that none of them can tell of the end of another.
-            for action in (psutil.Process.suspend, psutil.Process.kill):
-                for process in left:
-                    with suppress(psutil.Error):
-                        action(process)
-            psutil.wait_procs(left, timeout=1)
+        end_all(self.processes)

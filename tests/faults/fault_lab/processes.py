@@ -2,9 +2,12 @@
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,17 @@ def processes_of(directory: Path) -> list[Found]:
         found.append((int(entry.name), int(parent), f"{name} {words}".strip()))
     training = {pid for pid, _, text in found if "train.py" in text and "launch" not in text}
     return [Found(pid, _kind(text, parent in training), text) for pid, parent, text in found]
+
+
+def end_all(find: Callable[[], list[psutil.Process]]) -> None:
+    """Kill the processes that a function finds, until it finds none."""
+    while left := find():
+        # First, so that none of them can tell of the end of another.
+        for action in (psutil.Process.suspend, psutil.Process.kill):
+            for process in left:
+                with suppress(psutil.Error):
+                    action(process)
+        psutil.wait_procs(left, timeout=1)
 
 
 def _kind(text: str, is_child_of_training: bool) -> str:

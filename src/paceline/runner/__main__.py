@@ -26,7 +26,11 @@ def main() -> None:
 def _serve(control: int) -> None:
     from paceline.runner._fork_runners import leave_forked_runner, serve_runners
 
-    wanted = serve_runners(control)
+    try:
+        wanted = serve_runners(control)
+    except ConnectionError:
+        # The master was killed while it waited for an answer.
+        return
     if wanted is None:
         return
     try:

@@ -44,6 +44,8 @@ def list_pools(json: Json = False) -> None:
     for pool in pools:
         if pool.failure is not None:
             typer.echo(f"Pool {pool.name}: {pool.failure}", err=True)
+        elif pool.detail is not None:
+            typer.echo(f"Pool {pool.name}: {pool.detail}")
 
 
 @app.command("set")

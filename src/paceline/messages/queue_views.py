@@ -16,7 +16,7 @@ class Pool(Message):
 
     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
     the master could not start a runner for it, or that one was started and has not registered. It
-    goes once one has registered.
+    goes once one has registered. `detail` says what nodes that are not there yet wait for.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Pool(Message):
     num_slots: int
     num_slots_used: int
     failure: str | None = None
+    detail: str | None = None
 
 
 class SetPool(Request):

@@ -314,6 +314,45 @@ def test_a_starter_that_fails_is_told_and_rests(
     assert [record.getMessage() for record in caplog.records] == ["Pool p: no room"]
 
 
+def detail_of(served: Any, name: str = "p") -> str | None:
+    [pool] = [one for one in served.http.get("/pools").json() if one["name"] == name]
+    detail: str | None = pool["detail"]
+    return detail
+
+
+def test_a_pool_without_nodes_says_what_it_waits_for(
+    served: Any,
+    runners: PoolRunners,
+    starter: NotedStarter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served.http.put("/pools/by-hand", json={})
+    assert detail_of(served, "by-hand") == (
+        "No node has joined it. Hint: paceline runner --pool by-hand"
+    )
+    assert detail_of(served) == (
+        "The master starts up to 3 runner(s) for it by `noted` when trials of the pool wait."
+    )
+    need = PoolNeed(sizes=(4,))
+    runners._look_after("p", need)
+    first, second = sorted(starter.jobs)
+    assert detail_of(served) == f"2 runners ({first}, {second}) have not joined yet."
+    starter.waiting = "The cluster is full."
+    runners._look_after("p", need)
+    assert detail_of(served) == (
+        f"2 runners ({first}, {second}) have not joined yet. The cluster is full."
+    )
+    present = {first: True}
+    monkeypatch.setattr(runners, "_present", lambda _: present)
+    register(runners, first)
+    runners._look_after("p", need)
+    assert detail_of(served) == f"1 runner ({second}) has not joined yet. The cluster is full."
+    present[second] = True
+    register(runners, second)
+    runners._look_after("p", need)
+    assert detail_of(served) is None
+
+
 def reasons(served: Any) -> list[str]:
     return [entry["detail"] for entry in served.http.get("/queue").json()]
 

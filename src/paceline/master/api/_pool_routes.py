@@ -13,6 +13,7 @@ from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.api._slot_draining import drain_slots, resume_slots
 from paceline.master.experiments import read_cluster, read_pools
 from paceline.master.scheduling import PoolSettings
+from paceline.master.starters import PoolRunners
 from paceline.master.store import Transaction, tables
 from paceline.messages import node_views, queue_views
 from paceline.messages.nodes import LOCAL_NAME, LOCAL_NODE, NAME_PATTERN
@@ -50,6 +51,7 @@ def list_pools(master: MasterOf) -> list[queue_views.Pool]:
                     if node_id in ids
                 ),
                 failure=started.failure(name),
+                detail=_describe_absent(started, name, len(nodes)),
             )
         )
     return pools
@@ -106,6 +108,12 @@ async def resume_slot(name: Name, slot: SlotNumber, master: MasterOf) -> None:
 
 def _forget(transaction: Transaction, name: str) -> None:
     transaction.connection.execute(delete(tables.pools).where(tables.pools.c.name == name))
+
+
+def _describe_absent(started: PoolRunners, name: str, num_nodes: int) -> str | None:
+    if name in started.names() or num_nodes:
+        return started.describe_absent(name, num_nodes)
+    return f"No node has joined it. Hint: paceline runner --pool {name}"
 
 
 def _node_with_slot(master: Master, name: str, slot: int) -> int:

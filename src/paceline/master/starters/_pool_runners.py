@@ -96,6 +96,30 @@ class PoolRunners:
         """Return why runners of a pool wait in their cluster; None if that is not known."""
         return self._waits.get(pool)
 
+    def describe_absent(self, pool: str, num_nodes: int) -> str | None:
+        """Return what becomes of the runners of a pool that are not there, as a sentence.
+
+        None if none is waited for and there are some, or if the master starts none for the pool.
+
+        Args:
+            pool: Its name.
+            num_nodes: How many nodes it has.
+        """
+        if pool not in self._pools:
+            return None
+        settings, _ = self._pools[pool]
+        names = sorted(self._starting[pool])
+        if names:
+            each, have = ("runner", "has") if len(names) == 1 else ("runners", "have")
+            text = f"{len(names)} {each} ({', '.join(names)}) {have} not joined yet."
+            return " ".join(filter(None, (text, self.why_waiting(pool))))
+        if num_nodes:
+            return None
+        return (
+            f"The master starts up to {settings.max_runners} runner(s) for it by"
+            f" `{settings.starter}` when trials of the pool wait."
+        )
+
     def possible_slots(self) -> list[NodeSlots]:
         """Return the slots that the pools could have, whether anything runs there or not."""
         return [

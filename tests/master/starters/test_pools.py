@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import paceline
@@ -22,7 +23,7 @@ from paceline.master.starters import (
 )
 from paceline.master.starters._pool_runners import missing_runners, runner_groups
 from paceline.messages.attempts import MasterAddress
-from paceline.messages.nodes import PROTOCOL, NodeFacts
+from paceline.messages.nodes import PROTOCOL, NodeFacts, NodePoll
 
 FILE = """
 pools:
@@ -274,6 +275,24 @@ def test_the_token_of_a_runner_that_has_ended_is_revoked_and_another_one_comes(
     assert len(starter.orders) == 2
     runners._look_after("p", PoolNeed(sizes=(2,)))
     assert usable(runners) == [f"runner {starter.orders[1].name}"]
+
+
+def test_a_runner_that_leaves_keeps_its_token_until_it_has_left(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    [name] = starter.jobs
+    register(runners, name)
+    [node] = [node for node in runners._nodes.all() if node.name == name]
+    poll = NodePoll(key="k", session=1, number=1, attempts=[7], alive=[7], is_leaving=True)
+    runners._nodes.hear(node.id, poll, None)
+    # Its job is gone, and its attempt stores a checkpoint.
+    starter.jobs.clear()
+    runners._look_after("p", None)
+    assert usable(runners) == [f"runner {name}"]
+    runners._nodes.hear(node.id, msgspec.structs.replace(poll, number=2, attempts=[]), None)
+    runners._look_after("p", None)
+    assert usable(runners) == []
 
 
 def test_a_runner_that_leaves_is_not_taken_for_one_that_starts(

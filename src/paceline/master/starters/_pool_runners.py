@@ -175,7 +175,8 @@ class PoolRunners:
         # Those that wait in the queue of their cluster come later.
         self._note_failure(name, came, [one for one in late if known.get(one, True)])
         if starter.knows_all:
-            self._revoke(name, known.keys() | starting.keys())
+            # Who still leaves has to say so.
+            self._revoke(name, known.keys() | starting.keys() | self._heard(name))
             self._note_ended(name, known.keys() | starting.keys())
             # One that waits again after it ran, such as a preempted job, starts anew.
             registered.intersection_update(one for one, is_running in known.items() if is_running)
@@ -253,6 +254,14 @@ class PoolRunners:
             node.name: not (node.is_draining or self._nodes.reported_alive(node.id))
             for node in self._nodes.all()
             if node.facts.pool == pool and (is_open.get(node.id) or node.is_draining)
+        }
+
+    def _heard(self, pool: str) -> set[str]:
+        """Return the nodes of a pool that are not lost."""
+        return {
+            node.name
+            for node in self._nodes.all()
+            if node.facts.pool == pool and not self._nodes.is_lost(node.id)
         }
 
     def _met(self, pool: str, starting: Mapping[str, float]) -> set[str]:

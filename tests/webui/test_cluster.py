@@ -12,11 +12,22 @@ from paceline.messages.nodes import PROTOCOL
 
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
 
+# Nobody listens there, so the pool `far` gets no runner.
+UNREACHABLE = """
+pools:
+  far:
+    starter: ssh
+    options: {hosts: [127.0.0.1], ssh_options: [-p, "1"]}
+"""
+
 
 @pytest.fixture
 def cluster(master_of: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
     """Return a master of two slots; a node of another machine falls silent at once."""
-    running = master_of(tmp_path / "home", "--slots", 2, "--runner-timeout", 6)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "pools.yaml").write_text(UNREACHABLE)
+    running = master_of(home, "--slots", 2, "--runner-timeout", 6)
     facts = {
         "name": "box", "key": "k", "version": paceline.__version__, "protocol": PROTOCOL,
         "python": "/p", "python_version": "3.11", "devices": ["0", "1"], "device_kind": "A100",
@@ -62,3 +73,12 @@ def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
     expect(rows.nth(1)).to_contain_text("second")
     client.resume_slot("local", 1)
     expect(local.get_by_role("listitem").filter(has_text="second")).to_be_visible()
+
+
+def test_it_says_why_a_pool_has_no_runner(
+    cluster: Any, open_page: Callable[..., Any], code: Path
+) -> None:
+    cluster.create(code, name="afar", resources={"pool": "far"})
+    page = open_page(cluster, "/cluster")
+    failure = page.get_by_role("alert").filter(has_text="Pool far")
+    expect(failure).to_contain_text("No runner could be started for it: Host 127.0.0.1")

@@ -3,12 +3,16 @@
 import gzip
 import hashlib
 import io
+import json
 import os
+import subprocess
+import sys
 import tarfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +22,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from paceline import __version__
+from paceline.master.api import describe
 from paceline.messages.nodes import PROTOCOL
 from paceline.storage import DirectoryStorage
 
+WEBUI = Path(__file__).parents[3] / "webui"
 # One stops the server, the other answers for as long as the client listens.
 LEFT_OUT = {"POST /master/shutdown", "GET /events"}
 PREFIX = "/api/v1"
@@ -183,6 +189,24 @@ def test_the_description_is_valid_and_names_every_operation_once(schema: Any) ->
     for operation in operations:
         assert operation.definition.raw["description"]
         assert "4XX" in operation.definition.raw["responses"]
+
+
+def test_the_types_of_the_web_ui_are_those_of_the_description(tmp_path: Path) -> None:
+    """`npm run api` makes them, here without writing."""
+    if not (WEBUI / "node_modules").is_dir():
+        pytest.skip("NOT TESTED: the packages of the web UI are not installed. Hint: make test-ui")
+    description = tmp_path / "openapi.json"
+    description.write_text(json.dumps(describe()))
+    command = json.loads((WEBUI / "package.json").read_text())["scripts"]["api"].split()
+    command[command.index("openapi.json")] = str(description)
+    npm = ["sh", str(WEBUI / "scripts" / "npm.sh"), sys.executable, "exec", "--offline", "--"]
+    checked = subprocess.run(
+        [*npm, *command, "--check"], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, (
+        f"{checked.stderr}Hint: python -m paceline.master.openapi webui/openapi.json, and"
+        " `npm run api` in webui/, renew them."
+    )
 
 
 def test_no_request_that_the_description_allows_makes_the_server_fail(

@@ -216,6 +216,8 @@ export interface paths {
         /**
          * Drain Node
          * @description Place nothing more on a node; what runs there goes on elsewhere, or is finished.
+         *
+         *     The master's own node is drained by all of its slots.
          */
         post: operations["drain_node_api_v1_nodes__name__drain_post"];
         delete?: never;
@@ -273,7 +275,7 @@ export interface paths {
         };
         /**
          * List Pools
-         * @description List the pools that have nodes or settings.
+         * @description List the pools that have nodes or settings, or whose runners the master starts.
          */
         get: operations["list_pools_api_v1_pools_get"];
         put?: never;
@@ -2375,7 +2377,9 @@ export interface components {
          * Pool
          * @description A set of nodes that share a queue; `max_slots` is how many slots may be in use at once.
          *
-         *     Nodes that have all of `labels`, and name no pool themselves, belong to it.
+         *     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
+         *     the master could not start a runner for it, or that one was started and has not registered. It
+         *     goes once one has registered.
          */
         Pool: {
             /** Name */
@@ -2397,6 +2401,8 @@ export interface components {
             num_slots: number;
             /** Num Slots Used */
             num_slots_used: number;
+            /** Failure */
+            failure?: string | null;
         };
         /**
          * PreviewRow

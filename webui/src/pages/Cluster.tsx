@@ -12,7 +12,7 @@ import {
 import type { Pool } from "../api/types";
 import { Ago } from "../components/Ago";
 import { Facts } from "../components/Facts";
-import { ProblemView, Waiting } from "../components/Feedback";
+import { Failure, ProblemView, Waiting } from "../components/Feedback";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { Scroll } from "../components/Scroll";
@@ -48,7 +48,8 @@ export function Cluster() {
   // Lost nodes are in no pool of the list, but say to which one they belong.
   const poolNames = [...pools.map((pool) => pool.name), ...shown.map((node) => node.pool)];
   const hasPools = new Set(poolNames).size > 1;
-  const isShared = pools.length > 1 || pools.some((pool) => pool.policy !== "fifo");
+  const hasSettings = pools.some((pool) => pool.policy !== "fifo" || pool.max_slots !== null);
+  const failed = pools.flatMap(({ name, failure }) => (failure ? [{ name, failure }] : []));
   return (
     <>
       <PageHead title="Cluster" />
@@ -73,7 +74,10 @@ export function Cluster() {
             ]}
           />
         </div>
-        {(isShared || pools.some((pool) => pool.max_slots !== null)) && <Pools pools={pools} />}
+        {failed.map(({ name, failure }) => (
+          <Failure key={name} title={`Pool ${name}`} message={failure} />
+        ))}
+        {(pools.length > 1 || hasSettings) && <Pools pools={pools} />}
         <section>
           <Title order={2} mb="xs">
             Nodes

@@ -170,6 +170,36 @@ for rank in (0, 2):
 """
 
 
+# Of the third start of the workers.
+RESTARTED = """
+import os
+from pathlib import Path
+from paceline.journal import AttemptStarted, encode_record, frame_line, segment_name
+
+directory = Path(os.environ["PACELINE_RUN_DIR"]) / "journal" / "a1.g1.r0"
+directory.mkdir(parents=True)
+causes = ("Rank 0 exited with code 7.", "Rank 2 was ended by SIGKILL.")
+started = AttemptStarted(
+    time=0.0, attempt=1, generation=1, rank=0, world_size=3, pid=1, host="h", resumed_from=None,
+    steps_completed=0, restart_causes=causes,
+)
+(directory / segment_name(0)).write_bytes(frame_line(0, encode_record(started)))
+"""
+
+
+def test_restarts_of_workers_are_told_with_the_last_cause(mastered: Any, code: Path) -> None:
+    (code / "train.py").write_text(RESTARTED)
+    told = mastered("e", "create", code / "config.yaml", code, "-f").stdout
+    assert "workers started again: Rank 2 was ended by SIGKILL." in told
+    found = re.search(r"Created experiment (\d+)", told)
+    assert found is not None
+    [trial] = json.loads(mastered("e", "lt", found[1], "--json").stdout)
+    described = mastered("t", "describe", trial["id"]).stdout
+    assert re.search(
+        r"Worker restarts +2, the last one: Rank 2 was ended by SIGKILL\.\n", described
+    )
+
+
 def test_lost_records_are_told_and_end_with_3(mastered: Any, code: Path) -> None:
     (code / "train.py").write_text(LOSE)
     result = mastered("e", "create", code / "config.yaml", code, "-f", code=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core import RunState, list_runs
+from paceline.core import RunState, list_runs, summarize_run
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.testing._compare_runs import compare_runs
 from paceline.testing._run_results import read_run_facts
@@ -138,3 +138,42 @@ def test_workers_change_in_number_and_train_on_the_same_samples(
 
     assert weights(changed.stdout) == pytest.approx(weights(straight.stdout), rel=1e-3, abs=1e-5)
     assert [run.state for run in list_runs(tmp_path / "paceline_runs")] == [RunState.COMPLETED] * 2
+
+
+# Starts end after rank 0 was killed, before anything was recorded, and after rank 2 was killed.
+RECORDED = """
+import os, signal
+from pathlib import Path
+from paceline import core
+
+rank = int(os.environ["RANK"])
+starts = Path(f"starts-{rank}")
+starts.write_text(starts.read_text() + "." if starts.exists() else ".")
+start = len(starts.read_text())
+if (start, rank) == (2, 2):
+    raise SystemExit(7)
+with core.DistributedContext.from_torch_distributed() as distributed:
+    with core.init(distributed=distributed):
+        distributed.allgather(rank)
+        if (start, rank) in ((1, 0), (3, 2)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed.allgather(rank)
+"""
+
+
+@pytest.mark.parametrize("is_in_an_attempt", [False, True])
+def test_a_run_tells_what_ended_workers_that_were_started_again(
+    launch: Launch, script: Script, tmp_path: Path, is_in_an_attempt: bool
+) -> None:
+    variables = {}
+    if is_in_an_attempt:
+        info = RunInfo(run_id="r", name="n", created=0.0, checkpoint_storage="/c", slot_ids=[0])
+        variables[RUN_DIRECTORY_VARIABLE] = str(RunDirectory.create(tmp_path / "run", info).path)
+    options = ["--nproc-per-node=3", "--max-restarts=3", script(RECORDED)]
+    result = launch(*options, **variables)
+    assert result.returncode == 0, result.stderr
+    path = tmp_path / "run" if is_in_an_attempt else run_named(tmp_path, "train")
+    causes = summarize_run(path).restart_causes
+    begun = ["Rank 0 was ended by SIGKILL", "Rank 2 exited with code 7", "Rank 2 was ended by SIG"]
+    assert [cause.startswith(text) for cause, text in zip(causes, begun, strict=True)] == [True] * 3
+    assert "output" not in causes[0]

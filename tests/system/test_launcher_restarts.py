@@ -109,7 +109,11 @@ def test_ranks_that_are_lost_while_the_master_is_away_are_started_again(
         wait_until(lambda one=experiment: one.reload().state.is_terminal)
         assert experiment.state.value == "COMPLETED", master.log()
         (trial,) = experiment.trials()
-        assert (trial.data.restarts, len(trial.reload().data.attempts)) == (0, 1)
+        [attempt] = trial.reload().data.attempts
+        assert (trial.data.restarts, attempt.restarts) == (0, 1)
+        rank = 0 if number == struck[0][0] else 2
+        assert attempt.last_restart_cause is not None
+        assert attempt.last_restart_cause.startswith(f"Rank {rank} was ended by SIGKILL")
         steps = [row.steps_completed for row in trial.iter_metrics("training")]
         assert steps == list(range(1, LENGTH + 1))
         assert any("restart 1 of 2" in line.text for line in trial.iter_logs())

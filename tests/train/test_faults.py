@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from paceline import train
+from paceline import core, train
 from paceline.engine import CheckpointSaver
 from paceline.storage import CheckpointWriteError, storage_from
 from paceline.workers import is_port_free
@@ -124,14 +124,16 @@ def test_data_in_shared_memory_outlive_a_lost_worker(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "strike_at"),
+    ("number", "strike_at", "rank"),
     [
-        (signal.SIGKILL, 8),
-        pytest.param(signal.SIGKILL, 6, marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, 8, marks=pytest.mark.slow),
+        (signal.SIGKILL, 8, 2),
+        pytest.param(signal.SIGKILL, 6, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 8, 1, marks=pytest.mark.slow),
     ],
 )
-def test_run_with_a_lost_worker_ends_in_the_same_bits(number: int, strike_at: int) -> None:
+def test_run_with_a_lost_worker_ends_in_the_same_bits(
+    number: int, strike_at: int, rank: int
+) -> None:
     class Seen(train.TrainingCallback):
         def __init__(self) -> None:
             self.restarts: list[Any] = []
@@ -145,7 +147,7 @@ def test_run_with_a_lost_worker_ends_in_the_same_bits(number: int, strike_at: in
             self.restarts.append((type(error), generation))
 
     seen = Seen()
-    config = {"strike_at": strike_at, "signal": number}
+    config = {"strike_at": strike_at, "signal": number, "strikes": rank}
     # One that is stopped is noticed by that alone; others may be slow.
     timeout_s = 3.0 if number == signal.SIGSTOP else 60.0
     # Three workers, as the order of additions shows with no fewer.
@@ -155,10 +157,16 @@ def test_run_with_a_lost_worker_ends_in_the_same_bits(number: int, strike_at: in
     assert seen.restarts == [(train.WorkerFailedError, 1)]
     assert disturbed.num_restarts == 1
     assert bits(disturbed) == bits(straight)
+    [cause] = core.summarize_run(disturbed.run_dir).restart_causes
+    assert cause.startswith(f"Rank {rank} ")
+    assert core.summarize_run(straight.run_dir).restart_causes == ()
     # What was trained again was reported again, and stands once.
     assert len(seen.steps) > 15
     assert [r["step"] for r in disturbed.metrics] == list(range(1, 16))
-    assert [dict(r) for r in disturbed.metrics_of(2)] == [dict(r) for r in straight.metrics_of(2)]
+    other = 2 - rank
+    assert [dict(r) for r in disturbed.metrics_of(other)] == [
+        dict(r) for r in straight.metrics_of(other)
+    ]
 
 
 @pytest.mark.slow

@@ -204,6 +204,20 @@ def format_moment(moment: float | None) -> str | None:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
+def restarts_text(causes: Sequence[str | None], number: int | None = None) -> str | None:
+    """Return how often workers were started again, and why the last time; None if they were not.
+
+    Args:
+        causes: What ended them, oldest first.
+        number: How often it was, if not all causes are known.
+    """
+    number = len(causes) if number is None else number
+    if not number:
+        return None
+    last = "" if number == 1 else ", the last one"
+    return f"{number}{last}: {causes[-1]}"
+
+
 def _cell(value: Any) -> "str | Text":
     from rich.text import Text
 

@@ -164,6 +164,10 @@ class EventFeed:
             text = f"{self._name(event)}attempt {number} started on {slots}"
             yield FeedLine(seconds=seconds, text=text, style="dim")
 
+    def _on_workers_restarted(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
+        text = f"{self._name(event)}workers started again: {event.data.get('cause')}"
+        yield FeedLine(seconds=seconds, text=text, style="yellow")
+
     def _on_attempt_ended(self, event: "Event", seconds: float) -> Iterator[FeedLine]:
         self._trial(event).is_running = False
         end = event.data.get("exit") or {}

@@ -148,7 +148,12 @@ def find_run(run: Path) -> Path:
 
 
 def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> None:
-    from paceline.cli._console_output import format_moment, format_values, print_facts
+    from paceline.cli._console_output import (
+        format_moment,
+        format_values,
+        print_facts,
+        restarts_text,
+    )
 
     print_facts(
         [
@@ -156,6 +161,7 @@ def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> 
             ("State", _state_text(summary)),
             ("Error", summary.error or _likely_cause(summary)),
             ("Attempts", summary.num_attempts),
+            ("Worker restarts", restarts_text(summary.restart_causes)),
             ("Latest checkpoint", summary.latest_checkpoint),
             ("Started", format_moment(summary.created)),
             ("Metadata", None if metadata is None else format_values(metadata)),
@@ -231,6 +237,8 @@ def _run_as_json(run: "RunSummary") -> dict[str, Any]:
         "last_step": run.last_step,
         "latest_checkpoint": run.latest_checkpoint,
         "error": run.error,
+        "restarts": len(run.restart_causes),
+        "last_restart_cause": run.restart_causes[-1] if run.restart_causes else None,
     }
 
 

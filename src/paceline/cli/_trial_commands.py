@@ -93,10 +93,19 @@ def _print_trial_facts(data: "TrialData", state: str) -> None:
             ("Best metric", best),
             ("Latest checkpoint", data.latest_checkpoint),
             ("Restarts", data.restarts),
+            ("Worker restarts", _worker_restarts(data)),
             ("Retries", f"{data.retries} after transient errors" if data.retries else None),
             ("Started", format_age(data.started_at)),
         ]
     )
+
+
+def _worker_restarts(data: "TrialData") -> str | None:
+    """Return how often workers were started again within attempts, and why the last time."""
+    from paceline.cli._console_output import restarts_text
+
+    causes = [one.last_restart_cause for one in data.attempts if one.last_restart_cause]
+    return restarts_text(causes, sum(one.restarts for one in data.attempts))
 
 
 def _runs_on(data: "TrialData") -> str | None:

@@ -51,6 +51,7 @@ class History:
         checkpoints: The checkpoints that were stored and not deleted by the run, oldest first.
         completed_length: The length of the last completed search operation, or 0.
         metadata: What the run was last said to be, by `set_metadata`; None if nothing was.
+        restart_causes: What ended workers that were started again, oldest first.
         finished: How the last attempt ended, or None if it did not say. Any rank can end it for
             all by invalid hyperparameters.
     """
@@ -60,6 +61,7 @@ class History:
     checkpoints: list[CheckpointStored] = field(default_factory=list)
     completed_length: int = 0
     metadata: dict[str, Any] | None = None
+    restart_causes: list[str] = field(default_factory=list)
     finished: AttemptFinished | None = None
 
 
@@ -82,6 +84,8 @@ def read_history(run: RunDirectory) -> History:
                 stored.pop(record.uuid, None)
             elif isinstance(record, OperationCompleted):
                 history.completed_length = max(history.completed_length, record.length)
+            elif isinstance(record, AttemptStarted):
+                history.restart_causes.extend(record.restart_causes)
             elif isinstance(record, RunMetadataSet):
                 history.metadata = record.metadata
             elif isinstance(record, AttemptFinished):

@@ -1,8 +1,10 @@
 """The journal of one process in an attempt, with the records that begin and end it."""
 
+import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +29,8 @@ from paceline.journal import (
 )
 
 logger = logging.getLogger(__name__)
+
+_RESTART_CAUSES_VARIABLE = "PACELINE_RESTART_CAUSES"
 
 _LONGEST_ERROR = 2000
 
@@ -68,8 +72,11 @@ def record_start(
     world_size: int,
     resumed_from: str | None,
     steps_completed: int,
+    restart_causes: Sequence[str] = (),
 ) -> None:
     """Record that this process is a rank of an attempt, and from which step on it reports."""
+    is_chief = rank == 0 and world_size > 0
+    causes = (*restart_causes, *_take_restart_causes())
     journal.append(
         AttemptStarted(
             time=time.time(),
@@ -81,10 +88,17 @@ def record_start(
             host=os.uname().nodename,
             resumed_from=resumed_from,
             steps_completed=steps_completed,
-            environment=_environment_to_record() if rank == 0 and world_size > 0 else None,
+            environment=_environment_to_record() if is_chief else None,
+            restart_causes=causes if is_chief else (),
         )
     )
     tell_run_began(journal)
+
+
+def _take_restart_causes() -> list[str]:
+    """Return what the launcher tells, once: it holds for no later run and no further process."""
+    causes: list[str] = json.loads(os.environ.pop(_RESTART_CAUSES_VARIABLE, "[]"))
+    return causes
 
 
 def _environment_to_record() -> dict[str, Any] | None:

@@ -47,6 +47,7 @@ class RunSummary:
 
     `last_step` is None before the first metric; `error` is the type and text of the exception
     that ended the last attempt, if it could still tell; `created` is in seconds since the epoch.
+    `restart_causes` tells what ended workers that were started again, oldest first.
     """
 
     name: str
@@ -57,6 +58,7 @@ class RunSummary:
     last_step: int | None
     latest_checkpoint: str | None
     error: str | None
+    restart_causes: tuple[str, ...] = ()
 
 
 def list_runs(root: Path) -> list[RunSummary]:
@@ -93,6 +95,7 @@ def summarize_run(path: Path) -> RunSummary:
         last_step=max(history.last_steps.values(), default=None),
         latest_checkpoint=_latest_known(run, info, history),
         error=history.finished.error if history.finished else None,
+        restart_causes=tuple(history.restart_causes),
     )
 
 

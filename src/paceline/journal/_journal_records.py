@@ -22,7 +22,9 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
 
     Rows of earlier attempts beyond `steps_completed` are superseded: it is the step of the
     checkpoint that was handed to the attempt, 0 without one, and the last step where a driver goes
-    on recording. `environment` is what the chief runs in.
+    on recording. `environment` is what the chief runs in. `restart_causes` is empty unless workers
+    were started again after a failure: what ended those before them, one sentence for each start
+    since the last one that was recorded.
     """
 
     attempt: int
@@ -34,6 +36,7 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
     resumed_from: str | None
     steps_completed: int
     environment: dict[str, Any] | None = None
+    restart_causes: tuple[str, ...] = ()
 
 
 class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics"):

@@ -192,6 +192,9 @@ class Attempt(Message):
     """One execution of a trial on slots.
 
     `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
+    `restarts` is how often its workers were started again within it, `last_restart_cause` what
+    ended them the last time. Of a run without a master, each start is an attempt; these are told
+    of the start that followed.
     """
 
     id: int
@@ -207,6 +210,8 @@ class Attempt(Message):
     preempt_reason: str | None
     exit: AttemptExit | None
     nodes: list[AttemptNode] = Field(default_factory=list)
+    restarts: int = 0
+    last_restart_cause: str | None = None
 
 
 class AttemptEnvironment(Message):
@@ -364,8 +369,8 @@ class Event(Message):
     """A change; follow them with the cursor `id`.
 
     Kinds: `experiment_state`, `experiment_changed`, `experiment_deleted`, `trial_created`,
-    `trial_state`, `attempt_started`, `attempt_ended`, `metrics`, `validation`, `checkpoint`,
-    `progress`, `logs`.
+    `trial_state`, `attempt_started`, `workers_restarted`, `attempt_ended`, `metrics`, `validation`,
+    `checkpoint`, `progress`, `alert`, `logs`.
     """
 
     id: int

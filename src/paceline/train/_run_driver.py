@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import core
-from paceline.journal import RunDirectory
+from paceline.journal import JournalKey, RunDirectory
 from paceline.storage import CheckpointStorage
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._errors import IncompleteCheckpointError
@@ -250,6 +250,10 @@ class RunDriver(GroupRun):
             "from the beginning" if start is None else f"from checkpoint {start.uuid}",
         )
 
+    def _has_recorded(self) -> bool:
+        key = JournalKey(self._opened.attempt, self._generation, 0)
+        return bool(self._run.reader(key).read(1))
+
     def _prepare_next(self) -> None:
         # Workers that were ended may have committed another checkpoint meanwhile.
         self._follower.follow()
@@ -260,6 +264,7 @@ class RunDriver(GroupRun):
             generation=self._generation,
             checkpoint=self._follower.next_start(self._spec.checkpoint),
             kept=self._follower.kept,
+            restart_causes=tuple(self._restart_causes),
         )
 
     def _note_restart(self, error: Exception) -> None:

@@ -20,6 +20,10 @@ class PlacementTimeoutError(PlacementError):
     """Raised when resources were not there in time, as others have them or no node came."""
 
 
+# Follows what happened to a worker, in messages beside which its output is.
+OUTPUT_IS = "; its output is "
+
+
 class WorkerFailedError(PicklableError, RuntimeError):
     """Raised when a worker ended without an exception that the driver could raise.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import WorkerFailedError
+from paceline.workers._restart_policy import restart_cause
 from paceline.workers.pools._worker_pool import PendingCall
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class GroupRun(ABC):
         # At the last look for more workers, or when the generation began.
         self._num_commits_seen = 0
         self._is_growing = False
+        # What ended the workers of each start since the last one that was recorded.
+        self._restart_causes: list[str] = []
 
     @property
     @abstractmethod
@@ -56,6 +59,10 @@ class GroupRun(ABC):
         Raises:
             Exception: They do not.
         """
+
+    @abstractmethod
+    def _has_recorded(self) -> bool:
+        """Tell whether the workers of the present generation have begun to record."""
 
     def _prepare_next(self) -> None:  # noqa: B027 - some have nothing to do here
         """Have the next workers begin where the last checkpoint was committed."""
@@ -173,6 +180,7 @@ class GroupRun(ABC):
         return None
 
     def _begin_next(self) -> None:
+        self._restart_causes.clear()
         self._prepare_next()
         self.begin()
 
@@ -185,5 +193,8 @@ class GroupRun(ABC):
         # Until the others have ended they may commit and delete checkpoints.
         self._group.await_end()
         self._decide(error)
+        if self._has_recorded():
+            self._restart_causes.clear()
+        self._restart_causes.append(restart_cause(error))
         self._prepare_next()
         self._note_restart(error)

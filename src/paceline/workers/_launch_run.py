@@ -226,8 +226,12 @@ class LaunchRun(GroupRun):
         text = describe_failure(error)
         logger.warning("%s Starting the workers again, %s.", text, decision.text)
 
+    def _has_recorded(self) -> bool:
+        return self._group.pool.reports.have_begun
+
     def _prepare_next(self) -> None:
         self._group.prepare_next()
+        self._group.pool.tell_restarts(self._restart_causes)
         if self._nodes is None:
             self._group.pool.resume_from_reports()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paceline.workers._errors import (
+    OUTPUT_IS,
     CollectiveMismatchError,
     RemoteTraceback,
     WorkersLostError,
@@ -20,6 +21,9 @@ from paceline.workers._errors import (
 from paceline.workers.processes._worker_spec import signal_name
 
 logger = logging.getLogger(__name__)
+
+# Further characters of what ended workers are not recorded.
+_LONGEST_CAUSE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +360,12 @@ def describe_failure(error: BaseException) -> str:
     cause = error.__cause__
     headline = cause.headline if isinstance(cause, RemoteTraceback) else ""
     return f"{headline}." if headline else str(error)
+
+
+def restart_cause(error: BaseException) -> str:
+    """Return what happened as a sentence to record, where no output is beside it."""
+    text, found, _ = describe_failure(error).partition(OUTPUT_IS)
+    return f"{text}." if found else text[:_LONGEST_CAUSE]
 
 
 def _is_raised(error: BaseException) -> bool:

@@ -181,6 +181,15 @@ def test_a_database_of_version_8_keeps_its_nodes_and_its_attempts_ran_on_one_eac
     read(load(tmp_path / "master.sqlite", 8), look)
 
 
+def test_a_database_of_version_9_keeps_its_pools_and_tells_of_no_restarts(tmp_path: Path) -> None:
+    def look(connection: Connection) -> None:
+        assert [pool.name for pool in connection.execute(select(tables.pools))] == ["big"]
+        found = attempt_views(connection, 1)
+        assert [(one.restarts, one.last_restart_cause) for one in found] == [(0, None)] * 3
+
+    read(load(tmp_path / "master.sqlite", 9), look)
+
+
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
 def test_an_earlier_database_gets_the_tables_of_a_new_one(tmp_path: Path, version: int) -> None:
     def differences(connection: Connection) -> list[Any]:

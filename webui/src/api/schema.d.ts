@@ -1473,6 +1473,9 @@ export interface components {
          * @description One execution of a trial on slots.
          *
          *     `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
+         *     `restarts` is how often its workers were started again within it, `last_restart_cause` what
+         *     ended them the last time. Of a run without a master, each start is an attempt; these are told
+         *     of the start that followed.
          */
         Attempt: {
             /** Id */
@@ -1499,6 +1502,13 @@ export interface components {
             exit: components["schemas"]["AttemptExit"] | null;
             /** Nodes */
             nodes?: components["schemas"]["AttemptNode"][];
+            /**
+             * Restarts
+             * @default 0
+             */
+            restarts?: number;
+            /** Last Restart Cause */
+            last_restart_cause?: string | null;
         };
         /**
          * AttemptEnvironment

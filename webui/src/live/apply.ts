@@ -42,6 +42,7 @@ export function staleAfter(event: LiveEvent): QueryKey[] {
         keys.hyperparameters(experiment),
       ];
     case "alert":
+    case "workers_restarted":
     case "metrics":
       return ofTrial;
     case "checkpoint":

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class RankReporter:
         first_report: The number after which reports begin, unless `begin` says otherwise.
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
+        restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RankReporter:
         groups: tuple[str, str],
         first_report: int,
         on_report: Callable[[], None] | None,
+        restart_causes: Sequence[str] = (),
     ) -> None:
         self.journal = JournalWriter(directory)
         self._throughput = StepThroughput()
@@ -57,6 +59,7 @@ class RankReporter:
         self._world_size = world_size
         self._first_report = first_report
         self._on_report = on_report
+        self._restart_causes = restart_causes
         self._own_thread = threading.get_ident()
         # A number, its place in the journal and the record that begins the journal go together.
         self._lock = threading.Lock()
@@ -155,6 +158,7 @@ class RankReporter:
             world_size=self._world_size,
             resumed_from=resumed_from,
             steps_completed=steps_completed,
+            restart_causes=self._restart_causes,
         )
         for record in self._first_times:
             self.journal.append(msgspec.structs.replace(record, steps_completed=steps_completed))

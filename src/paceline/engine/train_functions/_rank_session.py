@@ -98,6 +98,7 @@ class RankSession(LooseSession):
             groups=(METRICS_GROUP, TIMINGS_GROUP),
             first_report=spec.first_report,
             on_report=on_report,
+            restart_causes=spec.restart_causes,
         )
         self._spec: RunSpec = spec
         is_scored = spec.score_attribute is not None

@@ -156,6 +156,7 @@ class RecordIngest:
                 take_checkpoint_deletion(transaction.connection, attempt, record)
             elif isinstance(record, AttemptStarted):
                 _take_environment(transaction.connection, attempt, record)
+                _take_restarts(transaction, attempt, record)
             elif isinstance(record, AlertRaised):
                 self._take_alert(transaction, attempt, rank, record)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
@@ -293,6 +294,26 @@ def _take_environment(connection: Connection, attempt: Row[Any], record: Attempt
     if record.environment is not None:
         digest = store_environment(connection, record.environment)
         _update_attempt(connection, attempt.id, environment=digest)
+
+
+def _take_restarts(transaction: Transaction, attempt: Row[Any], record: AttemptStarted) -> None:
+    if not record.restart_causes:
+        return
+    column = tables.attempts.c.restart_causes
+    query = select(column).where(tables.attempts.c.id == attempt.id)
+    # By generation, as a database that is made anew takes a record twice.
+    causes = (transaction.connection.scalar(query) or {}) | {
+        str(record.generation): list(record.restart_causes)
+    }
+    _update_attempt(transaction.connection, attempt.id, restart_causes=causes)
+    transaction.emit(
+        "workers_restarted",
+        attempt.experiment_id,
+        attempt.trial_id,
+        number=attempt.number,
+        restarts=sum(map(len, causes.values())),
+        cause=record.restart_causes[-1],
+    )
 
 
 def _read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:

@@ -156,9 +156,16 @@ def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attem
             preempt_reason=row.preempt_reason,
             exit=_exit_model(row.exit),
             nodes=_nodes_of(row, names),
+            **_restarts_of(row),
         )
         for row in connection.execute(query)
     ]
+
+
+def _restarts_of(attempt: Row[Any]) -> dict[str, Any]:
+    by_generation = sorted((attempt.restart_causes or {}).items(), key=lambda item: int(item[0]))
+    causes = [cause for _, causes in by_generation for cause in causes]
+    return {"restarts": len(causes), "last_restart_cause": causes[-1] if causes else None}
 
 
 def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[resources.AttemptNode]:

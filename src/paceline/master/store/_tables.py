@@ -24,7 +24,7 @@ from paceline.master.store._column_types import Id, ScalarColumn, metadata
 from paceline.master.store._metric_tables import chunks, metric_names, series
 from paceline.master.store._search_tables import search_inputs, search_snapshots, search_views
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 
 meta = Table(
@@ -173,6 +173,8 @@ attempts = Table(
     Column("environment", String),
     # The name of its node, for when that is forgotten.
     Column("node_name", String),
+    # By generation, what ended the workers before it, so that they were started again.
+    Column("restart_causes", JSON(none_as_null=True)),
     UniqueConstraint("trial_id", "number"),
     Index("ix_attempts_state", "state"),
     # Holds all that tells in which order an experiment's trials began.

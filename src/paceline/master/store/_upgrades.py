@@ -258,6 +258,10 @@ def _to_version_9(operations: Operations) -> None:
     operations.execute("INSERT INTO unrecorded (kind, row_id) VALUES ('all', 0)")
 
 
+def _to_version_10(operations: Operations) -> None:
+    operations.add_column("attempts", sa.Column("restart_causes", sa.JSON()))
+
+
 # The step at index n leads from version n + 1 to the next.
 _STEPS = (
     _to_version_2,
@@ -268,4 +272,5 @@ _STEPS = (
     _to_version_7,
     _to_version_8,
     _to_version_9,
+    _to_version_10,
 )

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+RESTART_CAUSES_VARIABLE = "PACELINE_RESTART_CAUSES"
+
 _RESUME_VARIABLE = "PACELINE_RESUME"
 
 
@@ -24,6 +26,11 @@ class BegunRuns:
             self.num_checkpoints += 1
         elif event == "completed" and rank == 0:
             self._is_completed[path] = True
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether the workers have begun to record a run."""
+        return bool(self._is_completed)
 
     @property
     def are_completed(self) -> bool:

@@ -3,7 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError, told_error
+from paceline.workers._errors import (
+    OUTPUT_IS,
+    CollectiveMismatchError,
+    WorkerFailedError,
+    told_error,
+)
 from paceline.workers.pools._pool_worker import (
     PoolWorker,
     fold_worker_errors,
@@ -158,9 +163,8 @@ class FailureDetector:
     def _ended(self, worker: PoolWorker, exit_: WorkerExit) -> WorkerFailedError:
         """Return the error for a process that has ended."""
         count = f", the first of {self._world_size} to fail" if self._world_size > 1 else ""
-        text = (
-            f"{exit_.describe().replace('rank', 'Rank', 1)}{count}; its output is {self._output}."
-        )
+        what = exit_.describe().replace("rank", "Rank", 1)
+        text = f"{what}{count}{OUTPUT_IS}{self._output}."
         is_signal = exit_.signal is not None and not exit_.finished
         has_left = exit_.lost_with is None and exit_.silence is None and not is_signal
         return WorkerFailedError(

@@ -1,5 +1,6 @@
 """Base class of pools whose workers each serve the driver through a socket."""
 
+import json
 import logging
 import threading
 from abc import abstractmethod
@@ -8,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from paceline.workers._errors import WorkerFailedError
-from paceline.workers.pools._begun_runs import BegunRuns
+from paceline.workers.pools._begun_runs import RESTART_CAUSES_VARIABLE, BegunRuns
 from paceline.workers.pools._failure_detector import PoolSettings
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._packed_call import PackedCall, pack_worker_call
@@ -184,6 +185,10 @@ class ServedPool(WorkerPool):
         for value in variables.values():
             logger.info("The next start goes on from the last checkpoint (%s).", value)
         self._environment |= variables
+
+    def tell_restarts(self, causes: Sequence[str]) -> None:
+        """Have the next workers record what ended those before them; see `AttemptStarted`."""
+        self._environment |= {RESTART_CAUSES_VARIABLE: json.dumps(list(causes))}
 
     def drain(self, timeout_s: float) -> None:
         """Wait for the output of the workers; see `WorkerPool.drain`."""

@@ -73,6 +73,7 @@ class RunSpec:
         kept: The checkpoints that earlier generations have left.
         is_stepwise: Whether the function waits at each report until its driver lets it go on.
         storage_per_node: Whether `storage` is a directory of this node alone.
+        restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
     """
 
     run_id: str
@@ -90,6 +91,7 @@ class RunSpec:
     kept: tuple[Kept, ...] = ()
     is_stepwise: bool = False
     storage_per_node: bool = False
+    restart_causes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ export function Attempts() {
   const trial = useQuery(trialQuery(id)).data;
   if (trial === undefined) return <Waiting />;
   const attempts = trial.attempts ?? [];
+  const hasRestarts = attempts.some(({ restarts = 0 }) => restarts > 0);
   if (attempts.length === 0)
     return <Empty title="No attempts yet">The trial waits for free slots.</Empty>;
   return (
@@ -28,6 +29,7 @@ export function Attempts() {
               <th>Started from</th>
               <th>Started</th>
               <th>Duration</th>
+              {hasRestarts && <th>Worker restarts</th>}
               <th>How it ended</th>
             </tr>
           </thead>
@@ -50,6 +52,7 @@ export function Attempts() {
                 <td className="short">
                   <Lasted from={attempt.started_at} to={attempt.ended_at} />
                 </td>
+                {hasRestarts && <td className="prose">{whyRestarted(attempt)}</td>}
                 <td className="prose">{whyEnded(attempt)}</td>
               </tr>
             ))}
@@ -75,6 +78,12 @@ const REASONS: Record<string, string> = {
 export function whereItRan({ slots, nodes = [] }: Attempt): string {
   if (nodes.every((node) => node.name === "local")) return slots.join(", ") || "–";
   return nodes.map((node) => `${node.name}: ${node.slots.join(", ")}`).join("; ");
+}
+
+/** Return how often the workers of an attempt were started again, and why the last time. */
+export function whyRestarted({ restarts = 0, last_restart_cause: cause }: Attempt): string {
+  if (restarts === 0) return "none";
+  return restarts === 1 ? `1: ${cause}` : `${restarts}, the last one: ${cause}`;
 }
 
 /** Return in words how an attempt ended. */

@@ -117,12 +117,17 @@ function factsOf(trial: Trial, experiment: Experiment | undefined) {
     ],
     [`Latest ${metric}`, formatNumber(toNumber(trial.latest_metric))],
   ] as const;
+  const numWorkerRestarts = (trial.attempts ?? []).reduce(
+    (sum, { restarts = 0 }) => sum + restarts,
+    0,
+  );
   return [
     ...(metric === null ? [] : metrics),
     ["Batches", formatNumber(trial.steps_completed)],
     ...(trial.progress === null ? [] : [["Progress", formatPercent(trial.progress)] as const]),
     ["Duration", <Lasted key="d" from={trial.started_at} to={trial.ended_at} />],
     ["Restarts", String(trial.restarts)],
+    ...(numWorkerRestarts > 0 ? [["Worker restarts", String(numWorkerRestarts)] as const] : []),
     ...(trial.retries ? [["Retries after transient errors", String(trial.retries)] as const] : []),
     ...(trial.error_kind ? [["Kind of error", ERROR_KINDS[trial.error_kind]] as const] : []),
     ["Seed", String(trial.seed)],

@@ -63,6 +63,14 @@ def test_only_what_is_needed_is_read_and_pieces_stay_on_the_disk(server: Any, ca
     # Another process finds the pieces on the disk.
     assert ids(pickle.loads(pickle.dumps(files))) == list(range(75))
     assert server.reads == []
+    # Pieces of a wrong size are read again, once.
+    short, long, *_ = (cache / "pieces").iterdir()
+    os.truncate(short, 3)
+    long.write_bytes(long.read_bytes() + b"more")
+    assert ids(pickle.loads(pickle.dumps(files))) == list(range(75))
+    assert len(server.reads) == 2
+    assert ids(pickle.loads(pickle.dumps(files))) == list(range(75))
+    assert len(server.reads) == 2
     kept = sum(path.stat().st_size for path in (cache / "pieces").iterdir())
     small = data.read("s3://bucket/*.parquet", disk_bytes=kept // 2)
     assert ids(small) == list(range(75))

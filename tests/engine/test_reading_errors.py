@@ -1,8 +1,10 @@
 """Errors of reading samples name the samples, in this process and in a loader's."""
 
 import gc
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,6 +133,22 @@ def test_a_loaders_process_that_is_lost_comes_with_a_hint(
     error = error_of(DataLoader(Pictures(fail), batch_size=2, num_workers=1, **options))
     (note,) = error.__notes__
     assert hint in note
+
+
+@pytest.mark.slow
+def test_a_loaders_process_that_hangs_ends_with_the_loader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # How long the loader waits for its process to leave before it ends it.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    pictures = Pictures(lambda: time.sleep(600))
+    error = error_of(DataLoader(pictures, batch_size=2, num_workers=1, timeout=0.2))
+    assert "DataLoader timed out after" in str(error)
+    del error
+    gc.collect()
+    for process in multiprocessing.active_children():
+        process.join(20)
+        assert process.exitcode == 0
 
 
 def test_an_iterable_without_a_length_is_refused_with_a_hint() -> None:

@@ -135,6 +135,37 @@ def test_a_rank_that_does_not_come_is_a_lost_worker(printed: list[OutputLine]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hanging", [0, 2])
+def test_a_rank_whose_data_loader_hangs_is_named_with_what_it_reads(
+    printed: list[OutputLine], hanging: int
+) -> None:
+    def read_all() -> None:
+        import torch
+        from torch import distributed
+
+        class Pictures(torch.utils.data.Dataset[int]):
+            def __len__(self) -> int:
+                return 4
+
+            def __getitem__(self, index: int) -> int:
+                if index == 2 and rank() == hanging:
+                    time.sleep(LONG_S)
+                return index
+
+        for _ in torch.utils.data.DataLoader(Pictures(), num_workers=1):
+            distributed.barrier()
+
+    said = rf"Missing ranks: {hanging}. Rank {hanging} is at .* in read_all, in a data loader."
+    with (
+        LocalPool(3, on_line=printed.append, collective_timeout_s=6.0) as pool,
+        pytest.raises(WorkerFailedError, match=said),
+    ):
+        pool.submit(in_group(read_all)).wait()
+    # The process that reads says where it is.
+    assert any("in __getitem__" in line.text for line in printed if line.rank == hanging)
+
+
+@pytest.mark.slow
 def test_patience_is_kept_with_a_slow_rank(printed: list[OutputLine]) -> None:
     def wait_for_another() -> None:
         from torch import distributed

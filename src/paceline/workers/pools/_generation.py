@@ -25,11 +25,11 @@ from paceline.workers.pools._failure_detector import (
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker
 from paceline.workers.pools._serve_calls import read_error
 from paceline.workers.pools._thread_progress import Progress
-from paceline.workers.pools._worker_events import STACKS_SIGNAL
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._local_worker_group import OnExit
 from paceline.workers.processes._process_facts import has_pending_signal
 from paceline.workers.processes._rank_environment import NodeLayout
+from paceline.workers.processes._signals import STACKS_SIGNAL
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess
 
 logger = logging.getLogger(__name__)

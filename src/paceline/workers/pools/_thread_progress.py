@@ -14,6 +14,7 @@ from typing import NamedTuple
 _OWN_CODE = str(Path(__file__).parents[2]) + os.sep
 _PYTHONS_CODE = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+_LOADERS_CODE = os.path.join("torch", "utils", "data", "dataloader.py")
 _IN_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 # What the gradients of data-parallel modules are reduced in.
 _BACKWARD = "_engine_run_backward"
@@ -159,9 +160,11 @@ def _place_of_thread(frame: FrameType) -> str:
     That is Python's, torch's and ours.
     """
     ours: FrameType | None = None
+    is_in_loader = False
     outer: FrameType | None = frame
     while outer is not None:
         path = outer.f_code.co_filename
+        is_in_loader = is_in_loader or path.endswith(_LOADERS_CODE)
         if path.startswith(_OWN_CODE):
             ours = ours or outer
         elif f"{os.sep}torch{os.sep}" not in path and not _is_pythons(path):
@@ -169,7 +172,8 @@ def _place_of_thread(frame: FrameType) -> str:
         outer = outer.f_back
     seen = outer or ours or frame
     name = os.path.basename(seen.f_code.co_filename)
-    return f"{name}:{seen.f_lineno} in {seen.f_code.co_name}"
+    place = f"{name}:{seen.f_lineno} in {seen.f_code.co_name}"
+    return f"{place}, in a data loader" if is_in_loader else place
 
 
 def _is_pythons(path: str) -> bool:

@@ -8,6 +8,9 @@ from paceline.workers.pools._thread_progress import Progress
 # Ranks pair up in these, so their numbers and kinds may differ.
 _PAIRED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list")
 
+# Of so many missing ranks a message says where they are; the log says it of all.
+_MOST_PLACES = 3
+
 
 class WatchedRank(NamedTuple):
     """Last observation of a rank that takes part in a call."""
@@ -90,6 +93,9 @@ def _detected_hang(
     text = f"{waits} for {seconds:.3g} s, but {what}."
     if missing:
         text += f" Missing ranks: {', '.join(str(o.rank) for o in missing)}."
+        late = [o for o in missing if not o.has_returned and o.progress.place]
+        for observation in late[:_MOST_PLACES]:
+            text += f" Rank {observation.rank} is at {observation.progress.place}."
     first = (missing or waiting)[0]
     return DetectedHang(text[0].upper() + text[1:], first.rank, is_certain)
 

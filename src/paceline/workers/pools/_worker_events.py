@@ -7,7 +7,6 @@ a pool has its channel to the driver, and shows them by itself.
 
 import faulthandler
 import json
-import signal
 import sys
 import threading
 import time
@@ -17,10 +16,7 @@ from contextlib import suppress
 from paceline.workers.pools._channel import FrameKind
 from paceline.workers.pools._thread_progress import ProgressMeter
 from paceline.workers.processes import _worker_program
-
-# Has a worker write the stacks of its threads to its error output. A signal that nobody else uses
-# where there are such, and one that interrupts also a thread that holds Python's lock.
-STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+from paceline.workers.processes._signals import STACKS_SIGNAL
 
 _BEAT_S = 0.5
 

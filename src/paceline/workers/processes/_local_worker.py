@@ -8,9 +8,9 @@ from typing import IO
 
 from paceline.workers.processes._leftover_processes import marked_process_groups
 from paceline.workers.processes._output_lines import LineSplitter
-from paceline.workers.processes._process_facts import read_process
+from paceline.workers.processes._process_facts import children_that_handle, read_process
 from paceline.workers.processes._process_start import ProcessHandle
-from paceline.workers.processes._signals import signal_group
+from paceline.workers.processes._signals import STACKS_SIGNAL, signal_group
 from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
 
 
@@ -62,6 +62,11 @@ class LocalWorker:
         elif self.exit is None:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
+            if signum == STACKS_SIGNAL:
+                # Processes of a data loader tell what they read, if they were forked.
+                for pid in children_that_handle(self.process.pid, signum):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signum)
 
     def process_groups(self) -> set[int]:
         """Return the process groups that the worker's processes are in."""

@@ -54,13 +54,25 @@ def _read_proc(pid: int) -> ProcessFacts | None:
 
 def has_pending_signal(pid: int, signum: int) -> bool:
     """Tell whether a process was sent a signal that it has not begun to handle; Linux tells it."""
+    return _has_signal(pid, b"ShdPnd:", signum)
+
+
+def children_that_handle(pid: int, signum: int) -> list[int]:
+    """Return the children of a process that have a handler for a signal; Linux tells it."""
+    if not _IS_LINUX:
+        return []
+    children = (process.pid for process in living_processes() if process.parent == pid)
+    return [child for child in children if _has_signal(child, b"SigCgt:", signum)]
+
+
+def _has_signal(pid: int, field: bytes, signum: int) -> bool:
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()
     except OSError:
         return False
-    pending = next((int(line.split()[1], 16) for line in lines if line.startswith(b"ShdPnd:")), 0)
-    return bool(pending >> (signum - 1) & 1)
+    signals = next((int(line.split()[1], 16) for line in lines if line.startswith(field)), 0)
+    return bool(signals >> (signum - 1) & 1)
 
 
 def _read_psutil(pid: int) -> ProcessFacts | None:

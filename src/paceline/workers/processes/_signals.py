@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+# Has a worker write the stacks of its threads to its error output. A signal that nobody else uses
+# where there are such, and one that interrupts also a thread that holds Python's lock.
+STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
 _PR_SET_PDEATHSIG = 1
 _IS_LINUX = sys.platform == "linux"
 

@@ -19,7 +19,7 @@ export function NodeCard({ shown, names, hasPools }: Props) {
   return (
     <section className="card" aria-label={`Node ${name}`} data-state={state}>
       <Group gap="md" mb="xs">
-        <Title order={3} className="wrap-anywhere">
+        <Title order={3} size="h4" className="wrap-anywhere">
           {name}
         </Title>
         <StateBadge state={state} />

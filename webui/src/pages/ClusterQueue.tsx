@@ -2,6 +2,7 @@ import { Text, Title } from "@mantine/core";
 
 import type { QueueEntry } from "../api/types";
 import { Ago } from "../components/Ago";
+import { Quoted } from "../components/Feedback";
 import { LinkText } from "../components/links";
 import { Scroll } from "../components/Scroll";
 
@@ -67,7 +68,9 @@ function WaitingTable({ queue, hasPools }: { queue: readonly QueueEntry[]; hasPo
               <td className="short">
                 <Ago time={entry.waiting_since} />
               </td>
-              <td className="prose">{entry.detail}</td>
+              <td className="prose">
+                <Quoted text={entry.detail} />
+              </td>
             </tr>
           ))}
         </tbody>

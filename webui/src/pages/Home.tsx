@@ -55,9 +55,9 @@ export function Home() {
               value={String(going.reduce((sum, one) => sum + one.num_running, 0))}
             />
           </SimpleGrid>
-          <section aria-label="Running now">
+          <section aria-label="Running and waiting">
             <Title order={2} mb="sm">
-              Running now
+              Running and waiting
             </Title>
             {going.length === 0 ? (
               <Text c="dimmed" size="sm">

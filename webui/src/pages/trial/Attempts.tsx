@@ -1,3 +1,4 @@
+import { Stack } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
 import { useParams } from "@tanstack/react-router";
 
@@ -18,7 +19,7 @@ export function Attempts() {
   if (attempts.length === 0)
     return <Empty title="No attempts yet">The trial waits for free slots.</Empty>;
   return (
-    <>
+    <Stack gap="md">
       <Scroll label="Attempts" className="card">
         <table className="plain-table">
           <thead>
@@ -60,7 +61,7 @@ export function Attempts() {
         </table>
       </Scroll>
       <Environments trialId={id} />
-    </>
+    </Stack>
   );
 }
 

@@ -22,7 +22,9 @@ function EnvironmentCard({ group }: { group: EnvironmentGroup }) {
   const diff = group.source?.diff;
   return (
     <section className="card" aria-label={title}>
-      <Title order={2}>{title}</Title>
+      <Title order={2} mb="xs">
+        {title}
+      </Title>
       <Facts items={factsOf(group)} />
       {diff && (
         <details>

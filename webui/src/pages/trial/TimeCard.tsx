@@ -64,8 +64,8 @@ export function TimeCard({ trialId }: { trialId: number }) {
                   />
                   {one.name}
                 </td>
-                <td className="number">{formatDuration(one.seconds)}</td>
-                <td className="number">{formatShare(one.fraction)}</td>
+                <td className="number short">{formatDuration(one.seconds)}</td>
+                <td className="number short">{formatShare(one.fraction)}</td>
                 <td className="prose">{one.meaning}</td>
               </tr>
             ))}

@@ -223,8 +223,9 @@ def test_versions_differ_in_what_must_agree() -> None:
 def test_only_who_knows_the_key_is_admitted() -> None:
     listener = Listener("127.0.0.1")
     command = (
-        "import sys; from paceline.workers.remote._listener import Address, join;"
-        "join(Address('127.0.0.1', int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 'guest')"
+        "import sys; from paceline.workers.remote._listener import ListenerAddress, join_listener;"
+        "address = ListenerAddress('127.0.0.1', int(sys.argv[1]));"
+        "join_listener(address, bytes.fromhex(sys.argv[2]), 'guest')"
     )
 
     def visit(key: bytes) -> "subprocess.Popen[bytes]":

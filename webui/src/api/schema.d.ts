@@ -2389,7 +2389,7 @@ export interface components {
          *
          *     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
          *     the master could not start a runner for it, or that one was started and has not registered. It
-         *     goes once one has registered.
+         *     goes once one has registered. `detail` says what nodes that are not there yet wait for.
          */
         Pool: {
             /** Name */
@@ -2413,6 +2413,8 @@ export interface components {
             num_slots_used: number;
             /** Failure */
             failure?: string | null;
+            /** Detail */
+            detail?: string | null;
         };
         /**
          * PreviewRow

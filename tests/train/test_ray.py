@@ -230,7 +230,8 @@ def follow_samples(config: dict[str, Any]) -> int:
         torch.utils.data.DataLoader(data, 1, shuffle=True)  # type: ignore[arg-type]
     )
     step = 0
-    if state := train.load_checkpoint():
+    state = train.load_checkpoint()
+    if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
@@ -242,8 +243,13 @@ def follow_samples(config: dict[str, Any]) -> int:
             step += 1
             weight = model.weight.item()
             train.report(step=step, samples=numbers.tolist(), weight=weight, pid=os.getpid())
-            train.save_checkpoint(model=model, optimizer=optimizer, step=step)
-            if train.world_size() <= config["most"] and step >= config["steps"]:
+            if not config.get("asks"):
+                train.save_checkpoint(model=model, optimizer=optimizer, step=step)
+            elif train.should_preempt():
+                train.save_checkpoint(model=model, optimizer=optimizer, step=step)
+                return train.world_size()
+            is_long = step >= config["steps"] and (state is not None or not config.get("moves"))
+            if train.world_size() <= config["most"] and is_long:
                 return train.world_size()
             time.sleep(config["pause_s"])
 
@@ -306,6 +312,41 @@ def test_a_group_leaves_a_node_that_is_drained_before_it_is_lost(
     fixed = AllReports()
     config = {"steps": len(found), "most": 2, "pause_s": 0}
     with train.Trainer(num_workers=2, cluster="local") as trainer:
+        trainer.run(follow_samples, config, callbacks=[fixed])
+    assert found == by_step(fixed.reports)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("rank", "asks"), [(0, True), (2, False), (2, True), (0, False)])
+def test_a_fixed_group_moves_from_a_node_that_is_drained(
+    ray_cluster: Any,
+    seats: Callable[[int], None],
+    drain_node: Callable[[str], None],
+    rank: int,
+    asks: bool,
+) -> None:
+    seats(4)
+    nodes = {n.all_processes["raylet"][0].process.pid: n.node_id for n in ray_cluster.worker_nodes}
+    # It goes on until it has moved, and has no other checkpoint than that for the move if it asks.
+    with train.Trainer(3, max_retries=0, resources_per_worker={"seat": 1}) as trainer:
+        leaving = trainer.execute(os.getpid)[rank]
+        drained = nodes[raylet_of(leaving)]
+        record = AllReports(lambda: drain_node(drained))
+        config = {"steps": 60, "most": 3, "pause_s": 0.05, "asks": asks, "moves": True}
+        results = trainer.run(follow_samples, config, callbacks=[record])
+        await_end(leaving)
+        assert drained not in {nodes[raylet_of(pid)] for pid in trainer.execute(os.getpid)}
+    assert (record.sizes, list(results), results.num_restarts) == ([], [3, 3, 3], 0)
+    found = by_step(record.reports)
+    assert list(found) == list(range(1, len(found) + 1))
+    assert {report.generation for report in record.reports} == {0, 1}
+    if asks:
+        # Nothing was done twice.
+        assert len(record.reports) == 3 * len(found)
+    fixed = AllReports()
+    config = {"steps": len(found), "most": 3, "pause_s": 0}
+    with train.Trainer(num_workers=3, cluster="local") as trainer:
         trainer.run(follow_samples, config, callbacks=[fixed])
     assert found == by_step(fixed.reports)
 

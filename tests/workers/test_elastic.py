@@ -90,7 +90,10 @@ def test_group_grows_to_what_is_there_and_has_something_to_do() -> None:
         ((2, 4), 2, 1, None),
         ((1, 4), 3, 0, None),
         ((3, 3), 1, 2, None),
-        ((3, 3), 1, 3, None),
+        # Of a fixed number, all must have room elsewhere.
+        ((3, 3), 1, 3, 3),
+        ((3, 3), 3, 5, 3),
+        ((3, 3), 0, 5, None),
     ],
 )
 def test_group_goes_on_without_the_workers_that_have_to_leave(
@@ -198,24 +201,29 @@ def test_a_group_grows_only_into_what_is_reserved() -> None:
         group.stop(force=True)
 
 
-@pytest.mark.parametrize(("least", "expected"), [(1, 1), (2, None)])
+@pytest.mark.parametrize(
+    ("least", "num_seats", "expected"),
+    [(1, 1, 1), (1, 2, 2), (2, 1, None), (2, 2, 2)],
+    ids=["fewer", "moved", "fixed-without-room", "fixed-and-moved"],
+)
 def test_a_group_says_once_who_has_to_leave(
-    least: int, expected: int | None, caplog: pytest.LogCaptureFixture
+    least: int, num_seats: int, expected: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = LeavingPlace(2)
     group = SharingGroup(place, limits(least, 2))
     group.form()
     try:
         assert group.next_size() is None
-        place.leaving, place.num_seats = [1], 1
+        place.leaving, place.num_seats = [1], num_seats
         assert [group.next_size(), group.next_size()] == [expected, expected]
         told = [text for text in caplog.messages if "rank(s) 1 will be taken away" in text]
-        assert len(told) == (least == 1)
+        assert len(told) == 1
+        assert f"if at least {least} worker(s) can run" in told[0]
         if expected is not None:
             place.leaving = []
             group.end_generation()
             group.form()
-            assert place.num_workers == 1
+            assert place.num_workers == expected
             assert group.next_size() is None
     finally:
         group.stop(force=True)

@@ -258,6 +258,7 @@ class RunDriver(GroupRun):
         # Workers that were ended may have committed another checkpoint meanwhile.
         self._follower.follow()
         core.discard_unfinished(self._run)
+        self._preemption.end_move()
         self._generation += 1
         self._spec = replace(
             self._spec,
@@ -266,6 +267,9 @@ class RunDriver(GroupRun):
             kept=self._follower.kept,
             restart_causes=tuple(self._restart_causes),
         )
+
+    def _ask_to_move(self) -> None:
+        self._preemption.ask_to_move()
 
     def _note_restart(self, error: Exception) -> None:
         for callback in self._request.callbacks:
@@ -285,6 +289,9 @@ class RunDriver(GroupRun):
             return
         self._follower.follow()
         if any(outcome.is_preempted for outcome in outcomes):
+            if self._preemption.is_moving:
+                self._begin_others()
+                return
             # It was told to make room, and has ended early.
             raise core.PreemptedError
         self.results = Results(
@@ -325,6 +332,7 @@ class RunDriver(GroupRun):
         self.is_finished = True
         self._dealt = None
         self.error = error
+        self._preemption.end_move()
         is_failure = error is not None and not isinstance(error, IncompleteCheckpointError)
         try:
             self._group.drain(_DRAIN_S)

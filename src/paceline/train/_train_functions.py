@@ -176,9 +176,10 @@ def should_preempt() -> bool:
     """Tell whether the run is to make room: save a checkpoint then, and return.
 
     That is so after SIGTERM or SIGUSR1 to the script, to that of any rank if a launcher has started
-    it, after SIGUSR1 to a worker, and when a master wants it. All ranks call it equally often, such
-    as after each step, and get the same answer at the same call, about a second late at most.
-    Outside of a run it is False.
+    it, after SIGUSR1 to a worker, and when a master wants it. It is also so when Ray drains a node
+    of the workers: the function is then called again in workers on other nodes. All ranks call it
+    equally often, such as after each step, and get the same answer at the same call, about a second
+    late at most. Outside of a run it is False.
     """
     session = current_session()
     return session is not None and session.should_preempt()

@@ -164,17 +164,21 @@ class ElasticGroup(ABC):
             self._pool.cancel_reservation()
         return 0.0
 
-    def prepare_growth(self) -> None:
+    def prepare_growth(self) -> bool:
         """Have other workers reserved, where that is needed, so that `next_size` finds them.
 
         It hardly waits, and looks once a second however often it is called.
+
+        Returns:
+            Whether it has found now that the workers are to leave nodes with the next checkpoint.
         """
         now = time.monotonic()
         if self._made_pool is None or not self._made_pool.needs_reservation:
-            return
-        if now >= self._prepare_at:
-            self._prepare_at = now + _PREPARE_INTERVAL_S
-            self.next_size()
+            return False
+        if now < self._prepare_at:
+            return False
+        self._prepare_at = now + _PREPARE_INTERVAL_S
+        return self.next_size() is not None and bool(self._told_leaving)
 
     def next_size(self) -> int | None:
         """Return with how many workers to form again from the checkpoint just committed, if at all.
@@ -182,9 +186,9 @@ class ElasticGroup(ABC):
         These are more, which can be started for certain, or those that are left without the nodes
         that will be taken away. Where others must be reserved, this begins it; call it again.
         """
-        if not self.is_alive or self._limits.least == self._limits.most:
+        present, now = self.num_present, time.monotonic()
+        if not present or not self.is_alive:
             return None
-        present, now = self._elastic.num_workers, time.monotonic()
         num_leaving = self._count_leaving()
         num_staying = present - num_leaving
         can_grow = num_staying < self._limits.most and self._attempts.is_due(now)
@@ -210,8 +214,9 @@ class ElasticGroup(ABC):
         if leaving and leaving != self._told_leaving:
             logger.warning(
                 "The node(s) of rank(s) %s will be taken away: going on without them after the"
-                " next checkpoint.",
+                " next checkpoint, if at least %d worker(s) can run then.",
                 ", ".join(map(str, leaving)),
+                self._limits.least,
             )
         self._told_leaving = leaving
         return len(leaving)

@@ -94,6 +94,9 @@ class GroupRun(ABC):
         """
         self._take_failure(error)
 
+    def _ask_to_move(self) -> None:  # noqa: B027 - some cannot be asked
+        """Have the workers store a checkpoint soon, as others are ready to go on from it."""
+
     def _wake(self, call: PendingCall) -> None:  # noqa: B027 - most look by themselves
         """Note, in another thread, that the present call has ended."""
 
@@ -141,8 +144,8 @@ class GroupRun(ABC):
         elif not self._is_growing and self.num_commits > self._num_commits_seen:
             self._num_commits_seen = self.num_commits
             self._resize_if_due()
-        else:
-            self._group.prepare_growth()
+        elif self._group.prepare_growth():
+            self._ask_to_move()
 
     def _resize_if_due(self) -> None:
         """Go on with more workers, or without leaving nodes, from the checkpoint just committed."""
@@ -154,6 +157,10 @@ class GroupRun(ABC):
             wanted,
             present,
         )
+        self._begin_others()
+
+    def _begin_others(self) -> None:
+        """End the workers, as others go on from the last checkpoint."""
         self._is_growing = True
         if self._group.end_for_others():
             with self._call_lock:

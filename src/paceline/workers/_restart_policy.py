@@ -184,16 +184,15 @@ class ElasticSize:
         """Return with how many workers to form again from the checkpoint just committed, if at all.
 
         With more of them if they can run, and without those that are on leaving nodes. The present
-        ones are ended for it, which is no loss. A group of a fixed size stays as it is.
+        ones are ended for it, which is no loss. A group of a fixed size leaves such nodes only if
+        all of its workers can run elsewhere.
 
         Args:
             capacity: How many workers could run at this moment: the present ones that are on no
                 leaving node, and others.
             num_leaving: How many of the present ones are on nodes that will be taken away.
         """
-        limits = self.limits
-        is_fixed = limits.least == limits.most
-        if not self.num_workers or is_fixed or capacity < limits.least:
+        if not self.num_workers or capacity < self.limits.least:
             return None
         wanted = self.wanted(capacity)
         return wanted if num_leaving or wanted > self.num_workers else None

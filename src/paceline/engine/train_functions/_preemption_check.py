@@ -11,7 +11,7 @@ from paceline import core
 from paceline.engine.gradients._travelling_signal import TravellingSignal
 from paceline.journal import RunDirectory
 from paceline.workers import RankInfo
-from paceline.workers.runs import RunSpec, note_listener
+from paceline.workers.runs import RunSpec, is_to_move, note_listener
 
 # How often the chief looks for a word of the driver or the master, in seconds.
 _LOOK_INTERVAL_S = 0.5
@@ -35,7 +35,7 @@ class PreemptionCheck:
     def __init__(
         self, spec: RunSpec, rank_info: RankInfo, device: torch.device, *, is_script: bool
     ) -> None:
-        run = RunDirectory(Path(spec.run_dir))
+        self._run = run = RunDirectory(Path(spec.run_dir))
         self._rank_info = rank_info
         self._device = device
         self._control = core.ControlFile(run)
@@ -75,4 +75,5 @@ class PreemptionCheck:
         now = time.monotonic()
         if self._rank_info.rank == 0 and now >= self._next_look_s:
             self._next_look_s = now + _LOOK_INTERVAL_S
-            self._is_wanted = self._is_wanted or self._control.read().should_preempt
+            is_told = self._control.read().should_preempt or is_to_move(self._run)
+            self._is_wanted = self._is_wanted or is_told

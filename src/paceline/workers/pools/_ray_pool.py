@@ -142,7 +142,7 @@ class RayPool(ServedPool):
         """Return the ranks on nodes that Ray drains; see `WorkerPool.leaving_ranks`."""
         if self._connection is None or not self.is_alive:
             return []
-        leaving = self._connection.leaving()
+        leaving = self._connection.known_leaving()
         return [worker.process.rank for host, worker in self._working if host.node in leaving]
 
     def check_possible(self) -> None:

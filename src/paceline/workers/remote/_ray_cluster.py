@@ -9,8 +9,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+
+from paceline._waiting import join
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ _DEAD = 2
 # How far sums of fractions of a GPU may be off.
 _EPSILON = 1e-6
 _ANSWER_S = 10.0
+_NOTICE_S = 1.0
 
 Resources = Mapping[str, float]
 
@@ -129,6 +132,8 @@ class RayConnection:
             elif _own.num_users:
                 _own.num_users += 1
             self._is_user = _own.num_users > 0
+        self._known_leaving: Collection[str] = ()
+        self._asking: threading.Thread | None = None
 
     def close(self) -> None:
         """Give up this use; the last one ends a Ray that was started here."""
@@ -146,6 +151,24 @@ class RayConnection:
         # Ray has no public function for it, and older releases have none at all.
         ask = getattr(self.ray._private.state.state, "get_draining_nodes", dict)
         return frozenset(ask())
+
+    def known_leaving(self) -> Collection[str]:
+        """Return the same in bounded time, as the cluster has told it last.
+
+        Ray waits for a minute for a head node that is gone, while workers go on.
+        """
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(
+                target=self._ask_leaving, name="paceline-leaving", daemon=True
+            )
+            self._asking.start()
+            join(self._asking, _NOTICE_S)
+        return self._known_leaving
+
+    def _ask_leaving(self) -> None:
+        # Without a head node nobody gives notice.
+        with suppress(Exception):
+            self._known_leaving = self.leaving()
 
     def may_grow(self) -> bool:
         """Tell whether an autoscaler may add nodes for what is asked for.

@@ -11,7 +11,7 @@ from paceline.workers.runs._current_run import (
     leave_session,
 )
 from paceline.workers.runs._outer_launcher_run_group import make_group
-from paceline.workers.runs._preemption_watch import PreemptionWatch, note_listener
+from paceline.workers.runs._preemption_watch import PreemptionWatch, is_to_move, note_listener
 from paceline.workers.runs._report_gate import ReportGate, StoppedError
 from paceline.workers.runs._run_access import RunAccess, storage_holding
 from paceline.workers.runs._run_group import GroupSettings, TrainGroup
@@ -58,6 +58,7 @@ __all__ = [
     "current_session",
     "enter_session",
     "is_pool_worker",
+    "is_to_move",
     "leave_session",
     "make_group",
     "note_listener",

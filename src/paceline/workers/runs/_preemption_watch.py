@@ -37,6 +37,28 @@ class PreemptionWatch:
         self._signum: int | None = None
         self._deadline: float | None = None
         self._num_commits: int | None = None
+        self._is_moving = False
+        # A driver that was killed may have left it.
+        _move_path(run).unlink(missing_ok=True)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the function is to make room for workers on other nodes, and nothing else."""
+        return self._is_moving and self._signum is None and self._num_commits is None
+
+    def ask_to_move(self) -> None:
+        """Have a function that asks store a checkpoint now, from which other workers go on."""
+        if self._is_moving or not _listener_path(self._run).exists():
+            return
+        with suppress(OSError):
+            _move_path(self._run).touch()
+            self._is_moving = True
+
+    def end_move(self) -> None:
+        """Note that other workers follow."""
+        if self._is_moving:
+            self._is_moving = False
+            _move_path(self._run).unlink(missing_ok=True)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -88,8 +110,17 @@ def note_listener(run: RunDirectory) -> None:
         _listener_path(run).touch()
 
 
+def is_to_move(run: RunDirectory) -> bool:
+    """Tell whether a function is to store a checkpoint from which workers on other nodes go on."""
+    return _move_path(run).exists()
+
+
 def _listener_path(run: RunDirectory) -> Path:
     return run.path / "asks_should_preempt"
+
+
+def _move_path(run: RunDirectory) -> Path:
+    return run.path / "workers_move"
 
 
 def _end_by(signum: int) -> None:

@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "paceline"
 # They serve people and tests, not the package.
 FOR_OTHERS = {"dev", "examples"}
 # Functions that are given the name of a module.
-FINDERS = {"find_spec", "import_module", "required"}
+FINDERS = {"find_spec", "import_module", "required_library"}
 # Packages whose module has another name.
 MODULES = {
     "argon2_cffi": "argon2",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -279,7 +280,7 @@ def test_an_elastic_group_gets_nodes_of_an_autoscaler_which_go_after_the_run(
     assert "2 worker(s) with 1 CPU, 1 nowhere each must find their resources within 2 s" in (
         done.stdout
     )
-    assert "room on the Ray cluster: its 1 node(s) have room for 0; its autoscaler may add" in (
-        done.stderr
-    )
+    # A node that was asked for a moment before may be there already.
+    waits = r"room on the Ray cluster: its [12] node\(s\) have room for 0; its autoscaler may add"
+    assert re.search(waits, done.stderr), done.stderr
     assert "room for 2 more worker(s) with 1 CPU, 1 lab each" in done.stderr

@@ -16,6 +16,7 @@ from paceline.core._open_run import OpenedRun
 from paceline.core._run_summaries import summarize_run
 from paceline.core._time_account import TimeEvent
 from paceline.journal import (
+    RESTART_CAUSES_VARIABLE,
     RUN_DIRECTORY_VARIABLE,
     AttemptFinished,
     AttemptStarted,
@@ -29,8 +30,6 @@ from paceline.journal import (
 )
 
 logger = logging.getLogger(__name__)
-
-_RESTART_CAUSES_VARIABLE = "PACELINE_RESTART_CAUSES"
 
 _LONGEST_ERROR = 2000
 
@@ -97,7 +96,7 @@ def record_start(
 
 def _take_restart_causes() -> list[str]:
     """Return what the launcher tells, once: it holds for no later run and no further process."""
-    causes: list[str] = json.loads(os.environ.pop(_RESTART_CAUSES_VARIABLE, "[]"))
+    causes: list[str] = json.loads(os.environ.pop(RESTART_CAUSES_VARIABLE, "[]"))
     return causes
 
 

@@ -36,6 +36,7 @@ from paceline.journal._metric_values import decode_value, encode_float, encode_m
 from paceline.journal._run_directory import (
     HEARTBEAT_LIMIT_S,
     MEETING_PORT_VARIABLE,
+    RESTART_CAUSES_VARIABLE,
     RUN_DIRECTORY_VARIABLE,
     JournalKey,
     NotARunDirectoryError,
@@ -53,6 +54,7 @@ __all__ = [
     "HEARTBEAT_LIMIT_S",
     "MEETING_PORT_VARIABLE",
     "OUTCOMES",
+    "RESTART_CAUSES_VARIABLE",
     "RUN_DIRECTORY_VARIABLE",
     "RUN_FORMAT_VERSION",
     "AlertRaised",

@@ -17,6 +17,8 @@ from paceline.journal._journal_reader import JournalReader
 from paceline.journal._run_info import RUN_FORMAT_VERSION, Control, RunInfo
 
 RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
+# What ended workers that a launcher has started again, as JSON; see `AttemptStarted`.
+RESTART_CAUSES_VARIABLE = "PACELINE_RESTART_CAUSES"
 # Where the launchers of an attempt on several nodes meet.
 MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
 _LAUNCH_ERROR_FILE = "launch_error.txt"

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-RESTART_CAUSES_VARIABLE = "PACELINE_RESTART_CAUSES"
-
 _RESUME_VARIABLE = "PACELINE_RESUME"
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from paceline.journal import RESTART_CAUSES_VARIABLE
 from paceline.workers._errors import WorkerFailedError
-from paceline.workers.pools._begun_runs import RESTART_CAUSES_VARIABLE, BegunRuns
+from paceline.workers.pools._begun_runs import BegunRuns
 from paceline.workers.pools._failure_detector import PoolSettings
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._packed_call import PackedCall, pack_worker_call

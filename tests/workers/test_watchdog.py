@@ -26,7 +26,8 @@ def seen(rank: int, text: str) -> WatchedRank:
     words = text.split()
     state, count = words[0], int(words[-1])
     if state != "waits":
-        return WatchedRank(rank, state == "returned", Progress(num_collectives=count))
+        place = f"data.py:{rank} in {words[2]}" if words[1] == "in" else ""
+        return WatchedRank(rank, state == "returned", Progress(num_collectives=count, place=place))
     return WatchedRank(
         rank,
         False,
@@ -206,3 +207,19 @@ def test_code_that_waits_in_pythons_library_is_named_by_the_users_line() -> None
 )
 def test_what_a_worker_is_at_is_one_phrase(progress: Progress, text: str) -> None:
     assert progress.describe() == text
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_others_wait_for_is_told_with_its_place(late: int) -> None:
+    texts = ["waits 101 s in all_reduce 5"] * 3
+    texts[late] = "computes in load 4"
+    hang = judged(*texts)
+    assert hang is not None
+    end = f"Missing ranks: {late}. Rank {late} is at data.py:{late} in load."
+    assert hang.text.endswith(end)
+
+
+def test_the_places_of_three_missing_ranks_are_told_at_most() -> None:
+    hang = judged("waits 101 s in all_reduce 5", *["computes in load 4"] * 5)
+    assert hang is not None
+    assert hang.text.count(" is at ") == 3

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from paceline.journal import RESTART_CAUSES_VARIABLE
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers.pools._begun_runs import BegunRuns
 from paceline.workers.pools._failure_detector import PoolSettings
@@ -189,6 +188,9 @@ class ServedPool(WorkerPool):
 
     def tell_restarts(self, causes: Sequence[str]) -> None:
         """Have the next workers record what ended those before them; see `AttemptStarted`."""
+        # Loads msgspec, which a launcher that never restarts has no need of.
+        from paceline.journal import RESTART_CAUSES_VARIABLE
+
         self._environment |= {RESTART_CAUSES_VARIABLE: json.dumps(list(causes))}
 
     def drain(self, timeout_s: float) -> None:

@@ -74,7 +74,7 @@ COMPILE := @$(BIN)/python -m compileall -q -x /test_ src tests && $(BIN)/python 
 # Most tests wait for processes, so a few at once fit on two cores. The tests of a file share what
 # is slow to start, such as a cluster, so one process runs them all.
 ONE_FILE_EACH := --dist loadfile --no-loadscope-reorder
-TEST_PROCESSES ?= 4
+TEST_PROCESSES ?= 5
 
 test: $(VENV)/.installed-dev test-ui browser
 	$(COMPILE)

@@ -1,6 +1,7 @@
 """Fixtures for all tests: none may leave anything behind."""
 
 import base64
+import gc
 import getpass
 import hmac
 import os
@@ -69,6 +70,12 @@ _LONGEST = (
     *("train", "webui", "workers", "exactness", "creators", "system", "pytorch", "core", "cli"),
     *("launch", "runner", "examples", "benchmarks"),
 )
+
+
+def pytest_collection_finish() -> None:
+    """Have no later look for garbage go through what was collected, which stays."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

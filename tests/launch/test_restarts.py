@@ -161,7 +161,7 @@ with core.DistributedContext.from_torch_distributed() as distributed:
 """
 
 
-@pytest.mark.parametrize("is_in_an_attempt", [False, True])
+@pytest.mark.parametrize("is_in_an_attempt", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_tells_what_ended_workers_that_were_started_again(
     launch: Launch, script: Script, tmp_path: Path, is_in_an_attempt: bool
 ) -> None:

@@ -135,6 +135,8 @@ def cluster(
     return Cluster(master, make_node, wait_until, code, shared)
 
 
+# Beside it, kills of several machines are tested quickly, and the bits of each number of ranks.
+@pytest.mark.slow
 def test_a_trial_on_two_nodes_that_lost_one_goes_on_elsewhere_and_ends_in_the_same_bits(
     cluster: Cluster,
 ) -> None:

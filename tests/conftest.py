@@ -383,8 +383,8 @@ from ray._private.parameter import RayParams
 
 params = RayParams(
     gcs_address=sys.argv[1],
-    num_cpus=1,
-    resources={"elsewhere": 1},
+    num_cpus=int(sys.argv[2]),
+    resources={"elsewhere": int(sys.argv[2])},
     object_store_memory=150 * 1024**2,
     min_worker_port=0,
     max_worker_port=0,
@@ -398,29 +398,29 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def nodes_with_own_disks(ray_cluster: Any, tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+def nodes_with_own_disks(ray_cluster: Any, tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Return a function that adds nodes to the cluster, which do not see a directory.
 
-    Each has an empty disk of its own there, and one of the resource "elsewhere". The function
-    returns the directory, which this process and its other nodes see.
+    Each has an empty disk of its own there, and one or more of the resource "elsewhere". The
+    function returns the directory, which this process and its other nodes see.
     """
     directory = tmp_path / "project"
     directory.mkdir()
     mount = f"mount -t tmpfs tmpfs {directory}"
 
-    def add(num_nodes: int) -> Path:
+    def add(num_nodes: int, num_seats: int = 1) -> Path:
         if subprocess.run(["unshare", "--mount", "sh", "-c", mount], check=False).returncode != 0:
             pytest.skip("NOT TESTED: a node with files of its own needs the right to mount a tmpfs")
         for _ in range(num_nodes):
-            _start_node(stack, mount, ray_cluster.address)
+            _start_node(stack, mount, ray_cluster.address, num_seats)
         return directory
 
     with ExitStack() as stack:
         yield add
 
 
-def _start_node(stack: ExitStack, mount: str, address: str) -> None:
-    start = [sys.executable, "-c", _NODE, address]
+def _start_node(stack: ExitStack, mount: str, address: str, num_seats: int) -> None:
+    start = [sys.executable, "-c", _NODE, address, str(num_seats)]
     node = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", f'{mount} && cd / && exec "$@"', "sh", *start],
         stdin=subprocess.PIPE,

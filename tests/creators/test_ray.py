@@ -128,6 +128,30 @@ def test_a_trainer_grows_once_when_a_lost_node_is_replaced_and_leaves_one_that_i
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_trainer_goes_on_without_a_node_whose_raylet_alone_was_killed(
+    ray_cluster: Any, rank: int
+) -> None:
+    # No other node has room for such a worker.
+    added = [ray_cluster.add_node(num_cpus=3) for _ in range(4)]
+    try:
+        with make(num_workers=3, num_cpus_per_worker=3) as trainer:
+            trainer.train()
+            lost = trainer.apply_all_workers(os.getpid)[rank]
+            os.kill(raylet_of(lost), 9)
+            # Nobody waits for the end of the raylet, so that Ray takes it for alive.
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(lost).wait(60)
+            trainer.train()
+            assert lost not in trainer.apply_all_workers(os.getpid)
+            assert trainer.state_dict()["epoch"] == 2
+    finally:
+        for node in added:
+            ray_cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_saving_needs_nothing_that_nodes_share(
     nodes_with_own_disks: Callable[[int], Path], are_same: Callable[[Any, Any], bool]
 ) -> None:

@@ -35,6 +35,11 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 LARGE = bytes(range(256)) * 40_000
 
 
+@pytest.fixture(autouse=True)
+def no_leaked_signal_handlers() -> None:
+    """Leave SIGTERM to Ray's nodes, which set it in this process."""
+
+
 class Way:
     """The whole way from a worker to its driver, with both ends in this process."""
 
@@ -241,7 +246,7 @@ def fit(config: dict[str, Any]) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         Path("note.txt").write_text(str(step + 1))
         train.save_checkpoint(model=model, optimizer=optimizer, step=step + 1, files="note.txt")
-    assert not Path(config["run_dir"]).exists()
+    assert "run_dir" not in config or not Path(config["run_dir"]).exists()
     return model.weight.tolist(), train.node_rank()
 
 
@@ -318,3 +323,77 @@ def test_nodes_send_checkpoints_to_a_bucket_themselves(
     storage = storage_from(s3)
     assert storage.list() == sorted(c.uuid for c in results.checkpoints)
     assert storage.sweep(older_than_s=0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [[0, 1], [2]])
+def test_a_node_that_sees_only_the_run_directory_sends_its_parts_of_checkpoints(
+    ray_cluster: Any,
+    nodes_with_own_disks: Callable[..., Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    ranks: list[int],
+) -> None:
+    # The ranks of the node with the most workers come first.
+    storage = nodes_with_own_disks(1, len(ranks)) / "checkpoints"
+    num_others = 3 - len(ranks)
+    seeing = ray_cluster.add_node(num_cpus=num_others, resources={"elsewhere": num_others})
+    before = left_on_nodes()
+    try:
+        with train.Trainer(
+            3,
+            resources_per_worker={"elsewhere": 1},
+            run_dir=tmp_path / "run",
+            checkpoint_storage=storage,
+        ) as trainer:
+            results = trainer.run(
+                fit, {"dies": True}, checkpoint_strategy=train.CheckpointStrategy(num_to_keep=2)
+            )
+            there = trainer.execute(lambda: sorted(map(str, storage.rglob("*"))))
+    finally:
+        ray_cluster.remove_node(seeing, allow_graceful=False)
+    assert results.num_restarts == 1
+    assert [report["step"] for report in results.metrics_of(2)] == list(range(6))
+    assert results.checkpoints[-1].load()["step"] == 6
+    kept = sorted(checkpoint.uuid for checkpoint in results.checkpoints)
+    assert sorted(path.name for path in storage.iterdir()) == kept
+    assert DirectoryStorage(storage).list() == kept
+    # Nothing is on a disk that nobody reads.
+    assert [rank for rank, files in enumerate(there) if not files] == ranks
+    told = capfd.readouterr().err
+    for rank in range(3):
+        is_told = f"(rank {rank}) sees the run directory, but not the checkpoint storage" in told
+        assert is_told == (rank in ranks)
+    assert left_on_nodes() <= before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nodes_that_see_only_the_storage_write_their_parts_there(
+    ray_cluster: Any,
+    nodes_with_own_disks: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(*_: Any) -> None:
+        raise AssertionError("A part came through the driver.")
+
+    monkeypatch.setattr(StorageRequests, "begin", forward)
+    run_dir = nodes_with_own_disks(2) / "run"
+    storage = DirectoryStorage(tmp_path / "checkpoints")
+    with train.Trainer(
+        2,
+        resources_per_worker={"elsewhere": 1},
+        run_dir=run_dir,
+        checkpoint_storage=storage.root,
+    ) as trainer:
+        config = {"run_dir": str(run_dir), "dies": True}
+        results = trainer.run(
+            fit, config, checkpoint_strategy=train.CheckpointStrategy(num_to_keep=2)
+        )
+    assert results.num_restarts == 1
+    assert results.checkpoints[-1].load()["step"] == 6
+    kept = sorted(checkpoint.uuid for checkpoint in results.checkpoints)
+    assert sorted(path.name for path in storage.root.iterdir()) == kept
+    assert storage.list() == kept

@@ -353,6 +353,36 @@ def test_a_fixed_group_moves_from_a_node_that_is_drained(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_workers_end_with_the_raylet_of_their_node(
+    ray_cluster: Any, seats: Callable[[int], None], rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    seats(4)
+    with train.Trainer(3, resources_per_worker={"seat": 1}) as trainer:
+        pids = trainer.execute(os.getpid)
+        raylet = raylet_of(pids[rank])
+        # Nobody waits for its end, so that Ray's own processes take it for alive.
+        record = AllReports(lambda: os.kill(raylet, signal.SIGKILL))
+        config = {"steps": 20, "most": 3, "pause_s": 0.05, "moves": True}
+        results = trainer.run(follow_samples, config, callbacks=[record])
+        await_end(pids[rank])
+        others = trainer.execute(os.getpid)
+        assert raylet not in map(raylet_of, others)
+    assert results.num_restarts >= 1
+    assert f"Rank {rank} was lost with its node 127.0.0.1 or its Ray actor" in caplog.text
+    assert not set(pids) & set(others)
+    assert list(results) == [3, 3, 3]
+    found = by_step(record.reports)
+    assert list(found) == list(range(1, len(found) + 1))
+    fixed = AllReports()
+    config = {"steps": len(found), "most": 3, "pause_s": 0}
+    with train.Trainer(num_workers=3, cluster="local") as trainer:
+        trainer.run(follow_samples, config, callbacks=[fixed])
+    assert found == by_step(fixed.reports)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_seats_that_are_only_told_of_end_no_worker(
     ray_cluster: Any, seats: Callable[[int], None]
 ) -> None:

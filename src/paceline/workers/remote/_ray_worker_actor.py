@@ -11,6 +11,25 @@ def make_worker_actor_class() -> Any:
     """Return the class of the actors; it travels by value, as their node may lack Paceline."""
 
     class PacelineWorker:
+        def __init__(self) -> None:
+            import os
+            import threading
+
+            threading.Thread(target=self.end_with, args=(os.getppid(),), daemon=True).start()
+
+        def end_with(self, parent: int) -> None:
+            """End this process, and so its worker, with the one of Ray that stands for the node.
+
+            Ray itself does not see that a raylet has ended which nobody has waited for, as where
+            the first process of a container does not.
+            """
+            import os
+            import time
+
+            while os.getppid() == parent:
+                time.sleep(1.0)
+            os._exit(1)
+
         def facts(self, packages: Sequence[str]) -> dict[str, Any]:
             import os
             import platform

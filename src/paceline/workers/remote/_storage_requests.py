@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from paceline.journal import Control, RunDirectory
 from paceline.storage import CheckpointError, CheckpointStorage, storage_from
@@ -14,9 +15,11 @@ class StorageRequests:
 
     def __init__(self) -> None:
         self._open: dict[str, _OpenShard] = {}
+        self._mark: Path | None = None
 
     def close(self) -> None:
         """Give up what was begun and not finished."""
+        self.unmark()
         for uuid in list(self._open):
             self.abort(uuid)
 
@@ -38,6 +41,27 @@ class StorageRequests:
     def forget_checkpoint(self, run_dir: str, uuid: str) -> None:
         """Take that note back."""
         RunDirectory(Path(run_dir)).forget_checkpoint(uuid)
+
+    def mark(self, url: str) -> str | None:
+        """Make a file in a storage's directory, and return its path; None if that cannot be.
+
+        A node that finds it there sees the same directory.
+        """
+        root = storage_from(url).local_root
+        assert root is not None
+        self._mark = root / f".paceline-{uuid4().hex}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
+        except OSError:
+            self._mark = None
+        return None if self._mark is None else str(self._mark)
+
+    def unmark(self) -> None:
+        """Remove that file."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.unlink(missing_ok=True)
 
     # ---- storing -------------------------------------------------------------------------
 

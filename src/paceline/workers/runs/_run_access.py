@@ -1,5 +1,6 @@
 """Access of a worker to the files of its run: directly, or through its driver."""
 
+import logging
 import os
 import shutil
 import tempfile
@@ -8,17 +9,19 @@ from pathlib import Path
 from paceline.journal import JournalKey, NotARunDirectoryError, RunDirectory
 from paceline.storage import CheckpointStorage, storage_from
 from paceline.workers._errors import RunDirectoryError
-from paceline.workers.remote._driver_link import driver_link
+from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._forwarded_storage import ForwardedRun, ForwardedStorage
 from paceline.workers.runs._run_spec import RankInfo, RunSpec, StoredAt
+
+logger = logging.getLogger(__name__)
 
 
 class RunAccess:
     """Access of a worker to its journal and its checkpoints.
 
     That is the run directory, if this node sees it. Else it is a directory of this node, from where
-    all is forwarded to the run directory. Checkpoints in a store that any machine reaches go there
-    directly.
+    all is forwarded to the run directory. Checkpoints go to their storage directly, if this node
+    reaches it, and else through the driver.
 
     Args:
         spec: The run.
@@ -39,21 +42,36 @@ class RunAccess:
         self.journal_path = run.journal_path(key)
         self.storage: CheckpointStorage = storage_from(spec.storage)
         self._link = None
-        if _is_seen(run, spec):
-            return
-        self._link = link = driver_link()
-        if link is None:
+        sees_run = _is_seen(run, spec)
+        link = driver_link()
+        if link is None and not sees_run:
             raise RunDirectoryError(
                 f"The nodes of a launcher's workers must see the run directory {spec.run_dir!r},"
                 f" but node {os.uname().nodename} (rank {rank_info.rank}) does not. Hint:"
                 " Trainer(run_dir=...) on a file system that the nodes share."
             )
+        if link is None:
+            return
+        sees_storage = _is_storage_seen(self.storage, run, link, sees_run)
+        if sees_run and sees_storage:
+            return
+        self._link = link
         self._root = Path(tempfile.mkdtemp(prefix="paceline-run-"))
-        self.run = ForwardedRun(run.path, link)
-        target = self.journal_path
-        self.journal_path = RunDirectory(self._root).journal_path(key)
-        link.forward(self._root, self.journal_path, target)
-        if not self.storage.is_remote:
+        journal_path = RunDirectory(self._root).journal_path(key)
+        # What a killed worker leaves there is removed, too.
+        link.forward(self._root, journal_path, self.journal_path)
+        if not sees_run:
+            self.run, self.journal_path = ForwardedRun(run.path, link), journal_path
+        elif not sees_storage:
+            logger.warning(
+                "Node %s (rank %d) sees the run directory, but not the checkpoint storage %r of the"
+                " driver: its parts of checkpoints are sent to the driver. Hint: mount the same"
+                " directory there, if it is large.",
+                os.uname().nodename,
+                rank_info.rank,
+                spec.storage,
+            )
+        if not sees_storage:
             self.storage = ForwardedStorage(spec.storage, link, self._root)
 
     def close(self) -> None:
@@ -77,3 +95,20 @@ def _is_seen(run: RunDirectory, spec: RunSpec) -> bool:
         return run.read_info().run_id == spec.run_id
     except NotARunDirectoryError:
         return False
+
+
+def _is_storage_seen(
+    storage: CheckpointStorage, run: RunDirectory, link: DriverLink, sees_run: bool
+) -> bool:
+    """Tell whether this node reaches the driver's storage by itself."""
+    root = storage.local_root
+    if storage.is_remote or root is None:
+        return storage.is_remote
+    if Path(os.path.realpath(root)).is_relative_to(os.path.realpath(run.path)):
+        return sees_run
+    mark = link.ask("mark", storage.url)
+    try:
+        # Without the right to write there, the driver could not store what it is sent.
+        return mark is None or os.path.exists(mark)
+    finally:
+        link.ask("unmark")

@@ -3,10 +3,12 @@
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -18,7 +20,7 @@ from paceline.workers import (
     WorkerFailedError,
     stop_fork_server,
 )
-from paceline.workers.pools import _generation
+from paceline.workers.pools import _failure_detector, _generation
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -175,6 +177,29 @@ def test_patience_is_kept_with_a_slow_rank(printed: list[OutputLine]) -> None:
 
     with LocalPool(2, on_line=printed.append) as pool:
         assert pool.submit(in_group(wait_for_another)).wait() == [None, None]
+
+
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_the_log_tells_early_whom_the_others_wait_for(
+    printed: list[OutputLine], late: int, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(_failure_detector, "_NOTICE_S", 1.0)
+    said = rf"Missing ranks: {late}. Rank {late} is at test_hangs.py:\d+ in wait_for_file"
+
+    def wait_for_file() -> None:
+        from torch import distributed
+
+        while rank() == late and not (tmp_path / "go").exists():
+            time.sleep(0.05)
+        distributed.barrier()
+
+    with LocalPool(3, on_line=printed.append) as pool:
+        call = pool.submit(in_group(wait_for_file))
+        while not re.search(said, caplog.text):
+            assert call.wait(0.05) is None
+        (tmp_path / "go").touch()
+        assert call.wait() == [None] * 3
 
 
 def hold_the_lock() -> None:

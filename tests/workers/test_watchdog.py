@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.workers.pools._failure_detector import FailureDetector, PoolSettings
 from paceline.workers.pools._packed_call import PackedCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations_of_workers
 from paceline.workers.pools._thread_progress import Progress, ProgressMeter
@@ -223,3 +224,45 @@ def test_the_places_of_three_missing_ranks_are_told_at_most() -> None:
     hang = judged("waits 101 s in all_reduce 5", *["computes in load 4"] * 5)
     assert hang is not None
     assert hang.text.count(" is at ") == 3
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_long_wait_is_noticed_now_and_then_before_it_ends_the_workers(late: int) -> None:
+    settings = PoolSettings(heartbeat_timeout_s=30.0, collective_timeout_s=1800.0, grace_s=2.0)
+    call = PendingCall(1, range(3))
+    with ExitStack() as stack:
+        workers = []
+        for rank in range(3):
+            ends = socket.socketpair()
+            for end in ends:
+                stack.enter_context(end)
+            workers.append(PoolWorker(rank, ends[0]))
+            workers[-1].run_program(call)
+        detector = FailureDetector(workers, settings, lambda rank: False)
+
+        def noticed(seconds: int, count: int = 5) -> list[int]:
+            """Return after how many seconds of a wait something was said."""
+            said = []
+            for second in range(seconds):
+                texts = [f"waits {second} s in all_reduce {count}"] * 3
+                texts[late] = f"computes in load {count - 1}"
+                for rank, text in enumerate(texts):
+                    workers[rank].progress = seen(rank, text).progress
+                assert detector.look(second, 0.0) is None
+                notice = detector.notice()
+                if notice is not None:
+                    assert f"Missing ranks: {late}. Rank {late} is at data.py:{late}" in notice
+                    assert notice.endswith("The workers are ended if that lasts 1800 s.")
+                    said.append(second)
+            return said
+
+        assert noticed(1800) == [60, 240, 960]
+        # What went on and waits again is noticed as early.
+        assert noticed(100, count=6) == [60]
+
+
+def test_all_that_wait_are_named_once_one_has_waited_too_long() -> None:
+    texts = "waits 101 s in all_reduce 5", "waits 99 s in all_reduce 5", "computes in load 4"
+    hang = judged(*texts)
+    assert hang is not None
+    assert hang.text.startswith("Ranks 0 and 1 wait in `all_reduce` (train.py:0 in main) for 99 s")

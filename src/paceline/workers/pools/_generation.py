@@ -333,6 +333,8 @@ class Generation:
             # While this process stood still itself, nobody was late.
             elapsed_s = min(now - began, 2 * self._settings.tick_s)
             self._pass(self._detector.look(now, elapsed_s))
+        if self._pool_end is None and (notice := self._detector.notice()):
+            logger.warning("%s", notice)
         if self._break_at is not None and now >= self._break_at and self._pool_end is not None:
             self._break_at = self._end_of_stacks(now)
             if self._break_at is None:

@@ -56,10 +56,11 @@ def detect_hang(
         return _detected_hang(waiting, f"{noun} without", returned, is_certain=True)
     if not others and len({o.progress.operation for o in waiting}) > 1:
         return _detected_hang(waiting, "these must be the same", [], is_certain=True)
-    waiting = [o for o in waiting if o.progress.stuck_s >= timeout_s]
-    if waiting and missing:
+    late = [o for o in waiting if o.progress.stuck_s >= timeout_s]
+    if late and missing:
         noun = _ranks(missing, "has not come", "have not come")
         return _detected_hang(waiting, f"{noun} there", missing, is_certain=False)
+    waiting = late
     if waiting and not any(o not in waiting and not o.has_returned for o in observations):
         return _detected_hang(waiting, "none of them goes on", [], is_certain=False)
     return None

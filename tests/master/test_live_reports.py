@@ -263,7 +263,8 @@ def test_what_is_reported_while_no_master_answers_arrives_later(
             _, told = process.communicate(timeout=120)
             assert process.returncode == 0
             assert "none does" in told
-            assert str(scripts.run.path) in told
+            assert "not all of it was sent. It is sent in the background for up to 60 s." in told
+            assert f"Hint: `paceline sync {scripts.run.path}`" in told
         else:
             scripts.go_to(3)
         gate.open()
@@ -300,6 +301,8 @@ def test_a_script_without_the_right_token_runs_and_says_so(
     _, text = process.communicate(timeout=120)
     assert process.returncode == 0
     assert re.search(told, text), text
+    assert f"not all of it was sent. Hint: `paceline sync {scripts.run.path}`" in text
+    assert "background" not in text
     assert experiments(master) == []
 
 

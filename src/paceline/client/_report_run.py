@@ -118,7 +118,17 @@ class _Reporter:
             self._deadline = time.monotonic() + _patience_s()
 
     def _leave_script(self) -> None:
-        """Let go of what the script waits for, and of its terminal."""
+        """Let go of what the script waits for, and of its terminal; say there what is left."""
+        if self._last_said:
+            in_time = (
+                f" It is sent in the background for up to {_patience_s():.0f} s."
+                if _patience_s() > 0
+                else ""
+            )
+            self._say(
+                f"The run {self._sync.name} has ended, and not all of it was sent.{in_time}"
+                f" Hint: `paceline sync {self._path}` sends it later."
+            )
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (_STDOUT, _STDERR):
             os.dup2(nothing, descriptor)

@@ -182,6 +182,15 @@ def test_the_reason_of_a_failure_is_told_once() -> None:
     assert not view.has_told("another")
 
 
+def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+    view = feed({"name": "random"})
+    end = {"code": 1, "error": "ValueError: bad\nin shard 3"}
+    assert lines(view, "attempt_ended", number=1, exit=end) == [
+        " 0:01 trial 7    attempt 1 ended with exit code 1: ValueError: bad"
+    ]
+    assert view.has_told("The attempt failed (exit code 1: ValueError: bad\nin shard 3).")
+
+
 def test_a_reopened_trial_that_fails_again_is_told_again() -> None:
     view = feed({"name": "random"})
     lines(view, "trial_state", state="ERROR", error="x", reason=None)

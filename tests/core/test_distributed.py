@@ -283,13 +283,14 @@ with core.init(
     distributed=core.DistributedContext.from_torch_distributed(timeout_s=600)
 ) as context:
     if context.distributed.rank == 1:
-        raise ValueError("boom")
+        raise ValueError("boom\\nin shard 3")
     context.distributed.allgather(None)
 """
     results = finish_ranks(start_ranks(code, size=2))
     assert [exit_code for exit_code, _, _ in results] == [1, 1]
     assert "DistributedPeerError" in results[0][2]
-    assert "rank 1 failed: ValueError: boom" in results[0][2]
+    assert "rank 1 failed: ValueError: boom\n" in results[0][2]
+    assert "shard" not in results[0][2]
 
 
 def test_chief_that_cannot_start_tells_the_others(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,24 @@ signal.pause()
         "] paceline.launch: Rank 1 exited with code 1 (ValueError: boom), the first of 3 to fail;"
         " its output is above."
     )
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        ("raise ValueError('odd data\\nin shard 3')", "ValueError: odd data"),
+        ("sys.exit('odd data\\nin shard 3')", "odd data"),
+        ("exec('if True print()')", "SyntaxError: .*"),
+    ],
+)
+def test_an_error_is_shown_in_full_once_and_then_by_its_first_line(
+    launch: Launch, script: Script, rank: int, statement: str, line: str
+) -> None:
+    text = f"import os, sys, time\nif os.environ['RANK'] == '{rank}': {statement}\ntime.sleep(600)"
+    result = launch("--nproc-per-node=3", "--grace-s", "0", script(text))
+    assert re.search(rf"Rank {rank} exited with code 1 \({line}\), the first", result.stderr)
+    assert result.stderr.splitlines().count(f"[rank={rank}] in shard 3") == ("shard" in statement)
 
 
 def test_a_killed_worker_is_named_with_its_signal(launch: Launch, script: Script) -> None:

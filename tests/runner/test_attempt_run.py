@@ -236,6 +236,21 @@ def test_a_missing_program_is_the_shells_error_and_a_failure(shared_master: Any)
     assert any("no-such-program" in line for line in shared_master.output(trial))
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_rank_that_failed_is_named_where_it_reported_nothing(
+    shared_master: Any, rank: int
+) -> None:
+    script = (
+        f"import os, time\nif os.environ['RANK'] == '{rank}': raise OSError('x')\ntime.sleep(60)"
+    )
+    command = "python3 -m paceline.launch.torch_distributed --nproc-per-node 3 --grace-s 0 train.py"
+    trial = shared_master.wait_for_end(shared_master.create(script, entrypoint=command))
+    assert trial["error"] == (
+        f"The attempt failed (exit code 1: Rank {rank} exited with code 1 (OSError: x), the first"
+        " of 3 to fail.) and max_restarts is 0."
+    )
+
+
 def test_a_killed_runner_takes_its_processes_along_and_the_trial_goes_on(
     shared_master: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:

@@ -180,7 +180,8 @@ class EventFeed:
         how = f"signal {signal}" if signal else f"exit code {code}"
         said = end.get("error") or end.get("detail")
         self._told_errors.add(said or how)
-        detail = f": {said}" if said else ""
+        # Its other lines are in the output, which is shown above.
+        detail = f": {said.partition(chr(10))[0]}" if said else ""
         number = event.data.get("number", self._trial(event).num_attempts)
         text = f"{self._name(event)}attempt {number} ended with {how}{detail}"
         yield FeedLine(seconds=seconds, text=text, style="red", failed_trial_id=event.trial_id)

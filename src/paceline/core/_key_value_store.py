@@ -92,7 +92,9 @@ class KeyValueStore:
         try:
             if not self._store.check([_FAILED_KEY]):
                 name = type(error).__name__
-                text = f"{name}\nrank {self._rank} failed: {name}: {error}"
+                # This rank prints the rest, which need not be there once for each rank.
+                line = str(error).partition("\n")[0]
+                text = f"{name}\nrank {self._rank} failed: {name}: {line}"
                 self._store.set(_FAILED_KEY, text.encode())
         except RuntimeError:
             return

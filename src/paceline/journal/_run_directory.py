@@ -210,11 +210,11 @@ class RunDirectory:
         return self.path / "journal" / key.directory_name
 
     def write_launch_error(self, text: str) -> None:
-        """Write why the workers of all nodes have ended, for the runner of this one."""
+        """Write why the workers have ended, those of all nodes, for the runner of this one."""
         write_atomically(self.path / _LAUNCH_ERROR_FILE, text.encode(errors="replace"))
 
     def read_launch_error(self) -> str | None:
-        """Return why the workers of all nodes have ended; None if no launcher has told it."""
+        """Return why the workers have ended; None if no launcher has told it."""
         try:
             return (self.path / _LAUNCH_ERROR_FILE).read_text(errors="replace").strip() or None
         except OSError:

@@ -1,6 +1,7 @@
 """The nodes of the attempt that a launcher belongs to, if a master has placed it on several."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,12 +47,6 @@ class AttemptNodes:
         """Return the number of workers of each node; empty if the options say it for all."""
         return self.num_slots if options.num_workers is None else ()
 
-    def tell_error(self, text: str) -> None:
-        """Tell the runner of this node why the workers of all nodes have ended."""
-        from paceline.journal import RunDirectory
-
-        RunDirectory(Path(os.environ[_RUN_DIRECTORY_VARIABLE])).write_launch_error(text)
-
 
 def attempt_nodes() -> AttemptNodes | None:
     """Return the nodes of the attempt of this process; None if there is one at most."""
@@ -65,6 +60,15 @@ def attempt_nodes() -> AttemptNodes | None:
         port=int(port),
         num_slots=tuple(info.container_slot_counts),
     )
+
+
+def tell_runner(text: str) -> None:
+    """Tell the runner of this node why the workers have ended, if this is an attempt of a trial."""
+    if path := os.environ.get(_RUN_DIRECTORY_VARIABLE):
+        from paceline.journal import NotARunDirectoryError, RunDirectory, RunVersionError
+
+        with suppress(OSError, NotARunDirectoryError, RunVersionError):
+            RunDirectory.open(Path(path)).write_launch_error(text)
 
 
 def info_of_attempt() -> "RunInfo | None":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from paceline.launch._attempt_nodes import AttemptNodes, attempt_nodes, info_of_attempt
+from paceline.launch._attempt_nodes import AttemptNodes, attempt_nodes, info_of_attempt, tell_runner
 from paceline.launch._backend_variables import Backend
 from paceline.launch._launcher_arguments import (
     USAGE,
@@ -24,6 +24,7 @@ from paceline.launch._line_writer import RankLineWriter
 from paceline.launch._worker_command import worker_command
 from paceline.workers import (
     LOOPBACK,
+    OUTPUT_IS,
     SHARDS_VARIABLE,
     CollectiveMismatchError,
     ElasticLimits,
@@ -89,8 +90,7 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
         WorkerStartError,
     ) as error:
         print(f"paceline.launch.{backend.launcher}: error: {error}", file=sys.stderr)
-        if nodes is not None:
-            nodes.tell_error(str(error))
+        tell_runner(str(error))
         return 2
 
 
@@ -139,8 +139,9 @@ def _run_workers(
         runner.run(lambda: cast(ProgramPool, group.pool).program)
     except (CollectiveMismatchError, WorkerFailedError) as error:
         logger.error("%s", error)
-        if attempt is not None:
-            attempt.tell_error(str(error))
+        # The output is not beside it where the runner's word is read.
+        text, found, _ = str(error).partition(OUTPUT_IS)
+        tell_runner(f"{text}." if found else text)
         return _exit_code(error, signal.SIGINT in runner.received)
     return 0
 

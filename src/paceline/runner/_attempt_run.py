@@ -224,7 +224,7 @@ class AttemptRun:
                 return make_attempt_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
         detail = _why_process_ended(exit_)
-        if self._group.has_others:
+        if self._group.has_others or (exit_.is_failure and kill_reason is None):
             detail = self._directory.run.read_launch_error() or detail
         return make_attempt_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
 

@@ -8,6 +8,7 @@ from paceline._network_interfaces import LOOPBACK
 from paceline.workers._call_in_workers import call_in_workers
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import (
+    OUTPUT_IS,
     CollectiveMismatchError,
     NodesDifferError,
     NotEnoughWorkersError,
@@ -106,6 +107,7 @@ __all__ = [
     "LEAST_HEARTBEAT_TIMEOUT_S",
     "LINE_CHARACTERS",
     "LOOPBACK",
+    "OUTPUT_IS",
     "PROGRAM_FILE",
     "SHARDS_VARIABLE",
     "THREADS_MARK",

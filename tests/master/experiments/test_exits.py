@@ -79,6 +79,22 @@ def test_a_failing_trial_restarts_from_its_latest_checkpoint_until_it_may_no_mor
     assert "restart 1 of 2" in bench.notes(1)
 
 
+def test_the_log_repeats_the_first_line_of_an_error_alone(bench: Any) -> None:
+    bench.create("single")
+    text = "ValueError: no\nsuch data"
+    for _ in range(3):
+        attempt_id = bench.start(1)
+        bench.checkpoint(attempt_id, 10 * attempt_id, f"c{attempt_id}")
+        bench.send(attempt_id, AttemptFinished(time=1.0, outcome="error", error=text))
+        bench.end(attempt_id, code=1)
+    assert (
+        bench.trial(1).error == f"The attempt failed (exit code 1: {text}) and max_restarts is 2."
+    )
+    assert "such data" not in bench.notes(1)
+    assert "(exit code 1: ValueError: no); restart 1 of 2" in bench.notes(1)
+    assert "(exit code 1: ValueError: no) and max_restarts is 2." in bench.notes(1)
+
+
 def lack(bench: Any, attempt_id: int, ago_s: float) -> None:
     """End an attempt that could not start for want of something, some seconds ago."""
     detail = "[Errno 28] No space left on device"

@@ -75,9 +75,13 @@ def end_attempt(
     )  # fmt: skip
     trial = changes.trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
-    decision = judge_exit(_facts_of_end(transaction, trial, attempt, config_of(experiment), end))
-    if decision.note:
-        changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
+    facts = _facts_of_end(transaction, trial, attempt, config_of(experiment), end)
+    decision = judge_exit(facts)
+    if note := decision.note:
+        if end.reason is ExitReason.EXITED:
+            # The log has the other lines already, where the process printed them.
+            note = note.replace(facts.text, facts.text.partition("\n")[0])
+        changes.note(transaction, trial.id, attempt.number, decision.level, note)
     _follow_end(changes, transaction, trial, experiment, decision)
     transaction.after_commit(changes.wake)
     faults.reach("master.attempt.ended")

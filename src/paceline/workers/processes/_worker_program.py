@@ -233,14 +233,15 @@ def _outcome_of_exit(code: object) -> ProgramOutcome:
     if code is None or isinstance(code, int):
         return ProgramOutcome(exit_code_of(code))
     _attempt(lambda: print(code, file=sys.stderr))
-    return ProgramOutcome(1, str(code)[:_ERROR_CHARACTERS])
+    return ProgramOutcome(1, str(code).partition("\n")[0][:_ERROR_CHARACTERS])
 
 
 def _outcome_of_error(error: BaseException) -> ProgramOutcome:
-    description = "".join(traceback.format_exception_only(type(error), error)).strip()
+    lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
     outcome = ProgramOutcome(
         INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
-        description.splitlines()[-1][:_ERROR_CHARACTERS],
+        # Where the syntax is wrong stands before what is wrong.
+        lines[-1 if isinstance(error, SyntaxError) else 0][:_ERROR_CHARACTERS],
         is_consequence=is_consequence(error),
     )
     frames = error.__traceback__

@@ -1,6 +1,7 @@
 """Launchers of several nodes, which all run on this machine; with real processes and signals."""
 
 import os
+import re
 import signal
 import socket
 import struct
@@ -18,7 +19,15 @@ from paceline.core import RunState, list_runs
 from paceline.testing._compare_runs import compare_runs
 from paceline.testing._run_results import read_run_facts
 from paceline.workers import PortReservation
+from paceline.workers._restart_policy import RestartDecision
+from paceline.workers.pools._channel import BlockingChannel
 from paceline.workers.remote import _launch_nodes
+from paceline.workers.remote._launch_node_messages import (
+    LONGEST_BYTES,
+    PROTOCOL,
+    NodeMessage,
+    NodeMessageKind,
+)
 
 Launcher = subprocess.Popen[str]
 Script = Callable[..., str]
@@ -64,6 +73,28 @@ with core.init(distributed=distributed):
     if distributed.rank == 1:
         raise InvalidHP("too wide")
     time.sleep(600)
+"""
+
+
+HANGS = """
+import os, sys, time
+import torch
+from torch import distributed
+from paceline import core
+
+def wait_for_nothing():
+    time.sleep(600)
+
+context = core.DistributedContext.from_torch_distributed()
+with core.init(distributed=context):
+    distributed.init_process_group("gloo")
+    distributed.barrier()
+    if os.environ["RANK"] == sys.argv[1]:
+        if sys.argv[2] == "asleep":
+            wait_for_nothing()
+        distributed.barrier()
+    else:
+        distributed.all_reduce(torch.ones(1))
 """
 
 
@@ -314,6 +345,29 @@ def test_a_launcher_that_is_stopped_counts_as_lost(
     assert_ended(pids)
 
 
+@pytest.mark.parametrize(
+    ("rank", "what", "said"),
+    [
+        (2, "asleep", r"rank 2 has not come there. Missing ranks: 2. Rank 2 is at .*for_nothing"),
+        pytest.param(
+            0, "asleep", r"has not come there. Missing ranks: 0. Rank 0 is at .*for_nothing",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, "elsewhere", "Hint: all ranks must make the same", marks=pytest.mark.slow),
+        pytest.param(0, "elsewhere", "Hint: all ranks must make the same", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_ranks_of_several_nodes_that_wait_in_vain_are_named_by_all_launchers(
+    start_node: StartNode, script: Script, rank: int, what: str, said: str
+) -> None:
+    name = script(HANGS)
+    options = ["--collective-timeout-s=3", name, str(rank), what]
+    for code, out, err in ends([start_node(n, *options, nodes=3) for n in range(3)]):
+        assert code == (1 if what == "elsewhere" else 137), err
+        assert re.search(said, err.splitlines()[-1]), err
+        assert "most recent call first" in out + err
+
+
 def test_when_the_launcher_of_node_0_is_killed_the_others_end_and_name_it(
     start_node: StartNode, script: Script, tmp_path: Path
 ) -> None:
@@ -364,7 +418,13 @@ def test_a_node_0_that_is_not_reached_is_told_while_it_is_waited_for(
 ) -> None:
     monkeypatch.setattr(_launch_nodes, "_TELL_AFTER_S", 0.0)
     nodes = _launch_nodes.LaunchNodes(
-        2, ("127.0.0.1", master_port), {}, lambda *_: False, heartbeat_timeout_s=30, wait_s=1
+        2,
+        ("127.0.0.1", master_port),
+        {},
+        lambda *_: False,
+        heartbeat_timeout_s=30,
+        collective_timeout_s=30,
+        wait_s=1,
     )
     messages: SimpleQueue[Any] = SimpleQueue()
     nodes.open(messages.put)
@@ -374,3 +434,39 @@ def test_a_node_0_that_is_not_reached_is_told_while_it_is_waited_for(
     assert told.startswith(f"Node 2 does not reach node 0 at 127.0.0.1:{master_port} yet")
     assert "Connection refused. Hint:" in told
     assert "was not reached within 1 s" in lost.failure.text
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        7, [7], ["abcdefghi"], [[1, False]], [[1, False, [1.0] * 5]], [[1, False, ["x"] * 6]],
+        [[None, False, [1.0, True, "barrier", 3, "train.py:1 in f", 1.0]]],
+    ],
+)  # fmt: skip
+def test_a_launcher_that_tells_nonsense_of_its_ranks_is_lost_and_harms_nobody(
+    master_port: int, ranks: Any
+) -> None:
+    address, options = ("127.0.0.1", master_port), {"--nnodes": 2, "launcher protocol": PROTOCOL}
+    first = _launch_nodes.LaunchNodes(
+        0,
+        address,
+        {"--nnodes": 2},
+        lambda *_: RestartDecision(False, ""),
+        heartbeat_timeout_s=30,
+        collective_timeout_s=30,
+        wait_s=60,
+    )
+    messages: SimpleQueue[NodeMessage] = SimpleQueue()
+    first.open(messages.put)
+    with socket.create_connection(address) as end:
+        channel = BlockingChannel(end, LONGEST_BYTES)
+        hello = NodeMessage(word=NodeMessageKind.HELLO, node_rank=1, options=options)
+        channel.send(hello.frame())
+        assert messages.get(timeout=60).word == NodeMessageKind.START
+        channel.send(NodeMessage(word=NodeMessageKind.PROGRESS, ranks=ranks).frame())
+        assert messages.get(timeout=60).word == NodeMessageKind.END
+        first.tell_ended(0, (), {})
+        verdict = messages.get(timeout=60)
+    first.close(None)
+    assert verdict.failure is not None
+    assert "The launcher of node 1 was lost: it sent what is no message" in verdict.failure.text

@@ -20,7 +20,7 @@ from paceline.workers import (
     WorkerFailedError,
     stop_fork_server,
 )
-from paceline.workers.pools import _failure_detector, _generation
+from paceline.workers.pools import _generation, _watchdog
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -184,7 +184,7 @@ def test_the_log_tells_early_whom_the_others_wait_for(
     printed: list[OutputLine], late: int, tmp_path: Path,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(_failure_detector, "_NOTICE_S", 1.0)
+    monkeypatch.setattr(_watchdog, "_NOTICE_S", 1.0)
     said = rf"Missing ranks: {late}. Rank {late} is at test_hangs.py:\d+ in wait_for_file"
 
     def wait_for_file() -> None:

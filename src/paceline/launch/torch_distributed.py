@@ -184,6 +184,7 @@ def _launch_nodes(
             },
             policy.decide,
             heartbeat_timeout_s=options.heartbeat_timeout_s or _FOR_EVER_S,
+            collective_timeout_s=options.collective_timeout_s or _FOR_EVER_S,
             wait_s=options.nodes_timeout_s,
         )
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -38,6 +39,8 @@ _LEAVE_S = 5.0
 # process waits is seen then at the latest.
 _INTERVAL_S = 0.2
 _END_INTERVAL_S = 0.01
+# How often other nodes are told what the ranks of this one are at.
+_PROGRESS_S = 2.0
 
 # Numbers are signals that arrived; None is the end of the call. Messages come from other nodes.
 _Events = SimpleQueue[int | NodeMessage | None]
@@ -115,6 +118,7 @@ class LaunchRun(GroupRun):
         self._decision: RestartDecision | None = None
         self._begin_call: Callable[[], PendingCall] | None = None
         self._never_begins = False
+        self._tell_progress_at = 0.0
         self._events: _Events = SimpleQueue()
         # By node, where this one is None: all may be told of the same signal.
         self._counts: Counter[tuple[int | None, int]] = Counter()
@@ -182,6 +186,7 @@ class LaunchRun(GroupRun):
         assert call is not None
         if call.is_done and not self._group.pool.is_ending:
             return True
+        self._tell_progress()
         try:
             event = self._events.get(timeout=_END_INTERVAL_S if call.is_done else _INTERVAL_S)
         except Empty:
@@ -244,6 +249,8 @@ class LaunchRun(GroupRun):
             self._forward(event, None)
         elif event.word == NodeMessageKind.SIGNAL:
             self._forward(event.signum, event.node_rank)
+        elif event.word == NodeMessageKind.HANG and event.failure is not None:
+            self._group.pool.end_hung(event.failure.error())
         else:
             # The workers of another node have failed, or all is over.
             if event.word != NodeMessageKind.END:
@@ -271,6 +278,11 @@ class LaunchRun(GroupRun):
             pool.request_stop(0.0)
 
     # ---- several nodes -------------------------------------------------------------------
+
+    def _tell_progress(self) -> None:
+        if self._nodes is not None and time.monotonic() >= self._tell_progress_at:
+            self._tell_progress_at = time.monotonic() + _PROGRESS_S
+            self._nodes.tell_progress(self._group.pool.observations())
 
     def _await_start(self, nodes: LaunchNodes) -> bool:
         """Wait until the workers of all nodes are to start; tell whether they ever will.

@@ -15,7 +15,7 @@ from paceline.workers.pools._pool_worker import (
     observations_of_workers,
 )
 from paceline.workers.pools._serve_calls import WorkerError
-from paceline.workers.pools._watchdog import DetectedHang, detect_hang
+from paceline.workers.pools._watchdog import HangWatch, WatchedRank
 from paceline.workers.processes._exit_as_error import left_error
 from paceline.workers.processes._rank_environment import NodeLayout
 from paceline.workers.processes._worker_spec import WorkerExit
@@ -24,12 +24,7 @@ from paceline.workers.processes._worker_spec import WorkerExit
 _SETTLE_S = 0.2
 # What a worker gets to die if its end is what another one's error answers, or answers that.
 _CAUSE_SETTLE_S = 2.0
-# How long a rank waits for one that has returned until that is taken for an error.
-_CERTAIN_S = 5.0
 _LONGEST_TICK_S = 1.0
-# When those that wait for others are told of first, and how much later each time from then on.
-_NOTICE_S = 60.0
-_NOTICE_FACTOR = 4
 
 
 class PoolSettings(NamedTuple):
@@ -93,7 +88,10 @@ class FailureDetector:
         self._first_failed: PoolWorker | None = None
         self._settle_at: float | None = None
         self._asked_at: float | None = None
-        self._notice_s = _NOTICE_S
+        # Who waits for a rank of another node is seen by node 0 alone.
+        is_whole = self._world_size == len(workers)
+        timeouts = settings.heartbeat_timeout_s, settings.collective_timeout_s
+        self._hangs = HangWatch(*timeouts) if is_whole else None
         self.refusal: HyperparametersRefusedError | None = None
 
     @property
@@ -157,16 +155,7 @@ class FailureDetector:
 
     def notice(self) -> str | None:
         """Return who waits for whom in a collective operation for long, now and then."""
-        timeout_s = self._settings.collective_timeout_s
-        hang = self._hang(_NOTICE_S)
-        if hang is None:
-            # It went on.
-            self._notice_s = _NOTICE_S
-            return None
-        if self._notice_s >= timeout_s or (hang := self._hang(self._notice_s)) is None:
-            return None
-        self._notice_s *= _NOTICE_FACTOR
-        return f"{hang.text} The workers are ended if that lasts {timeout_s:g} s."
+        return None if self._hangs is None else self._hangs.notice(self._calls())
 
     def _note_failed(self, worker: PoolWorker, now: float) -> None:
         if self._first_failed is None:
@@ -291,22 +280,9 @@ class FailureDetector:
         return PoolEnd(WorkerFailedError(text, worker.rank), 0.0, wants_stacks=True)
 
     def _waiting_in_vain(self) -> PoolEnd | None:
-        hang = self._hang(self._settings.collective_timeout_s)
-        if hang is None:
-            return None
-        text = f"{hang.text} The stacks of all ranks are in the output above."
-        error: Exception = WorkerFailedError(text, hang.rank)
-        if hang.is_certain:
-            hint = "Hint: all ranks must make the same calls in the same order."
-            error = CollectiveMismatchError(f"{text} {hint}")
-        return PoolEnd(error, 0.0, wants_stacks=True)
+        error = None if self._hangs is None else self._hangs.look(self._calls())
+        return None if error is None else PoolEnd(error, 0.0, wants_stacks=True)
 
-    def _hang(self, timeout_s: float) -> DetectedHang | None:
-        certain_s = min(_CERTAIN_S, self._settings.heartbeat_timeout_s)
-        for call in {worker.current for worker in self._workers if worker.is_busy}:
-            assert call is not None
-            seen = observations_of_workers(call, self._workers)
-            hang = detect_hang(seen, certain_s, timeout_s)
-            if hang is not None:
-                return hang
-        return None
+    def _calls(self) -> list[list[WatchedRank]]:
+        calls = {worker.current for worker in self._workers if worker.is_busy}
+        return [observations_of_workers(call, self._workers) for call in calls if call is not None]

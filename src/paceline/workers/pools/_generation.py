@@ -22,9 +22,10 @@ from paceline.workers.pools._failure_detector import (
     PoolEnd,
     PoolSettings,
 )
-from paceline.workers.pools._pool_worker import Assignment, PoolWorker
+from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations_of_workers
 from paceline.workers.pools._serve_calls import read_error
 from paceline.workers.pools._thread_progress import Progress
+from paceline.workers.pools._watchdog import WatchedRank
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._local_worker_group import OnExit
 from paceline.workers.processes._process_facts import has_pending_signal
@@ -187,6 +188,16 @@ class Generation:
     def request_stop(self, grace_s: float, *, is_asked: bool) -> None:
         """Have the workers ended after a time in seconds; `is_asked` if they know already."""
         self._group.request_stop(grace_s, is_asked=is_asked)
+
+    def observations(self) -> list[WatchedRank]:
+        """Return what is known of the ranks of a program."""
+        return (
+            [] if self._program is None else observations_of_workers(self._program, self._workers)
+        )
+
+    def end_hung(self, error: Exception) -> None:
+        """End all workers, with their stacks, as ranks of this node or others wait in vain."""
+        self._post(self._pass, PoolEnd(error, 0.0, wants_stacks=True))
 
     def drain(self, timeout_s: float) -> None:
         """Wait until what the workers have printed so far was delivered, but not for longer."""

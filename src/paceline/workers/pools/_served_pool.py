@@ -16,6 +16,7 @@ from paceline.workers.pools._packed_call import PackedCall, pack_worker_call
 from paceline.workers.pools._pool_worker import Assignment
 from paceline.workers.pools._serve_calls import driver_facts
 from paceline.workers.pools._shared_buffers import SharedBuffers
+from paceline.workers.pools._watchdog import WatchedRank
 from paceline.workers.pools._worker_call import WorkerCall
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool, checked_ranks
 from paceline.workers.processes._line_printer import LinePrinter
@@ -165,6 +166,15 @@ class ServedPool(WorkerPool):
         """Have the workers ended after a time; see `WorkerPool.request_stop`."""
         if self._generation is not None:
             self._generation.request_stop(grace_s, is_asked=is_asked)
+
+    def observations(self) -> list[WatchedRank]:
+        """Return what is known of the ranks of a program."""
+        return [] if self._generation is None else self._generation.observations()
+
+    def end_hung(self, error: Exception) -> None:
+        """End all workers, with their stacks, as ranks of this node or others wait in vain."""
+        if self._generation is not None:
+            self._generation.end_hung(error)
 
     @property
     def reports(self) -> BegunRuns:

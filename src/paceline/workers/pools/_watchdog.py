@@ -1,13 +1,19 @@
-"""Which ranks wait for others in vain; a pure judgement."""
+"""Which ranks wait for others in vain; reads no clock, and does no I/O."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from paceline.workers._errors import CollectiveMismatchError, WorkerFailedError
 from paceline.workers.pools._thread_progress import Progress
 
 # Ranks pair up in these, so their numbers and kinds may differ.
 _PAIRED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list")
 
+# How long a rank waits for one that has returned until that is taken for an error.
+_CERTAIN_S = 5.0
+# When those that wait for others are told of first, and how much later each time from then on.
+_NOTICE_S = 60.0
+_NOTICE_FACTOR = 4
 # Of so many missing ranks a message says where they are; the log says it of all.
 _MOST_PLACES = 3
 
@@ -30,6 +36,56 @@ class DetectedHang(NamedTuple):
     text: str
     rank: int
     is_certain: bool
+
+
+class HangWatch:
+    """Decides whether workers end because ranks wait in vain, and tells of long waits before.
+
+    Args:
+        heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
+        collective_timeout_s: How long ranks may wait for others, in seconds.
+        stacks_are: Where the stacks of all ranks are then.
+    """
+
+    def __init__(
+        self,
+        heartbeat_timeout_s: float,
+        collective_timeout_s: float,
+        stacks_are: str = "in the output above",
+    ) -> None:
+        self._certain_s = min(_CERTAIN_S, heartbeat_timeout_s)
+        self._timeout_s = collective_timeout_s
+        self._stacks_are = stacks_are
+        self._notice_s = _NOTICE_S
+
+    def look(self, calls: Iterable[Sequence[WatchedRank]]) -> Exception | None:
+        """Return the error that ends all workers, from the observations of each call's ranks."""
+        hang = self._hang(calls, self._timeout_s)
+        if hang is None:
+            return None
+        text = f"{hang.text} The stacks of all ranks are {self._stacks_are}."
+        if hang.is_certain:
+            hint = "Hint: all ranks must make the same calls in the same order."
+            return CollectiveMismatchError(f"{text} {hint}")
+        return WorkerFailedError(text, hang.rank)
+
+    def notice(self, calls: Sequence[Sequence[WatchedRank]]) -> str | None:
+        """Return who waits for whom in a collective operation for long, now and then."""
+        if self._hang(calls, _NOTICE_S) is None:
+            # It went on.
+            self._notice_s = _NOTICE_S
+            return None
+        hang = self._hang(calls, self._notice_s)
+        if hang is None or self._notice_s >= self._timeout_s:
+            return None
+        self._notice_s *= _NOTICE_FACTOR
+        return f"{hang.text} The workers are ended if that lasts {self._timeout_s:g} s."
+
+    def _hang(
+        self, calls: Iterable[Sequence[WatchedRank]], timeout_s: float
+    ) -> DetectedHang | None:
+        hangs = (detect_hang(ranks, self._certain_s, timeout_s) for ranks in calls)
+        return next((hang for hang in hangs if hang is not None), None)
 
 
 def detect_hang(

@@ -15,10 +15,14 @@ from paceline.workers._errors import (
 from paceline.workers._restart_policy import describe_failure
 from paceline.workers.pools._channel import ChannelFrame, FrameKind
 from paceline.workers.pools._failure_detector import HyperparametersRefusedError
+from paceline.workers.pools._thread_progress import Progress
+from paceline.workers.pools._watchdog import WatchedRank
 
-PROTOCOL = 1
+PROTOCOL = 2
 LONGEST_BYTES = 64 * 1024
 _TEXT_CHARACTERS = 8000
+# Of what a rank is at.
+_PLACE_CHARACTERS = 120
 
 
 class NodeFailureCause(str, Enum):
@@ -81,11 +85,15 @@ class NodeMessageKind(str, Enum):
     FAILED = "failed"
     ENDED = "ended"
     LEAVING = "leaving"
+    # To node 0, all the time: what the ranks of a node are at.
+    PROGRESS = "progress"
     # From node 0.
     REFUSED = "refused"
     WELCOME = "welcome"
     START = "start"
     END = "end"
+    # Ranks wait in vain: all end, with their stacks.
+    HANG = "hang"
     VERDICT = "verdict"
     # Both ways.
     SIGNAL = "signal"
@@ -108,6 +116,37 @@ class NodeMessage:
     is_restart: bool = False
     text: str = ""
     signum: int = 0
+    ranks: Sequence[Sequence[Any]] = ()
+
+    @classmethod
+    def of_progress(cls, ranks: Sequence[WatchedRank]) -> "NodeMessage":
+        """Return what tells of the ranks of a node; see `watched_ranks`."""
+        return cls(word=NodeMessageKind.PROGRESS, ranks=ranks)
+
+    def watched_ranks(self) -> list[WatchedRank]:
+        """Return what a node tells of its ranks.
+
+        Raises:
+            TypeError: That is of other kinds.
+            ValueError: That is of other kinds.
+        """
+        return [
+            WatchedRank(
+                int(rank),
+                bool(has_returned),
+                Progress(
+                    float(stuck_s),
+                    bool(is_waiting),
+                    str(operation)[:_PLACE_CHARACTERS],
+                    int(num_collectives),
+                    str(place)[:_PLACE_CHARACTERS],
+                    float(idle_s),
+                ),
+            )
+            for rank, has_returned, (
+                stuck_s, is_waiting, operation, num_collectives, place, idle_s,
+            ) in self.ranks
+        ]  # fmt: skip
 
     def frame(self) -> ChannelFrame:
         """Return the frame that carries the message."""

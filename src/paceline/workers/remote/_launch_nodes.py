@@ -4,11 +4,12 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from paceline.workers._errors import NodesDifferError
 from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, FrameKind
+from paceline.workers.pools._watchdog import WatchedRank
 from paceline.workers.remote._launch_node_messages import (
     LONGEST_BYTES,
     PROTOCOL,
@@ -39,6 +40,7 @@ class LaunchNodes:
         options: What must be the same on all nodes, by the names of options; has `--nnodes`.
         decide: Whether the workers start again after a failure; only node 0's is asked.
         heartbeat_timeout_s: How long a launcher may give no sign of life, in seconds.
+        collective_timeout_s: How long ranks may wait for others, in seconds; node 0's counts.
         wait_s: How long to wait for launchers before each start, in seconds.
 
     Attributes:
@@ -56,6 +58,7 @@ class LaunchNodes:
         decide: Decide,
         *,
         heartbeat_timeout_s: float,
+        collective_timeout_s: float,
         wait_s: float,
     ) -> None:
         self.port = 0
@@ -70,11 +73,18 @@ class LaunchNodes:
         self._server: NodesServer | None = None
         if node_rank == 0:
             listener = _listen(*address)
-            self._server = NodesServer(listener, self._options, decide, heartbeat_timeout_s, wait_s)
+            timeouts = heartbeat_timeout_s, collective_timeout_s, wait_s
+            self._server = NodesServer(listener, self._options, decide, *timeouts)
 
     def open(self, put: Callable[[NodeMessage], object]) -> None:
         """Connect, and give each message for this launcher to a function, from a thread."""
         threading.Thread(target=self._run, args=(put,), name="paceline-node", daemon=True).start()
+
+    def tell_progress(self, ranks: Sequence[WatchedRank]) -> None:
+        """Tell what the ranks of this node are at, every few seconds."""
+        message = NodeMessage.of_progress(ranks)
+        if len(message.frame().body) <= LONGEST_BYTES // 2:
+            self._send(message)
 
     def tell_failed(self, error: BaseException) -> None:
         """Tell all that this node's workers are being ended by an error."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from paceline._listening import PortReservation
 from paceline.workers._restart_policy import RestartDecision
 from paceline.workers.pools._channel import ChannelFrame, DriverChannel, FrameKind
+from paceline.workers.pools._watchdog import HangWatch, WatchedRank
 from paceline.workers.remote._launch_node_messages import (
     LONGEST_BYTES,
     NodeFailure,
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 # What a connection gets to say who it is, and how many may be about to.
 _HELLO_S = 10.0
 _MOST_STRANGERS = 128
+# What a node has told of its ranks holds for so long.
+_FRESH_S = 10.0
 # What the launchers get to read the last verdict.
 _LEAVE_S = 5.0
 
@@ -53,6 +56,7 @@ class NodesServer:
         options: What must be the same on all nodes, by the names of options.
         decide: Whether the workers start again after a failure; called once for all nodes.
         heartbeat_timeout_s: How long a launcher may give no sign of life, in seconds.
+        collective_timeout_s: How long ranks may wait for others, in seconds.
         wait_s: How long to wait for the launchers of all nodes before each start, in seconds.
     """
 
@@ -62,6 +66,7 @@ class NodesServer:
         options: Mapping[str, int],
         decide: Decide,
         heartbeat_timeout_s: float,
+        collective_timeout_s: float,
         wait_s: float,
     ) -> None:
         listener.setblocking(False)
@@ -70,6 +75,11 @@ class NodesServer:
         self._ranks = range(options["--nnodes"])
         self._decide = decide
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._hangs = HangWatch(
+            heartbeat_timeout_s, collective_timeout_s, "in the outputs of the launchers"
+        )
+        # When each node has told what of its ranks.
+        self._told: dict[int, tuple[float, list[WatchedRank]]] = {}
         self._tick_s = min(1.0, heartbeat_timeout_s / 5)
         self._wait_s = wait_s
         self._selector = selectors.DefaultSelector()
@@ -143,6 +153,24 @@ class NodesServer:
                 self._drop(node, f"it gave no sign of life for {node.silent_s:.3g} s")
         if not self._is_over and not self._running and now > self._come_by:
             self._finish(self._absence())
+        self._watch_ranks(now)
+
+    def _watch_ranks(self, now: float) -> None:
+        """End all workers if ranks, of any nodes, wait for others in vain."""
+        is_known = len(self._told) == len(self._ranks) and all(
+            now < self._told[rank][0] + _FRESH_S for rank in self._running
+        )
+        if not self._running or self._failures or not is_known:
+            return
+        seen = [watched for _, ranks in self._told.values() for watched in ranks]
+        seen.sort(key=lambda watched: watched.rank)
+        error = self._hangs.look([seen])
+        if error is not None:
+            failure = NodeFailure.of(error)
+            self._failures.append(failure)
+            self._tell_all(NodeMessage(word=NodeMessageKind.HANG, failure=failure))
+        elif notice := self._hangs.notice([seen]):
+            logger.warning("%s", notice)
 
     def _accept(self) -> None:
         try:
@@ -211,6 +239,8 @@ class NodesServer:
         elif message.word == NodeMessageKind.FAILED and message.failure is not None:
             text = f"Node {rank}: {message.failure.text}"
             self._note_failure(rank, replace(message.failure, text=text))
+        elif message.word == NodeMessageKind.PROGRESS:
+            self._told[rank] = time.monotonic(), message.watched_ranks()
         elif message.word == NodeMessageKind.ENDED:
             self._num_commits += message.num_commits
             self._received.update(message.received)
@@ -263,6 +293,7 @@ class NodesServer:
         self._port = PortReservation()
         self._running = set(self._ranks)
         self._failures = []
+        self._told = {}
         self._tell_all(
             NodeMessage(word=NodeMessageKind.START, port=self._port.port, resume=self._resume)
         )

@@ -216,6 +216,9 @@ def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
     else:
         first.process.send_signal(signal.SIGTERM)
         assert first.process.wait(60) == 0, first.log_path.read_text()
+        told = first.log_path.read_text()
+        assert "takes no more attempts. It waits for 1 attempt (trial 1): up to 30 s to" in told
+        assert "The runner ends; nothing runs on this node." in told
         # It has said that nothing of it is left.
         states = {node.name: node.state for node in master.client().nodes()}
         assert states == {"first": "lost", "second": "ready"}
@@ -224,6 +227,21 @@ def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
     said = [text.split()[2] for text in lines(trial) if text.startswith("runs on")]
     assert said == ["first", "second"]
     assert [found.resumed_steps for found in attempts(master, 1)] == [0, 2]
+
+
+def test_a_second_ctrl_c_ends_the_runner_and_says_what_still_runs(
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    node = make_node("box", "--slots", "1").start()
+    wait_until(lambda: master.client().nodes())
+    submit(1, entrypoint="trap '' TERM; echo runs; sleep 600")
+    wait_until(lambda: "runs" in lines(master.client().get_trial(1)))
+    node.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "takes no more attempts" in node.log_path.read_text())
+    node.process.send_signal(signal.SIGINT)
+    assert node.process.wait(60) == 0
+    assert "ends and leaves 1 attempt (trial 1) running." in node.log_path.read_text()
 
 
 def test_a_second_runner_on_a_directory_is_refused(

@@ -27,7 +27,7 @@ _CONTROL_WAIT_S = 30.0
 _PAUSE_S = 0.1
 _MEETING_TICK_S = 0.2
 # A runner asked to leave by the system gives its attempt so long to checkpoint.
-_TERMINATION_S = 30.0
+TERMINATION_S = 30.0
 _NOT_FOUND = 404
 
 
@@ -174,7 +174,7 @@ class MasterFollower:
         """Let the attempt checkpoint and leave, as the system shuts down; for signal handlers."""
         with self._lock:
             self._is_terminating = True
-            self._kill_later(_TERMINATION_S)
+            self._kill_later(TERMINATION_S)
             self._write()
 
     def _follow(self) -> None:

@@ -204,8 +204,9 @@ class NodeRunner:
                 has_told = True
                 self._let_leave()
             self._leave_if_idle()
-            if has_told and not any(map(self._processes.is_alive, self._processes.all())):
+            if has_told and not self._alive():
                 self._say_that_it_has_left()
+                logger.info("The runner ends; nothing runs on this node.")
                 return
             try:
                 answer = self._answers.get(timeout=_TICK_S)
@@ -223,6 +224,12 @@ class NodeRunner:
                     logger.warning("The master does not answer: %s", answer)
                 self._recover(answer)
             self._ask()
+        if left := self._alive():
+            logger.warning(
+                "The runner ends and leaves %s running. `paceline runner` with the same `--dir`"
+                " looks after them again.",
+                self._names(left),
+            )
 
     def _leave_if_idle(self) -> None:
         if self._processes.all() or self._wanted or self._idle_timeout_s is None:
@@ -310,6 +317,7 @@ class NodeRunner:
 
     def _let_leave(self) -> None:
         """Have all attempts store a checkpoint and end, as if the machine shut down."""
+        self._log_stop()
         # First, so that none of them comes back here; the poll that waits is overtaken.
         poll = msgspec.structs.replace(self._next_poll(), wait_s=0.0)
         with suppress(UnreachableError, RefusedByMasterError):
@@ -317,6 +325,34 @@ class NodeRunner:
             self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)
         for attempt_id in self._processes.all():
             self._processes.signal_runner(attempt_id, signal.SIGTERM)
+
+    def _log_stop(self) -> None:
+        # Loaded late: it needs much that a runner without attempts does not.
+        from paceline.runner._master_follower import TERMINATION_S
+
+        alive = self._alive()
+        if not alive:
+            logger.info("The runner stops: this node takes no more attempts, and none runs here.")
+            return
+        logger.info(
+            "The runner stops: this node takes no more attempts. It waits for %s: up to %.0f s to"
+            " store a checkpoint and end, and then until the rest is sent. Another Ctrl-C ends the"
+            " runner at once.",
+            self._names(alive),
+            TERMINATION_S,
+        )
+
+    def _alive(self) -> list[int]:
+        return [id_ for id_ in self._processes.all() if self._processes.is_alive(id_)]
+
+    def _names(self, attempts: list[int]) -> str:
+        """Return how many attempts these are, and of which trials as far as that can be read."""
+        trials = []
+        for attempt_id in attempts:
+            with suppress(OSError, msgspec.DecodeError):
+                trials.append(self._processes.directory(attempt_id).read_spec().trial_id)
+        plural = "s" * (len(attempts) > 1)
+        return f"{len(attempts)} attempt{plural} (trial {', '.join(map(str, sorted(trials)))})"
 
     def _say_that_it_has_left(self) -> None:
         """Tell the master that nothing is left here, so that it need not wait for the lease."""

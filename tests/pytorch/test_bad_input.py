@@ -207,3 +207,30 @@ def test_wrong_arguments_of_init_are_refused(
 def test_periods_must_be_units(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         fit(ByBatch, **options)
+
+
+# The batch size and an option that have no effect as they are, told as often as asked for.
+ODD_SETTINGS = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from paceline import pytorch
+
+with pytorch.init(hparams={"global_batch_size": 7}, seed=1) as context:
+    assert [context.get_per_slot_batch_size() for _ in range(2)] == [2, 2]
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    context.wrap_model(nn.Linear(1, 1), shard_precision=precision)
+"""
+
+
+def test_a_setting_without_effect_is_told_once_for_all_ranks(
+    torch_ranks: Any, tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ODD_SETTINGS)
+    environment = clean_environment | {"OMP_NUM_THREADS": "1"}
+    result = torch_ranks.run(3, script, directory=tmp_path, environment=environment)
+    assert result.returncode == 0, result.stdout
+    told = "`global_batch_size` 7 is no multiple of 3 shards: 6 samples are used per step."
+    assert result.stdout.count(told) == 1
+    assert result.stdout.count("`shard_precision` has no effect") == 1

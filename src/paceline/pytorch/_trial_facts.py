@@ -31,6 +31,7 @@ class TrialFacts(RegisteredModels):
     ) -> None:
         super().__init__(core_context, stepper, seed, num_shards)
         self._hparams = hparams
+        self._has_told_rest = False
 
     def get_experiment_config(self) -> dict[str, Any]:
         """Return the experiment's config; empty without a master."""
@@ -91,7 +92,9 @@ class TrialFacts(RegisteredModels):
         """Return one shard's part of the global batch size, for the data loaders."""
         size = self.get_global_batch_size()
         per_slot, rest = divmod(size, self.num_shards)
-        if rest:
+        # Asked for each loader, on each rank.
+        if rest and not self._has_told_rest and self.core.distributed.rank == 0:
+            self._has_told_rest = True
             logger.warning(
                 "`global_batch_size` %d is no multiple of %d shards: %d samples are used per step.",
                 size,

@@ -176,7 +176,8 @@ def _num_shards(
     if latest is not None and core_context.distributed.rank == 0:
         stored = core_context.checkpoint.get_metadata(latest).get("num_shards")
     stored = core_context.distributed.broadcast(stored)
-    if stored is not None and given is not None and stored != given:
+    is_changed = stored is not None and given is not None and stored != given
+    if is_changed and core_context.distributed.rank == 0:
         logger.warning("The checkpoint's %d shards are used instead of %d.", stored, given)
     if stored or given:
         return stored or given

@@ -126,7 +126,7 @@ def _agreed_backend(distributed: DistributedContext, chosen: torch.device | None
     gpus = distributed.allgather(gpu)
     if None not in gpus and len(set(gpus)) == len(gpus):
         return "nccl"
-    if any(gpus):
+    if any(gpus) and distributed.rank == 0:
         logger.warning(
             "NCCL needs a GPU for each of the %d ranks, but there are %d: gloo is used, which is"
             " slower.",

@@ -80,7 +80,8 @@ class ModelWrapper:
         """
         is_divided = apply_plan(model, options.tensor_plan, self._grid) or self._is_sharded
         check_shard_precision(options.shard_precision, has_autocast=has_autocast)
-        if options.shard_precision is not None and not self._is_sharded:
+        has_effect = options.shard_precision is None or self._is_sharded
+        if not has_effect and self._grid.rank == 0:
             logger.warning(
                 "`shard_precision` has no effect, as the model is not divided: it is trained in"
                 ' the types of its parameters. Hint: several ranks with data_parallel="fsdp",'

@@ -35,6 +35,7 @@ class RankGrid:
         shard_size: With FSDP, the number of groups that hold one copy of a model; None for all.
 
     Attributes:
+        rank: The number of this rank.
         num_ranks: The number of all ranks.
         tensor_size: The ranks of this rank's group.
         tensor_rank: The place in the group.
@@ -57,7 +58,7 @@ class RankGrid:
     ) -> None:
         check_tensor_size(tensor_size, distributed.size)
         self.tensor_size = min(tensor_size, distributed.size)
-        self.num_ranks = distributed.size
+        self.rank, self.num_ranks = distributed.rank, distributed.size
         self.data_size = distributed.size // self.tensor_size
         self.data_rank, self.tensor_rank = divmod(distributed.rank, self.tensor_size)
         self._device = device

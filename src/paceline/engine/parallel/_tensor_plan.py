@@ -52,7 +52,7 @@ def apply_plan(model: torch.nn.Module, plan: TensorPlan, grid: RankGrid) -> bool
         plan(model, grid.tensor_mesh)
     grid.note_replaced(before, model)
     is_divided = grid.check_model(model)
-    if not is_divided:
+    if not is_divided and grid.rank == 0:
         logger.warning(
             "`tensor_parallel_size=%d` has no effect on %s, as nothing divides it: the ranks of a"
             " group do the same work. Hint: context.wrap_model(model, tensor_plan=plan).",

@@ -260,6 +260,8 @@ class RankSession(LooseSession):
         if is_even or self._has_warned or self.gradients.models or not torch.is_grad_enabled():
             return
         self._has_warned = True
+        if self.rank_info.rank > 0:
+            return
         logger.warning(
             "A global batch has %d shards, which %d workers cannot share equally, and no model was"
             " prepared whose gradients are weighted by samples. Hint: train.prepare_model(model).",

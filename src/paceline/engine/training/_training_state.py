@@ -126,7 +126,7 @@ class TrainingState:
             loop.means.load_state(own["means"], self._stepper.device)
             if "reducers" in own:
                 self._collected.load_state(own["reducers"])
-        elif not own["means"].get("is_empty", True):
+        elif not own["means"].get("is_empty", True) and self._stepper.grid.rank == 0:
             logger.warning(
                 "Another number of ranks goes on from the checkpoint: the metrics since the last"
                 " report before it are left out of the next one."

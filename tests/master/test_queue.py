@@ -110,6 +110,10 @@ def test_a_more_important_experiment_takes_the_slots_of_the_youngest_and_gives_t
     assert running(master) == [low, high]
     assert queue(master) == [(other, "slots_in_use")]
     assert entries(master)[other]["priority"] == 90
+    ids = {one["trial_id"] for one in entries(master).values()}
+    assert [master.http.get(f"/queue?trial_id={one}").json() for one in (*ids, 77)] == [
+        [entries(master)[other]], []
+    ]  # fmt: skip
     end(master, 3)
     master.schedule()
     assert running(master) == [low, other]

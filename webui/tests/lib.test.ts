@@ -1,12 +1,13 @@
 import { describe, expect, it } from "vitest";
 
-import type { Experiment, ExperimentState, Trial } from "../src/api/types";
+import type { Attempt, Experiment, ExperimentState, Trial } from "../src/api/types";
 import { differing, flatten } from "../src/lib/flatten";
 import { chartable, chartsOf, isProfilerGroup, numericMetrics, xChoices } from "../src/lib/metrics";
 import { formatBytes, formatLength, formatNumber, toNumber } from "../src/lib/numbers";
 import { metricsSearch } from "../src/lib/search";
 import { compareValues } from "../src/lib/sorting";
 import {
+  shownAttemptState,
   shownExperimentState,
   shownMetric,
   shownProgress,
@@ -47,6 +48,10 @@ describe("numbers", () => {
     expect(formatLength(1, "batches")).toBe("1 batch");
     expect(formatLength(1, "loss")).toBe("1 loss");
     expect(formatLength(4, "epochs")).toBe("4 epochs");
+    expect(formatLength(4, "epoch")).toBe("4 epochs");
+    expect(formatLength(1, "epoch")).toBe("1 epoch");
+    expect(formatLength(4, "batch")).toBe("4 batches");
+    expect(formatLength(4, "samples_seen")).toBe("4 samples_seen");
     expect(formatLength(2, "")).toBe("2");
   });
 
@@ -161,5 +166,17 @@ describe("shown states", () => {
     const trial = { state, is_running: running, shown_state: "STOPPED" } as Trial;
     expect(shownTrialState(trial, of as ExperimentState)).toBe(expected);
     expect(shownTrialState({ ...trial, experiment_state: of } as Trial)).toBe(expected);
+  });
+
+  it.each([
+    ["RUNNING", null, "RUNNING"],
+    ["ENDED", { reason: "exited", code: 0, outcome: "completed" }, "COMPLETED"],
+    ["ENDED", { reason: "exited", code: 1, outcome: "error", kind: "user" }, "FAILED"],
+    ["ENDED", { reason: "exited", code: 1, outcome: "error" }, "FAILED"],
+    ["ENDED", { reason: "runner_lost", kind: "transient" }, "FAILED"],
+    ["ENDED", { reason: "exited", code: 0, outcome: "preempted" }, "ENDED"],
+    ["ENDED", { reason: "killed", signal: 9 }, "ENDED"],
+  ])("of an attempt that is %s with the end %o", (state, exit, expected) => {
+    expect(shownAttemptState({ state, exit } as unknown as Attempt)).toBe(expected);
   });
 });

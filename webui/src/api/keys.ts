@@ -21,6 +21,7 @@ export const keys = {
   file: (experimentId: number, path: string) => ["files", experimentId, path] as const,
   schema: () => ["schema"] as const,
   queue: () => ["queue"] as const,
+  queued: (trialId: number) => ["queue", trialId] as const,
   nodes: () => ["nodes"] as const,
   pools: () => ["pools"] as const,
   loss: (experimentId: number) => ["loss", experimentId] as const,

@@ -258,6 +258,17 @@ export const queueQuery = queryOptions({
   queryFn: () => unwrap(api.GET("/api/v1/queue")),
 });
 
+/** Why a trial waits for slots; null if it does not. */
+export const queuedQuery = (trialId: number) =>
+  queryOptions({
+    queryKey: keys.queued(trialId),
+    queryFn: async () => {
+      const query = { trial_id: trialId };
+      const found = await unwrap(api.GET("/api/v1/queue", { params: { query } }));
+      return found[0] ?? null;
+    },
+  });
+
 export const nodesQuery = queryOptions({
   queryKey: keys.nodes(),
   queryFn: () => unwrap(api.GET("/api/v1/nodes")),

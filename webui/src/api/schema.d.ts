@@ -361,7 +361,8 @@ export interface paths {
          * List Queue
          * @description List the trials that wait for slots, the next one first, and why each waits.
          *
-         *     Pools that share by another policy than first come, first served come one after the other.
+         *     Pools that share by another policy than first come, first served come one after the other. With
+         *     `trial_id`, the list has that trial alone, and is empty if it does not wait.
          */
         get: operations["list_queue_api_v1_queue_get"];
         put?: never;
@@ -3667,6 +3668,7 @@ export interface operations {
             query?: {
                 limit?: number;
                 pool?: string | null;
+                trial_id?: number | null;
             };
             header?: never;
             path?: never;

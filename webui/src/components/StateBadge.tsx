@@ -3,6 +3,7 @@
 import {
   IconAlertTriangle,
   IconBan,
+  IconCircle,
   IconCircleCheck,
   IconClock,
   IconPlayerPause,
@@ -27,7 +28,8 @@ const LOOKS: Record<string, Look> = {
   COMPLETED: { label: "Completed", color: "done", Icon: IconCircleCheck },
   CANCELED: { label: "Canceled", color: "quiet", Icon: IconBan },
   ERROR: { label: "Error", color: "failed", Icon: IconAlertTriangle },
-  ENDED: { label: "Ended", color: "quiet", Icon: IconCircleCheck },
+  ENDED: { label: "Ended", color: "quiet", Icon: IconCircle },
+  FAILED: { label: "Failed", color: "failed", Icon: IconAlertTriangle },
   ready: { label: "Ready", color: "done", Icon: IconCircleCheck },
   away: { label: "Not heard of yet", color: "waiting", Icon: IconClock },
   lost: { label: "Lost", color: "failed", Icon: IconAlertTriangle },

@@ -50,10 +50,12 @@ export function formatPercent(share: number): string {
   return `${Math.round(share * 100)} %`;
 }
 
-/** Return a length in a unit that is named in the plural, such as `epochs`. */
+/** Return a length in a unit, such as `epochs`, or a metric that counts one, such as `epoch`. */
 export function formatLength(length: number, unit: string): string {
   const singular = unit.replace(/(?<=^batch)es$|(?<=^(epoch|record|step))s$/, "");
-  return `${formatNumber(length)} ${length === 1 ? singular : unit}`.trim();
+  const isCounted = /^(batch|epoch|record|step)$/.test(singular);
+  const plural = isCounted ? `${singular}${singular === "batch" ? "es" : "s"}` : unit;
+  return `${formatNumber(length)} ${length === 1 ? singular : plural}`.trim();
 }
 
 /** Return a count with its noun, in the plural where it needs it. */

@@ -1,6 +1,6 @@
 /** What the states of experiments and trials mean for the pages. */
 
-import type { Experiment, ExperimentState, ShownState, Trial } from "../api/types";
+import type { Attempt, Experiment, ExperimentState, ShownState, Trial } from "../api/types";
 
 export const TERMINAL_STATES = ["COMPLETED", "CANCELED", "ERROR"] as const;
 export const GOING_STATES = [
@@ -35,6 +35,14 @@ export function shownTrialState(trial: Trial, experimentState?: ExperimentState)
   if (isStopping(trial.state) || isStopping(of)) return "STOPPING";
   if (trial.is_running) return of === "PAUSED" ? "STOPPING" : "RUNNING";
   return of === "PAUSED" ? "PAUSED" : "QUEUED";
+}
+
+/** Return the state to show of an attempt: one that has ended may have failed, or done all. */
+export function shownAttemptState({ state, exit }: Attempt): string {
+  if (state !== "ENDED" || exit === null) return state;
+  // What was told to leave has not failed when a signal ends it.
+  if (exit.kind || exit.outcome === "error") return "FAILED";
+  return exit.outcome === "completed" ? "COMPLETED" : state;
 }
 
 /** Return which actions an experiment in this state takes. */

@@ -31,10 +31,12 @@ def list_queue(
     master: MasterOf,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     pool: Annotated[str | None, Query(max_length=63)] = None,
+    trial_id: Annotated[int | None, Query(ge=1)] = None,
 ) -> list[views.QueueEntry]:
     """List the trials that wait for slots, the next one first, and why each waits.
 
-    Pools that share by another policy than first come, first served come one after the other.
+    Pools that share by another policy than first come, first served come one after the other. With
+    `trial_id`, the list has that trial alone, and is empty if it does not wait.
     """
     now = time.time()
     with master.database.read() as connection:
@@ -42,9 +44,9 @@ def list_queue(
         found = (
             one
             for one in _queue_results(connection, cluster)
-            if pool is None or one.waiting.pool == pool
+            if pool in (None, one.waiting.pool) and trial_id in (None, one.waiting.trial_id)
         )
-        shown = list(islice(found, limit))
+        shown = list(islice(found, limit if trial_id is None else 1))
         facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
     started = master.pool_runners
     failures = {

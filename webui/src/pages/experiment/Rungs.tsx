@@ -69,9 +69,13 @@ function RungColumn({ rung, experiment }: { rung: Rung; experiment: Experiment }
       return count === 0 ? null : `${count} ${(count > 1 && PLURALS[decision]) || words}`;
     })
     .filter((part) => part !== null);
+  const unit = unitOf(experiment);
   return (
     <div className={classes.rung}>
-      <Text fw={650}>Length {formatLength(rung.length, unitOf(experiment))}</Text>
+      <Text fw={650}>
+        {unit === "" && "Length "}
+        {formatLength(rung.length, unit)}
+      </Text>
       <Text size="xs" c="dimmed" mb="xs">
         {plural(total, "trial")}
         {counts.length > 0 && `: ${counts.join(", ")}`}

@@ -8,6 +8,7 @@ import { Ago, Lasted } from "../../components/Ago";
 import { Empty, Waiting } from "../../components/Feedback";
 import { Scroll } from "../../components/Scroll";
 import { StateBadge } from "../../components/StateBadge";
+import { shownAttemptState } from "../../lib/states";
 import { Environments } from "./Environments";
 
 export function Attempts() {
@@ -17,7 +18,7 @@ export function Attempts() {
   const attempts = trial.attempts ?? [];
   const hasRestarts = attempts.some(({ restarts = 0 }) => restarts > 0);
   if (attempts.length === 0)
-    return <Empty title="No attempts yet">The trial waits for free slots.</Empty>;
+    return <Empty title="No attempts yet">The trial has not started.</Empty>;
   return (
     <Stack gap="md">
       <Scroll label="Attempts" className="card">
@@ -39,7 +40,7 @@ export function Attempts() {
               <tr key={attempt.id}>
                 <td>{attempt.number}</td>
                 <td>
-                  <StateBadge state={attempt.state} />
+                  <StateBadge state={shownAttemptState(attempt)} />
                 </td>
                 <td>{whereItRan(attempt)}</td>
                 <td className="short">

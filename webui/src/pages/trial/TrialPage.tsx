@@ -7,13 +7,13 @@ import { useState } from "react";
 
 import { continueTrial, killTrial } from "../../api/actions";
 import { keys } from "../../api/keys";
-import { experimentQuery, trialQuery } from "../../api/queries";
+import { experimentQuery, queuedQuery, trialQuery } from "../../api/queries";
 import type { Experiment, Trial } from "../../api/types";
 import { Lasted } from "../../components/Ago";
 import { AlertList } from "../../components/AlertList";
 import { Confirm } from "../../components/Confirm";
 import { Facts } from "../../components/Facts";
-import { Failure, LostRecords, ProblemView, Waiting } from "../../components/Feedback";
+import { Failure, LostRecords, ProblemView, Quoted, Waiting } from "../../components/Feedback";
 import { LinkButton, LinkText } from "../../components/links";
 import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
@@ -82,6 +82,7 @@ export function TrialPage() {
           It says: {trial.status}
         </Text>
       )}
+      {shownTrialState(trial, experiment?.state) === "QUEUED" && <WhyQueued trialId={id} />}
       <AlertList alerts={trial.alerts ?? []} />
       <TabLinks
         label="Views of the trial"
@@ -96,6 +97,17 @@ export function TrialPage() {
       />
       <Outlet />
     </>
+  );
+}
+
+/** Why a trial waits for slots, which can change without an event. */
+function WhyQueued({ trialId }: { trialId: number }) {
+  const queued = useQuery({ ...queuedQuery(trialId), refetchInterval: 5000 }).data;
+  if (!queued) return null;
+  return (
+    <Text size="sm" mt="xs" role="status">
+      It waits: <Quoted text={queued.detail} />
+    </Text>
   );
 }
 

@@ -162,6 +162,8 @@ class MasterProcess:
         for process in psutil.process_iter():
             try:
                 words = [*process.cmdline(), process.environ().get("PACELINE_RUN_DIR", "")]
+                # A forked runner is known by its directory alone.
+                words.append(process.cwd())
             except psutil.Error:
                 continue
             if any(word.startswith(str(self.home)) for word in words):

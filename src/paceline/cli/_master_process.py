@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from paceline.client import Client
 
 _POLL_S = 0.05
-_START_TIMEOUT_S = 60.0
+# A master that starts uses the processor, however little it gets of it. The second limit is for one
+# that works and never answers.
+_SILENCE_S = 60.0
+_START_TIMEOUT_S = 1800.0
+_SAY_S = 15.0
 _END_TIMEOUT_S = 15.0
 NO_WEB_UI = (
     "There is no web UI: it was not built when Paceline was installed. The command line works"
@@ -40,8 +44,8 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
         arguments: Further arguments of `paceline up`.
 
     Raises:
-        CommandError: The home cannot be written to, or the master ended or does not answer within
-            a minute.
+        CommandError: The home cannot be written to, or the master ended, or does not answer and has
+            done nothing for a minute.
     """
     log = home / "master.log"
     try:
@@ -65,8 +69,8 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
             start_new_session=True,
             env=environment,
         )
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    life = _SignOfLife(process.pid)
+    while not life.is_over():
         if process.poll() is not None:
             raise CommandError(_last_words(log, start))
         file = read_master_file(home)
@@ -74,13 +78,55 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
             # Nobody waits for this process: it outlives the command on purpose.
             process.returncode = 0
             return file
+        if life.is_worth_a_line():
+            typer.echo(
+                f"Waiting for the master (process {process.pid}) to answer; it has used"
+                f" {life.used_s:.1f} s of the processor. It writes to {log}.",
+                err=True,
+            )
         time.sleep(_POLL_S)
     process.terminate()
     exit_code(process)
     raise CommandError(
-        f"The master must answer within {_START_TIMEOUT_S:.0f} s, but does not."
+        f"The master must answer, but does not after {life.waited_s:.0f} s, and was ended: it has"
+        f" used {life.used_s:.1f} s of the processor, the last of it {life.silence_s:.0f} s ago."
         f" Hint: see {str(log)!r}."
     )
+
+
+class _SignOfLife:
+    """What is seen of a process that does not answer yet: whether it uses the processor."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._begun_at = self._last_at = time.monotonic()
+        self._next_line_at = self._begun_at + _SAY_S
+        self.used_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """How long it was waited for."""
+        return time.monotonic() - self._begun_at
+
+    @property
+    def silence_s(self) -> float:
+        """How long it has used no processor time."""
+        return time.monotonic() - self._last_at
+
+    def is_over(self) -> bool:
+        """Tell whether it is given up."""
+        process = _process(self._pid)
+        used_s = self.used_s if process is None else sum(process.cpu_times()[:2])
+        if used_s > self.used_s:
+            self.used_s, self._last_at = used_s, time.monotonic()
+        return self.silence_s > _SILENCE_S or self.waited_s > _START_TIMEOUT_S
+
+    def is_worth_a_line(self) -> bool:
+        """Tell whether the user should hear of the wait, once more."""
+        if time.monotonic() < self._next_line_at:
+            return False
+        self._next_line_at = time.monotonic() + _SAY_S
+        return True
 
 
 def running_master(home: Path) -> MasterFile | None:

@@ -175,7 +175,8 @@ def test_trials_on_two_nodes_wait_for_whole_jobs_and_do_not_block_each_other(
     cluster: SlurmCluster, make_pool: Callable[..., Pool]
 ) -> None:
     # Somebody else has one of the two nodes.
-    other = cluster.call("sbatch", "--parsable", "--nodes=1", "--exclusive", "--wrap=sleep 600")
+    options = ("--nodes=1", "--exclusive", "--output=/dev/null")
+    other = cluster.call("sbatch", "--parsable", *options, "--wrap=sleep 600")
     pool = make_pool(
         {**cluster.definition, "slots": 1, "max_runners": 4, "idle_timeout": 2.0},
         cluster.variables,

@@ -359,15 +359,18 @@ def ray_tune(ray_cluster: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def drain_node(ray_cluster: Any) -> Callable[[str], None]:
-    """Return a function that tells Ray that a node will be taken away in ten minutes."""
+def drain_node(ray_cluster: Any) -> Callable[..., None]:
+    """Return a function that tells Ray that a node will be taken away, by default in ten minutes.
 
-    def drain(node_id: str) -> None:
+    Ray itself takes away none.
+    """
+
+    def drain(node_id: str, deadline_s: float = 600) -> None:
         from ray._raylet import GcsClient
         from ray.core.generated import autoscaler_pb2
 
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        deadline_ms = int(1000 * (time.time() + 600))
+        deadline_ms = int(1000 * (time.time() + deadline_s))
         client = GcsClient(address=ray_cluster.address)
         accepted, why = client.drain_node(node_id, reason, "spot", deadline_ms)
         assert accepted, why

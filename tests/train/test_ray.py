@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -349,6 +350,69 @@ def test_a_fixed_group_moves_from_a_node_that_is_drained(
     with train.Trainer(num_workers=3, cluster="local") as trainer:
         trainer.run(follow_samples, config, callbacks=[fixed])
     assert found == by_step(fixed.reports)
+
+
+def go_on_until_lost(config: dict[str, Any]) -> int:
+    """Report without any checkpoint until workers were lost."""
+    deadline = time.monotonic() + 120
+    while not Path(config["lost"]).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        train.report(world_size=train.world_size())
+    return train.world_size()
+
+
+class Loss(AllReports):
+    """Notes that workers were lost."""
+
+    def __init__(self, change: Callable[[], object], path: Path) -> None:
+        super().__init__(change)
+        self._path = path
+        self.generations: list[int] = []
+
+    def handle_restart(self, error: Exception, generation: int) -> None:
+        self.generations.append(generation)
+        self._path.touch()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("num_workers", "rank", "num_left"), [(3, 0, 3), (3, 2, 3), ((1, 3), 0, 2), ((1, 3), 2, 2)]
+)
+def test_a_node_that_ends_before_the_next_checkpoint_is_a_loss(
+    ray_cluster: Any,
+    seats: Callable[[int], None],
+    drain_node: Callable[..., None],
+    tmp_path: Path,
+    num_workers: Any,
+    rank: int,
+    num_left: int,
+) -> None:
+    # A fixed group has room elsewhere.
+    seats(1 + num_left)
+    with train.Trainer(num_workers, resources_per_worker={"seat": 1}) as trainer:
+        raylet = raylet_of(trainer.execute(os.getpid)[rank])
+        [node] = [
+            node
+            for node in ray_cluster.worker_nodes
+            if node.all_processes["raylet"][0].process.pid == raylet
+        ]
+
+        def take_away() -> None:
+            drain_node(node.node_id, 5)
+            # Others were reserved meanwhile, as far as there is room.
+            time.sleep(5)
+            ray_cluster.remove_node(node, allow_graceful=False)
+
+        thread = threading.Thread(target=take_away)
+        loss = Loss(thread.start, tmp_path / "lost")
+        results = trainer.run(go_on_until_lost, {"lost": str(tmp_path / "lost")}, callbacks=[loss])
+        thread.join()
+    assert loss.generations == [1]
+    assert results.num_restarts == 1
+    assert list(results) == [num_left] * num_left
+    assert results.checkpoints == []
 
 
 @pytest.mark.slow

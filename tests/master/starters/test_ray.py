@@ -1,12 +1,13 @@
 """Runners that a master starts on a real Ray cluster of several nodes."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from starter_contract import Cluster, Pool, StarterContract
+from starter_contract import Cluster, Pool, StarterContract, attempts_of
 
 from paceline.master.starters._ray_runners import RayRunners
 
@@ -113,6 +114,100 @@ def test_a_search_runs_on_two_nodes_and_goes_on_when_one_is_killed(
         assert [trial.state for trial in experiment.trials()] == ["COMPLETED"] * 3
         pool.wait(lambda: not pool.runner_processes())
     ray_cluster.remove_node(nodes.pop())
+
+
+# All ranks take part in each step and in each checkpoint.
+GROUP = """
+import os, time
+from pathlib import Path
+from paceline import core
+with core.init() as context:
+    rank, info = context.distributed.rank, context.info
+    begin = 0
+    if info.latest_checkpoint is not None:
+        with context.checkpoint.restore_path(info.latest_checkpoint) as path:
+            begin = int((path / f"rank-{rank}").read_text())
+    Path(os.environ["HOLD"]).with_name(f"{begin}-{rank}").write_text(info.agent_id)
+    step, deadline = begin, time.monotonic() + 200
+    while step < begin + 3 or (os.path.exists(os.environ["HOLD"]) and time.monotonic() < deadline):
+        step += 1
+        context.distributed.allgather(step)
+        with context.checkpoint.store_path({"steps_completed": step}, shard=True) as (path, _):
+            (path / f"rank-{rank}").write_text(str(step))
+        if rank == 0:
+            context.train.report_validation_metrics(step, {"loss": 0.5})
+        time.sleep(0.2)
+        # All ranks see the same.
+        if any(context.distributed.allgather(not os.path.exists(os.environ["HOLD"]))):
+            break
+"""
+
+
+def num_reports(experiment: Any) -> int:
+    return sum(len(list(t.iter_metrics("validation"))) for t in experiment.trials())
+
+
+def lose_node(ray_cluster: Any, pool: Pool, runner: str) -> None:
+    """Kill all processes of the Ray node of a runner, the last of which is Ray's own."""
+    import ray
+
+    [node_id] = [
+        actor["Address"]["NodeID"]
+        for actor in ray._private.state.actors().values()
+        if actor["Name"] == runner
+    ]
+    [node] = [node for node in ray_cluster.worker_nodes if node.node_id == node_id]
+    place = f"{pool.home.parent}/runners/{runner}/"
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if place in f"{process.cmdline()} {process.cwd()}/ {process.environ()}":
+                process.kill()
+    ray_cluster.remove_node(node, allow_graceful=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_trial_on_three_nodes_goes_on_from_its_last_checkpoint_when_one_is_lost(
+    ray_cluster: Any, make_pool: Callable[..., Pool], rank: int
+) -> None:
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"lab": 1}) for _ in range(4)]
+    pool = make_pool(
+        {
+            "starter": "ray", "slots": 1, "max_runners": 4, "idle_timeout": 5.0,
+            "options": {"address": ray_cluster.address, "resources": {"lab": 1}},
+        },
+        {},
+    )  # fmt: skip
+    (pool.code / "train.py").write_text(GROUP)
+    with pool.client() as client:
+        experiment = pool.create(
+            client,
+            entrypoint="python3 -m paceline.launch.torch_distributed train.py",
+            resources={"slots_per_trial": 3},
+            max_restarts=0,
+        )
+        pool.wait(lambda: num_reports(experiment) >= 3)
+        lost = (pool.home.parent / f"0-{rank}").read_text()
+        lose_node(ray_cluster, pool, lost)
+        pool.wait(lambda: len(attempts_of(client, experiment)) == 2)
+        pool.wait(lambda: len(list(pool.home.parent.glob(f"*-{rank}"))) == 2)
+        pool.hold.unlink()
+        assert experiment.wait() == "COMPLETED"
+        first, second = attempts_of(client, experiment)
+        assert first["exit"]["reason"] == "runner_lost"
+        assert lost not in [node["name"] for node in second["nodes"]]
+        [trial] = experiment.trials()
+        steps = [report.steps_completed for report in trial.iter_metrics("validation")]
+        assert steps == list(range(1, steps[-1] + 1))
+        begun = {int(p.name.partition("-")[0]) for p in pool.home.parent.glob(f"*-{rank}")}
+        # All ranks had stored what comes before the third report.
+        assert begun == {0, second["resumed_steps"]}
+        assert second["resumed_steps"] >= 2
+        assert trial.data.restarts == 0
+        pool.wait(lambda: not pool.runner_processes())
+    for node in ray_cluster.worker_nodes & set(nodes):
+        ray_cluster.remove_node(node)
 
 
 @pytest.mark.slow

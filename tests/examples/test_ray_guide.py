@@ -16,8 +16,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 GUIDE = (DOCS / "ray.md").read_text()
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
 # The table of ways to start a cluster.
-START_HEAD, START_OTHER = re.findall(r"`(ray start [^`]+)`", GUIDE)
-(START_SCRIPT,) = re.findall(r"```bash\n(RAY_ADDRESS=.*?)\n```", GUIDE)
+START_HEAD, START_OTHER = re.findall(r"`(RAY_AUTH_MODE=token ray start [^`]+)`", GUIDE)
+(MAKE_TOKEN,) = re.findall(r"`(ray get-auth-token [^`]+)`", GUIDE)
+(START_SCRIPT,) = re.findall(r"```bash\n(RAY_AUTH_MODE=.*?)\n```", GUIDE)
 
 Shell = Callable[[str], "subprocess.Popen[str]"]
 
@@ -29,8 +30,6 @@ def shell(tmp_path: Path, clean_environment: dict[str, str]) -> Iterator[Shell]:
         "PATH": f"{Path(sys.executable).parent}:{clean_environment['PATH']}",
         "HOME": str(tmp_path),
         "OMP_NUM_THREADS": "1",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": "a-token-for-tests-alone-and-nothing-else",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
     }
     started = []
@@ -83,6 +82,7 @@ def test_the_code_runs_on_the_cluster_that_the_guide_starts(
     port = head.partition(":")[2]
     # The nodes seem to have as many cores as the guide's workers take.
     here = "--num-cpus=20 --node-ip-address=127.0.0.1 --disable-usage-stats --block"
+    assert shell(MAKE_TOKEN).wait(120) == 0
     start_head = START_HEAD.replace("6379", port)
     assert start_head != START_HEAD
     read_until(shell(f"{start_head} --include-dashboard=false {here}"), "Ray runtime started")
@@ -92,7 +92,12 @@ def test_the_code_runs_on_the_cluster_that_the_guide_starts(
 
     (tmp_path / "train.py").write_text(CODE)
     line = START_SCRIPT.replace("HEAD:6379", head)
-    assert shlex.split(line) == [f"RAY_ADDRESS={head}", "python", "train.py"]
+    assert shlex.split(line) == [
+        *("RAY_AUTH_MODE=token", f"RAY_ADDRESS={head}", "python", "train.py")
+    ]
+    stranger = shell(line.removeprefix("RAY_AUTH_MODE=token "))
+    told, _ = stranger.communicate(timeout=200)
+    assert f"The Ray cluster at {head} needs its token." in told
     script = shell(line)
     output, _ = script.communicate(timeout=800)
     assert script.returncode == 0, output[-5000:]

@@ -132,13 +132,13 @@ class Killer(train.TrainingCallback):
 
 
 @pytest.fixture
-def seats(ray_cluster: Any) -> Iterator[Callable[[int], None]]:
-    """Return a function that adds nodes which have a seat for one worker each."""
+def seats(ray_cluster: Any) -> Iterator[Callable[..., None]]:
+    """Return a function that adds nodes which have a seat for one worker each, or for more."""
     before = set(ray_cluster.worker_nodes)
 
-    def add(num_nodes: int) -> None:
+    def add(num_nodes: int, num_seats: int = 1) -> None:
         for _ in range(num_nodes):
-            ray_cluster.add_node(num_cpus=1, resources={"seat": 1})
+            ray_cluster.add_node(num_cpus=num_seats, resources={"seat": num_seats})
 
     yield add
     for node in ray_cluster.worker_nodes - before:
@@ -443,6 +443,33 @@ def test_workers_end_with_the_raylet_of_their_node(
     with train.Trainer(num_workers=3, cluster="local") as trainer:
         trainer.run(follow_samples, config, callbacks=[fixed])
     assert found == by_step(fixed.reports)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("num_workers", "lost"), [(3, [0, 1]), (4, [2, 3])])
+def test_a_node_that_is_lost_with_two_workers_is_one_loss(
+    ray_cluster: Any,
+    seats: Callable[..., None],
+    num_workers: int,
+    lost: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # The node with the most workers comes first.
+    seats(1, 2)
+    seats(1, num_workers - 2)
+    with train.Trainer(
+        (1, num_workers), max_retries=1, resources_per_worker={"seat": 1}
+    ) as trainer:
+        raylets = [raylet_of(pid) for pid in trainer.execute(os.getpid)]
+        assert [raylets.index(raylet) for raylet in raylets][lost[0]] == lost[0]
+        record = AllReports(lambda: os.kill(raylets[lost[0]], signal.SIGKILL))
+        config = {"steps": 20, "most": num_workers - 2, "pause_s": 0.05, "moves": True}
+        results = trainer.run(follow_samples, config, callbacks=[record])
+    assert results.num_restarts == 1
+    assert list(results) == [num_workers - 2] * (num_workers - 2)
+    told = f"was lost with its node 127.0.0.1 (ranks {', '.join(map(str, lost))})"
+    assert told in caplog.text
 
 
 @pytest.mark.slow

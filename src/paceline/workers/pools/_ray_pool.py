@@ -262,7 +262,7 @@ class RayPool(ServedPool):
         workers = [
             RayGroupWorker(
                 process,
-                f"its node {place.host.facts['address']} or its Ray actor",
+                f"its node {_told_node(places, place)} or its Ray actor",
                 ends[f"host {process.rank}"],
                 partial(ray.kill, place.host.actor),
                 StorageRequests,
@@ -354,6 +354,14 @@ def _in_rank_order(ray: Any, hosts: Sequence[_Host], deadline: float) -> list[_P
         places.append(_Place(host, numbers[node], layout))
         numbers[node] += 1
     return places
+
+
+def _told_node(places: Sequence[_Place], place: _Place) -> str:
+    """Return how the node of a place is called in errors, with its ranks if it has several."""
+    facts = place.host.facts
+    ranks = [rank for rank, p in enumerate(places) if p.host.facts["node"] == facts["node"]]
+    told = f" (ranks {', '.join(map(str, ranks))})" if len(ranks) > 1 else ""
+    return f"{facts['address']}{told}"
 
 
 def _await_ends(

@@ -27,6 +27,8 @@ _LOOK_INTERVAL_S = 0.05
 _PLACE_INTERVAL_S = 1.0
 # How long an actor that waits for its worker may take to answer before it is not relied on.
 _PING_S = 0.5
+# How long one may take whose node is in doubt, as another one was lost there.
+_NODE_PING_S = 3.0
 # How long Ray may take to start actors that have their resources.
 _START_S = 120.0
 # How long Ray may take to take resources back.
@@ -291,12 +293,30 @@ class RayHosts:
 
     def _look(self) -> list[HostActor]:
         """Take new answers, drop what is lost, and return those that are ready and stay."""
+        self._doubt_nodes()
         for host in list(self._hosts):
             if not host.is_ready and not host.is_lost:
                 self._hear(host)
             if host.is_lost or (host.node in self._leaving and not host.has_worked):
                 self._drop(host)
         return [h for h in self._hosts if h.is_ready and h.node not in self._leaving]
+
+    def _doubt_nodes(self) -> None:
+        """Take those for lost that are on the nodes of lost ones and do not say that these live.
+
+        Ray itself learns only after many seconds that a node is gone.
+        """
+        nodes = {host.node for host in self._hosts if host.is_lost and host.node}
+        doubted = [host for host in self._hosts if host.is_ready and host.node in nodes]
+        asked = {host.actor.is_on_node.remote(): host for host in doubted}
+        if not asked:
+            return
+        answers, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=_NODE_PING_S)
+        for host in doubted:
+            host.is_lost = True
+        for answer in answers:
+            with suppress(self._ray.exceptions.RayError):
+                asked[answer].is_lost = not self._ray.get(answer)
 
     def _hear(self, host: HostActor) -> None:
         while host.unheard and self._ray.wait([host.unheard[0]], timeout=0)[0]:

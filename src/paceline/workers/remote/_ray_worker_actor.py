@@ -15,9 +15,10 @@ def make_worker_actor_class() -> Any:
             import os
             import threading
 
-            threading.Thread(target=self.end_with, args=(os.getppid(),), daemon=True).start()
+            self.parent = os.getppid()
+            threading.Thread(target=self.end_with_node, daemon=True).start()
 
-        def end_with(self, parent: int) -> None:
+        def end_with_node(self) -> None:
             """End this process, and so its worker, with the one of Ray that stands for the node.
 
             Ray itself does not see that a raylet has ended which nobody has waited for, as where
@@ -26,9 +27,14 @@ def make_worker_actor_class() -> Any:
             import os
             import time
 
-            while os.getppid() == parent:
+            while self.is_on_node():
                 time.sleep(1.0)
             os._exit(1)
+
+        def is_on_node(self) -> bool:
+            import os
+
+            return os.getppid() == self.parent
 
         def facts(self, packages: Sequence[str]) -> dict[str, Any]:
             import os

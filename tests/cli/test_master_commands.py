@@ -133,6 +133,9 @@ def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
     assert told == "The password of admin is set.\n"
     refused = mastered("user", "set-password", "--password", "short", code=1)
     assert refused.stderr == "Error: `password` must have at least 8 characters.\n"
+    other = ("user", "set-password", "--user", "bob", "--password", "correct horse")
+    told = mastered(*other, code=1).stderr
+    assert "The user must be 'admin', the only one, but got 'bob'." in told
     login = {"user": "admin", "password": "correct horse"}
     with httpx.Client(base_url=base, timeout=60, verify=False) as browser:
         assert browser.post("/api/v1/login", json=login).status_code == 200

@@ -5,11 +5,13 @@ import signal
 import pytest
 
 from paceline.workers import (
+    CollectiveMismatchError,
     RemoteTraceback,
     RestartPolicy,
     WorkerFailedError,
     WorkersLostError,
 )
+from paceline.workers._restart_policy import restart_cause
 
 KILLED = WorkerFailedError("Rank 1 was ended by SIGKILL.", 1, signal=signal.SIGKILL)
 LEFT = WorkerFailedError("Rank 0 exited with code 3.", 0, exit_code=3)
@@ -74,3 +76,15 @@ def test_a_failure_that_is_not_followed_by_a_restart_is_raised() -> None:
         policy.check(KILLED, 0)
     with pytest.raises(ValueError, match="boom"):
         policy.check(raised(ValueError("boom")), 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "recorded"),
+    [
+        ("Rank 1 was ended by SIGKILL; its output is above.", "Rank 1 was ended by SIGKILL."),
+        (500 * "x", 500 * "x"),
+        (501 * "x", 497 * "x" + "..."),
+    ],
+)
+def test_a_cause_that_is_cut_for_the_record_shows_it(text: str, recorded: str) -> None:
+    assert restart_cause(CollectiveMismatchError(text)) == recorded

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Manage users of the web UI.", no_args_is_help=True)
+app = typer.Typer(help="Manage the password of the web UI.", no_args_is_help=True)
 
 
 def login() -> None:
@@ -31,7 +31,9 @@ def set_password(
             help="Password, at least 8 characters. By default the command asks for it.",
         ),
     ],
-    user: Annotated[str, typer.Option(metavar="NAME", help="Name of the user.")] = "admin",
+    user: Annotated[
+        str, typer.Option(metavar="NAME", help="Name of the user. There is `admin` alone.")
+    ] = "admin",
 ) -> None:
     """Set the password for the web UI. This ends all sign-ins of the user."""
     from paceline.cli._connection import connect

@@ -364,7 +364,9 @@ def describe_failure(error: BaseException) -> str:
 def restart_cause(error: BaseException) -> str:
     """Return what happened as a sentence to record, where no output is beside it."""
     text, found, _ = describe_failure(error).partition(OUTPUT_IS)
-    return f"{text}." if found else text[:_LONGEST_CAUSE]
+    if found:
+        return f"{text}."
+    return text if len(text) <= _LONGEST_CAUSE else f"{text[: _LONGEST_CAUSE - 3]}..."
 
 
 def _is_raised(error: BaseException) -> bool:

@@ -95,7 +95,12 @@ async def set_password(
     """Give a user a password and end the user's sign-ins; needs a token."""
     require_token(identity)
     if name != ADMIN:
-        raise ApiError(404, "not_found", f"There is no user {name!r}, only {ADMIN!r}.")
+        raise ApiError(
+            404,
+            "not_found",
+            f"The user must be {ADMIN!r}, the only one, but got {name!r}. Hint: `paceline token"
+            " create NAME --scope read` makes a token for another person or program.",
+        )
     changed = await asyncio.to_thread(master.passwords.set, name, request.password)
     await asyncio.wrap_future(changed)
 

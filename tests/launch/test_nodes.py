@@ -90,6 +90,10 @@ with core.init(distributed=context):
     distributed.init_process_group("gloo")
     distributed.barrier()
     if os.environ["RANK"] == sys.argv[1]:
+        if sys.argv[2] == "returns":
+            sys.exit()
+        if sys.argv[2] == "killed":
+            os.kill(os.getpid(), 9)
         if sys.argv[2] == "asleep":
             wait_for_nothing()
         distributed.barrier()
@@ -353,6 +357,17 @@ def test_a_launcher_that_is_stopped_counts_as_lost(
             0, "asleep", r"has not come there. Missing ranks: 0. Rank 0 is at .*for_nothing",
             marks=pytest.mark.slow,
         ),
+        (2, "returns", "Rank 2 has returned while others waited .* Hint: all ranks must"),
+        pytest.param(
+            0, "returns", "Rank 0 has returned while others waited .* Hint: all ranks must",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2, "killed", "Node 2: Rank 2 was ended by SIGKILL", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            0, "killed", "Node 0: Rank 0 was ended by SIGKILL", marks=pytest.mark.slow
+        ),
         pytest.param(2, "elsewhere", "Hint: all ranks must make the same", marks=pytest.mark.slow),
         pytest.param(0, "elsewhere", "Hint: all ranks must make the same", marks=pytest.mark.slow),
     ],
@@ -361,11 +376,12 @@ def test_ranks_of_several_nodes_that_wait_in_vain_are_named_by_all_launchers(
     start_node: StartNode, script: Script, rank: int, what: str, said: str
 ) -> None:
     name = script(HANGS)
-    options = ["--collective-timeout-s=3", name, str(rank), what]
+    limit = 60 if what in ("returns", "killed") else 3
+    options = [f"--collective-timeout-s={limit}", name, str(rank), what]
     for code, out, err in ends([start_node(n, *options, nodes=3) for n in range(3)]):
-        assert code == (1 if what == "elsewhere" else 137), err
+        assert code == (137 if what in ("asleep", "killed") else 1), err
         assert re.search(said, err.splitlines()[-1]), err
-        assert "most recent call first" in out + err
+        assert what in ("returns", "killed") or "most recent call first" in out + err
 
 
 def test_when_the_launcher_of_node_0_is_killed_the_others_end_and_name_it(

@@ -119,6 +119,8 @@ class LaunchRun(GroupRun):
         self._begin_call: Callable[[], PendingCall] | None = None
         self._never_begins = False
         self._tell_progress_at = 0.0
+        # The ranks of this node that had returned when they were asked to end.
+        self._returned: list[int] | None = None
         self._events: _Events = SimpleQueue()
         # By node, where this one is None: all may be told of the same signal.
         self._counts: Counter[tuple[int | None, int]] = Counter()
@@ -245,14 +247,17 @@ class LaunchRun(GroupRun):
     def _take(self, event: int | NodeMessage) -> None:
         if isinstance(event, int):
             if self._nodes is not None and event in _ENDING:
+                self._note_returned()
                 self._nodes.relay(event)
             self._forward(event, None)
         elif event.word == NodeMessageKind.SIGNAL:
+            self._note_returned()
             self._forward(event.signum, event.node_rank)
         elif event.word == NodeMessageKind.HANG and event.failure is not None:
             self._group.pool.end_hung(event.failure.error())
         else:
             # The workers of another node have failed, or all is over.
+            self._note_returned()
             if event.word != NodeMessageKind.END:
                 self._verdict = event
             self._group.ask_to_end()
@@ -284,6 +289,11 @@ class LaunchRun(GroupRun):
             self._tell_progress_at = time.monotonic() + _PROGRESS_S
             self._nodes.tell_progress(self._group.pool.observations())
 
+    def _note_returned(self) -> None:
+        if self._returned is None:
+            ranks = self._group.pool.observations()
+            self._returned = [watched.rank for watched in ranks if watched.has_returned]
+
     def _await_start(self, nodes: LaunchNodes) -> bool:
         """Wait until the workers of all nodes are to start; tell whether they ever will.
 
@@ -295,6 +305,7 @@ class LaunchRun(GroupRun):
             self._verdict = None
             if isinstance(event, NodeMessage) and event.word == NodeMessageKind.START:
                 nodes.port = event.port
+                self._returned = None
                 self._group.pool.resume_from(event.resume)
                 return True
             if isinstance(event, NodeMessage) and event.word in (
@@ -328,7 +339,13 @@ class LaunchRun(GroupRun):
             Exception: Node 0 is not there any more.
         """
         reports = self._group.pool.reports
-        nodes.tell_ended(reports.num_checkpoints, self.received, reports.resume_variables())
+        self._note_returned()
+        nodes.tell_ended(
+            reports.num_checkpoints,
+            self.received,
+            reports.resume_variables(),
+            self._returned or (),
+        )
         while self._verdict is None:
             event = take(self._events)
             if event is not None:

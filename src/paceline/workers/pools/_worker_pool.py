@@ -80,7 +80,7 @@ class PendingCall:
 
     def has_returned(self, rank: int) -> bool:
         """Tell whether a rank has returned."""
-        return rank in self._pickled
+        return rank in (self._pickled if self._values is None else self.ranks)
 
     def fail(self, error: BaseException) -> None:
         """End the call by an error; does nothing if it has ended."""

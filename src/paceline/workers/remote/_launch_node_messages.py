@@ -117,6 +117,7 @@ class NodeMessage:
     text: str = ""
     signum: int = 0
     ranks: Sequence[Sequence[Any]] = ()
+    returned: Sequence[int] = ()
 
     @classmethod
     def of_progress(cls, ranks: Sequence[WatchedRank]) -> "NodeMessage":

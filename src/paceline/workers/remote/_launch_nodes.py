@@ -91,7 +91,11 @@ class LaunchNodes:
         self._send(NodeMessage(word=NodeMessageKind.FAILED, failure=NodeFailure.of(error)))
 
     def tell_ended(
-        self, num_commits: int, received: Collection[int], resume: Mapping[str, str]
+        self,
+        num_commits: int,
+        received: Collection[int],
+        resume: Mapping[str, str],
+        returned: Sequence[int] = (),
     ) -> None:
         """Tell all that this node's workers have ended.
 
@@ -99,6 +103,7 @@ class LaunchNodes:
             num_commits: How many checkpoints they have committed.
             received: The signals that this launcher has received.
             resume: The variables by which workers go on in the runs that these have told of.
+            returned: The ranks that have returned without being asked to end.
         """
         self._send(
             NodeMessage(
@@ -106,6 +111,7 @@ class LaunchNodes:
                 num_commits=num_commits,
                 received=[*received],
                 resume=resume,
+                returned=returned,
             )
         )
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 # What a connection gets to say who it is, and how many may be about to.
 _HELLO_S = 10.0
 _MOST_STRANGERS = 128
+# What other nodes get to tell the cause of a failure that is a consequence.
+_CAUSE_SETTLE_S = 2.0
 # What a node has told of its ranks holds for so long.
 _FRESH_S = 10.0
 # What the launchers get to read the last verdict.
@@ -89,7 +91,11 @@ class NodesServer:
         # The nodes whose workers have not ended; none between two generations.
         self._running: set[int] = set()
         self._failures: list[NodeFailure] = []
+        # When the workers are asked to end, if nobody tells the cause of the failure before.
+        self._end_at: float | None = None
         self._received: set[int] = set()
+        # The ranks that have returned without being asked to end.
+        self._returned: set[int] = set()
         self._resume: Mapping[str, str] = {}
         self._num_commits = 0
         self._is_over = False
@@ -153,6 +159,8 @@ class NodesServer:
                 self._drop(node, f"it gave no sign of life for {node.silent_s:.3g} s")
         if not self._is_over and not self._running and now > self._come_by:
             self._finish(self._absence())
+        if self._running and self._end_at is not None and now > self._end_at:
+            self._ask_to_end()
         self._watch_ranks(now)
 
     def _watch_ranks(self, now: float) -> None:
@@ -244,6 +252,7 @@ class NodesServer:
         elif message.word == NodeMessageKind.ENDED:
             self._num_commits += message.num_commits
             self._received.update(message.received)
+            self._returned.update(message.returned)
             if rank == 0:
                 self._resume = {**self._resume, **message.resume}
             self._note_end(rank)
@@ -293,7 +302,9 @@ class NodesServer:
         self._port = PortReservation()
         self._running = set(self._ranks)
         self._failures = []
+        self._end_at = None
         self._told = {}
+        self._returned = set()
         self._tell_all(
             NodeMessage(word=NodeMessageKind.START, port=self._port.port, resume=self._resume)
         )
@@ -301,15 +312,23 @@ class NodesServer:
     def _note_failure(self, rank: int, failure: NodeFailure) -> None:
         if rank not in self._running:
             return
-        if self._failures and (
+        are_asked = bool(self._failures) and self._end_at is None
+        if are_asked and (
             failure.cause == NodeFailureCause.MISMATCH
             or failure.signal in (signal.SIGTERM, signal.SIGKILL)
         ):
             # All workers were asked to end.
             failure = replace(failure, is_consequence=True)
         self._failures.append(failure)
-        if len(self._failures) == 1:
-            self._tell_all(NodeMessage(word=NodeMessageKind.END))
+        if not are_asked and not failure.is_consequence:
+            self._ask_to_end()
+        elif len(self._failures) == 1:
+            # Another node may yet tell what that is a consequence of.
+            self._end_at = time.monotonic() + _CAUSE_SETTLE_S
+
+    def _ask_to_end(self) -> None:
+        self._end_at = None
+        self._tell_all(NodeMessage(word=NodeMessageKind.END))
 
     def _note_end(self, rank: int) -> None:
         if rank not in self._running:
@@ -324,6 +343,8 @@ class NodesServer:
         if failure is None or failure.cause == NodeFailureCause.REFUSED:
             self._finish(failure)
             return
+        if failure.is_consequence and self._returned:
+            failure = _left_early(failure, self._returned)
         decision = self._decide(failure.error(), self._num_commits, self._received)
         if not decision.is_restart:
             self._finish(failure, decision.text)
@@ -356,3 +377,14 @@ class NodesServer:
         for rank, node in self._nodes.items():
             if rank != but:
                 node.channel.send(message.frame())
+
+
+def _left_early(failure: NodeFailure, returned: Collection[int]) -> NodeFailure:
+    """Return the failure of a rank whose connection broke, as others had returned."""
+    ranks = ", ".join(map(str, sorted(returned)))
+    has = f"Rank {ranks} has" if len(returned) == 1 else f"Ranks {ranks} have"
+    text = (
+        f"{has} returned while others waited in a collective operation. {failure.text} Hint: all"
+        " ranks must make the same calls in the same order."
+    )
+    return NodeFailure(cause=NodeFailureCause.MISMATCH, text=text, rank=min(returned))

@@ -116,6 +116,37 @@ def test_a_search_runs_on_two_nodes_and_goes_on_when_one_is_killed(
     ray_cluster.remove_node(nodes.pop())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trial_leaves_a_node_whose_raylet_alone_was_killed(
+    ray_cluster: Any, make_pool: Callable[..., Pool]
+) -> None:
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"lab": 1}) for _ in range(2)]
+    pool = make_pool(
+        {
+            "starter": "ray", "slots": 1, "max_runners": 2, "idle_timeout": 5.0,
+            "options": {"address": ray_cluster.address, "resources": {"lab": 1}},
+        },
+        {},
+    )  # fmt: skip
+    with pool.client() as client:
+        experiment = pool.create(client, max_restarts=0)
+        pool.wait(lambda: num_reports(experiment) == 1)
+        [runner] = client.nodes()
+        # Nobody waits for its end, so that Ray's own processes take it for alive.
+        node_of_runner(ray_cluster, runner.name).all_processes["raylet"][0].process.kill()
+        pool.wait(lambda: len(attempts_of(client, experiment)) == 2)
+        first, second = attempts_of(client, experiment)
+        assert first["exit"]["outcome"] == "preempted"
+        assert second["resumed_from"] is not None
+        pool.hold.unlink()
+        assert experiment.wait() == "COMPLETED"
+        assert runner.name not in [node["name"] for node in second["nodes"]]
+        pool.wait(lambda: not pool.runner_processes())
+    for node in ray_cluster.worker_nodes & set(nodes):
+        ray_cluster.remove_node(node, allow_graceful=False)
+
+
 # All ranks take part in each step and in each checkpoint.
 GROUP = """
 import os, time
@@ -147,16 +178,19 @@ def num_reports(experiment: Any) -> int:
     return sum(len(list(t.iter_metrics("validation"))) for t in experiment.trials())
 
 
-def lose_node(ray_cluster: Any, pool: Pool, runner: str) -> None:
-    """Kill all processes of the Ray node of a runner, the last of which is Ray's own."""
+def node_of_runner(ray_cluster: Any, runner: str) -> Any:
+    """Return the Ray node that has the actor of a runner."""
     import ray
 
-    [node_id] = [
-        actor["Address"]["NodeID"]
-        for actor in ray._private.state.actors().values()
-        if actor["Name"] == runner
-    ]
+    actors = ray._private.state.actors().values()
+    [node_id] = [actor["Address"]["NodeID"] for actor in actors if actor["Name"] == runner]
     [node] = [node for node in ray_cluster.worker_nodes if node.node_id == node_id]
+    return node
+
+
+def lose_node(ray_cluster: Any, pool: Pool, runner: str) -> None:
+    """Kill all processes of the Ray node of a runner, the last of which is Ray's own."""
+    node = node_of_runner(ray_cluster, runner)
     place = f"{pool.home.parent}/runners/{runner}/"
     for process in psutil.process_iter():
         with suppress(psutil.Error):

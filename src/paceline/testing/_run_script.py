@@ -183,7 +183,9 @@ def _end_script(process: "subprocess.Popen[bytes]") -> None:
 
 def _read_notes(log: Path) -> Iterator[dict[str, Any]]:
     if log.exists():
-        for line in log.read_bytes().splitlines():
+        # A line that crosses a page of the file can be seen in part while it is written.
+        whole, _, _ = log.read_bytes().rpartition(b"\n")
+        for line in whole.splitlines():
             yield json.loads(line)
 
 

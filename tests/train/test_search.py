@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -320,3 +321,60 @@ def test_a_search_goes_on_after_its_driver_was_killed(
     rows = [line for line in straight.stdout.splitlines() if line.startswith("row:")]
     assert len(rows) == 8
     assert [line for line in resumed.stdout.splitlines() if line.startswith("row:")] == rows
+
+
+INTERRUPTED = """
+import os, sys, time
+from pathlib import Path
+from paceline import train
+
+def climb(config):
+    state = train.load_checkpoint() or {"epoch": 0}
+    for epoch in range(state["epoch"], 2):
+        if epoch == 1 and not (Path(sys.argv[1]) / "go").exists():
+            Path(sys.argv[1], f"{os.getpid()}.waits").touch()
+            time.sleep(300)
+        train.save_checkpoint(epoch=epoch + 1)
+        train.report(epochs=epoch + 1, loss=-config["lr"])
+
+if __name__ == "__main__":
+    results = train.search(
+        climb,
+        {"lr": {"type": "double", "minval": 1.0, "maxval": 2.0}},
+        {"name": "random", "metric": "loss", "max_trials": 2, "max_length": {"epochs": 2}},
+        max_concurrent_trials=2,
+        directory=Path(sys.argv[1]) / "search",
+    )
+    print([(trial.state, trial.num_reports) for trial in results])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_search_goes_on_after_a_second_ctrl_c(
+    run_python: Callable[..., Any], tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        env=clean_environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        while len(list(tmp_path.glob("*.waits"))) < 2:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        # The functions are far from their next report, so it must say what it waits for.
+        first = process.stderr.readline()
+        assert "Ctrl-C again" in first
+        assert str(tmp_path / "search") in first
+        os.killpg(process.pid, signal.SIGINT)
+        told = process.stderr.read()
+    assert process.returncode == -signal.SIGINT
+    assert "has failed" not in told
+    (tmp_path / "go").touch()
+    resumed = run_python(INTERRUPTED, str(tmp_path))
+    assert resumed.stdout == "[('completed', 2), ('completed', 2)]\n", resumed.stderr

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -118,6 +119,16 @@ class SearchRun:
         # Threads without a trial.
         self._num_idle = 0
         self._is_closed = False
+
+    @property
+    def directory(self) -> Path:
+        """Where the search and its trials are."""
+        return self._journal.path
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the search is given up for now."""
+        return self._is_closed
 
     def begin(self) -> None:
         """Replay earlier inputs, or start the search."""

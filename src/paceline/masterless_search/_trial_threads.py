@@ -88,6 +88,9 @@ class TrialThread(threading.Thread):
             self._search.end(trial, ExitReason.COMPLETED, None)
 
     def _fail(self, trial: SearchTrial, error: Exception) -> None:
+        if self._search.is_closed:
+            # Its workers may have ended with the search, and it goes on with the next attempt.
+            return
         told = error.__cause__ or error
         logger.warning("Trial %d has failed: %s", trial.result.number, told)
         self._search.end(trial, exit_reason_of_trial(error), error)
@@ -106,6 +109,13 @@ def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTri
         for thread in threads:
             while thread.is_alive():
                 thread.join(_LOOK_S)
+    except KeyboardInterrupt:
+        logger.warning(
+            "Ctrl-C: the search ends once its trials have come to their next reports. Ctrl-C again"
+            " ends it now. Hint: directory=%r goes on with it later.",
+            str(run.directory),
+        )
+        raise
     finally:
         run.close()
         for thread in threads:

@@ -69,7 +69,6 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
         backend: What the workers get besides the variables of torch.distributed.
     """
     logging.basicConfig(format=_LOG_FORMAT, level=logging.INFO, stream=sys.stderr)
-    nodes: AttemptNodes | None = None
     try:
         options, program = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         if options.wants_help:

@@ -110,16 +110,18 @@ def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTri
             while thread.is_alive():
                 thread.join(_LOOK_S)
     except KeyboardInterrupt:
+        run.close()
         logger.warning(
             "Ctrl-C: the search ends once its trials have come to their next reports. Ctrl-C again"
             " ends it now. Hint: directory=%r goes on with it later.",
             str(run.directory),
         )
+        # Another one, at any moment from the message on, leaves this wait.
+        for thread in threads:
+            thread.join()
         raise
     finally:
         run.close()
-        for thread in threads:
-            thread.join()
     failure = next((thread.failure for thread in threads if thread.failure is not None), None)
     if failure is not None:
         raise failure

@@ -376,7 +376,7 @@ def test_ranks_of_several_nodes_that_wait_in_vain_are_named_by_all_launchers(
     start_node: StartNode, script: Script, rank: int, what: str, said: str
 ) -> None:
     name = script(HANGS)
-    limit = 60 if what in ("returns", "killed") else 3
+    limit = 3 if what == "asleep" else 60
     options = [f"--collective-timeout-s={limit}", name, str(rank), what]
     for code, out, err in ends([start_node(n, *options, nodes=3) for n in range(3)]):
         assert code == (137 if what in ("asleep", "killed") else 1), err

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,6 +178,30 @@ def test_patience_is_kept_with_a_slow_rank(printed: list[OutputLine]) -> None:
 
     with LocalPool(2, on_line=printed.append) as pool:
         assert pool.submit(in_group(wait_for_another)).wait() == [None, None]
+
+
+def test_a_call_ends_if_its_workers_end_while_they_write_their_stacks(
+    printed: list[OutputLine], tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(_generation, "_STACKS_S", LONG_S)
+
+    def leave_meanwhile() -> None:
+        def leave() -> None:
+            while not (tmp_path / "go").exists():
+                time.sleep(0.05)
+            os._exit(3)
+
+        threading.Thread(target=leave).start()
+        do_two_things()
+
+    with LocalPool(2, on_line=printed.append) as pool:
+        call = pool.submit(in_group(leave_meanwhile))
+        while "Rank 1 has waited" not in caplog.text:
+            assert call.wait(0.05) is None
+        (tmp_path / "go").touch()
+        with pytest.raises(CollectiveMismatchError, match="these must be the same"):
+            call.wait()
 
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -232,6 +232,9 @@ class Generation:
         try:
             while not all(worker.exit for worker in self._workers):
                 self._turn()
+            if self._pool_end is not None and self.failure is None:
+                # They have ended by themselves while they had time to write their stacks.
+                self._break(self._pool_end)
         except Exception as error:
             logger.exception("The thread of a pool failed.")
             self._break(PoolEnd(error, 0.0))

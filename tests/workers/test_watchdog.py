@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from paceline.workers.pools._failure_detector import FailureDetector, PoolSettings
 from paceline.workers.pools._packed_call import PackedCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations_of_workers
+from paceline.workers.pools._serve_calls import WorkerError
 from paceline.workers.pools._thread_progress import Progress, ProgressMeter
 from paceline.workers.pools._watchdog import DetectedHang, WatchedRank, detect_hang
 from paceline.workers.pools._worker_pool import PendingCall
+from paceline.workers.processes._worker_spec import WorkerExit
 
 CERTAIN_S, TIMEOUT_S = 5.0, 100.0
 
@@ -226,9 +229,9 @@ def test_the_places_of_three_missing_ranks_are_told_at_most() -> None:
     assert hang.text.count(" is at ") == 3
 
 
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_long_wait_is_noticed_now_and_then_before_it_ends_the_workers(late: int) -> None:
-    settings = PoolSettings(heartbeat_timeout_s=30.0, collective_timeout_s=1800.0, grace_s=2.0)
+@pytest.fixture
+def three_workers() -> Iterator[list[PoolWorker]]:
+    """Yield three workers that carry out one call."""
     call = PendingCall(1, range(3))
     with ExitStack() as stack:
         workers = []
@@ -238,27 +241,80 @@ def test_a_long_wait_is_noticed_now_and_then_before_it_ends_the_workers(late: in
                 stack.enter_context(end)
             workers.append(PoolWorker(rank, ends[0]))
             workers[-1].run_program(call)
-        detector = FailureDetector(workers, settings, lambda rank: False)
+            workers[-1].is_ready = True
+        yield workers
 
-        def noticed(seconds: int, count: int = 5) -> list[int]:
-            """Return after how many seconds of a wait something was said."""
-            said = []
-            for second in range(seconds):
-                texts = [f"waits {second} s in all_reduce {count}"] * 3
-                texts[late] = f"computes in load {count - 1}"
-                for rank, text in enumerate(texts):
-                    workers[rank].progress = seen(rank, text).progress
-                assert detector.look(second, 0.0) is None
-                notice = detector.notice()
-                if notice is not None:
-                    assert f"Missing ranks: {late}. Rank {late} is at data.py:{late}" in notice
-                    assert notice.endswith("The workers are ended if that lasts 1800 s.")
-                    said.append(second)
-            return said
 
-        assert noticed(1800) == [60, 240, 960]
-        # What went on and waits again is noticed as early.
-        assert noticed(100, count=6) == [60]
+_SETTINGS = PoolSettings(heartbeat_timeout_s=60.0, collective_timeout_s=1800.0, grace_s=2.0)
+
+
+@pytest.mark.parametrize("sign", ["closed", "silent"])
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_killed_worker_is_named_although_its_end_is_told_late(
+    three_workers: list[PoolWorker], killed: int, sign: str
+) -> None:
+    detector = FailureDetector(three_workers, _SETTINGS, lambda rank: False)
+    broken = WorkerError(RuntimeError("broken"), "", "RuntimeError: broken", True, None)
+    assert detector.note_error(three_workers[1], broken, 0.0) is None
+    if sign == "closed":
+        three_workers[killed].channel.close()
+    for second in range(1, 9):
+        for worker in three_workers:
+            if worker.rank != killed:
+                worker.silent_s = 0.0
+        assert detector.look(second, 0.0 if sign == "closed" else 1.0) is None
+        assert detector.due is not None
+        assert second < detector.due <= second + 2.0
+    end = detector.note_exit(three_workers[killed], WorkerExit(rank=killed, code=137, signal=9), 9.0)
+    assert end is not None
+    assert f"Rank {killed} was ended by SIGKILL" in str(end.error)
+
+
+def test_a_broken_connection_is_told_once_no_worker_can_be_its_cause(
+    three_workers: list[PoolWorker],
+) -> None:
+    broken = WorkerError(RuntimeError("broken"), "", "RuntimeError: broken", True, None)
+    heard = FailureDetector(three_workers, _SETTINGS, lambda rank: False)
+    assert heard.note_error(three_workers[1], broken, 0.0) is None
+    assert heard.look(1.9, 0.0) is None
+    end = heard.look(2.0, 0.0)
+    assert end is not None
+    assert str(end.error) == "broken"
+    three_workers[2].channel.close()
+    unheard = FailureDetector(three_workers, _SETTINGS, lambda rank: False)
+    assert unheard.note_error(three_workers[1], broken, 0.0) is None
+    assert unheard.look(9.9, 0.0) is None
+    end = unheard.look(10.0, 0.0)
+    assert end is not None
+    assert str(end.error) == "broken"
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_long_wait_is_noticed_now_and_then_before_it_ends_the_workers(
+    three_workers: list[PoolWorker], late: int
+) -> None:
+    settings = _SETTINGS._replace(heartbeat_timeout_s=30.0)
+    detector = FailureDetector(three_workers, settings, lambda rank: False)
+
+    def noticed(seconds: int, count: int = 5) -> list[int]:
+        """Return after how many seconds of a wait something was said."""
+        said = []
+        for second in range(seconds):
+            texts = [f"waits {second} s in all_reduce {count}"] * 3
+            texts[late] = f"computes in load {count - 1}"
+            for rank, text in enumerate(texts):
+                three_workers[rank].progress = seen(rank, text).progress
+            assert detector.look(second, 0.0) is None
+            notice = detector.notice()
+            if notice is not None:
+                assert f"Missing ranks: {late}. Rank {late} is at data.py:{late}" in notice
+                assert notice.endswith("The workers are ended if that lasts 1800 s.")
+                said.append(second)
+        return said
+
+    assert noticed(1800) == [60, 240, 960]
+    # What went on and waits again is noticed as early.
+    assert noticed(100, count=6) == [60]
 
 
 def test_all_that_wait_are_named_once_one_has_waited_too_long() -> None:

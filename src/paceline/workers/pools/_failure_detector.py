@@ -24,6 +24,9 @@ from paceline.workers.processes._worker_spec import WorkerExit
 _SETTLE_S = 0.2
 # What a worker gets to die if its end is what another one's error answers, or answers that.
 _CAUSE_SETTLE_S = 2.0
+# What its end then gets to be told if nothing is heard of it: its node may be busy or far.
+_UNHEARD_SETTLE_S = 10.0
+_UNHEARD_LOOK_S = 0.2
 _LONGEST_TICK_S = 1.0
 
 
@@ -87,6 +90,7 @@ class FailureDetector:
         self._is_stopped = is_stopped
         self._first_failed: PoolWorker | None = None
         self._settle_at: float | None = None
+        self._settle_limit = 0.0
         self._asked_at: float | None = None
         # Who waits for a rank of another node is seen by node 0 alone.
         is_whole = self._world_size == len(workers)
@@ -161,6 +165,7 @@ class FailureDetector:
         if self._first_failed is None:
             self._first_failed = worker
             self._settle_at = now + (_CAUSE_SETTLE_S if worker.is_consequence else _SETTLE_S)
+            self._settle_limit = now + _UNHEARD_SETTLE_S
 
     def _left(self, worker: PoolWorker, left_by: str | None, exit_code: int) -> WorkerFailedError:
         traceback = "" if worker.error is None else worker.error.traceback
@@ -209,6 +214,9 @@ class FailureDetector:
             return None
         failed = [worker for worker in self._workers if worker.has_failed]
         cause = min(failed, key=lambda worker: (worker.is_consequence, worker is not first))
+        if cause.is_consequence and now < self._settle_limit and self._is_one_unheard():
+            self._settle_at = min(now + _UNHEARD_LOOK_S, self._settle_limit)
+            return None
         mismatch = self._left_early(cause)
         if mismatch is not None:
             return mismatch
@@ -219,6 +227,14 @@ class FailureDetector:
         others = fold_worker_errors(cause, [worker for worker in failed if worker is not cause])
         error = told_error(cause.told(), self._world_size, others)
         return PoolEnd(error, self._settings.grace_s)
+
+    def _is_one_unheard(self) -> bool:
+        """Tell whether a worker may be dead whose end is not told yet."""
+        return any(
+            not worker.channel.is_open or worker.silent_s >= self._settings.tick_s
+            for worker in self._workers
+            if worker.exit is None and not worker.has_failed
+        )
 
     def _left_early(self, cause: PoolWorker) -> PoolEnd | None:
         """Judge a broken connection by the programs that have ended well before the others."""

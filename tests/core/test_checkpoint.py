@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,13 @@ import numpy as np
 import pytest
 
 from paceline import core
-from paceline.journal import CheckpointDeleted, CheckpointFilesDeleted, CheckpointStored
+from paceline.core import _checkpoint_parts
+from paceline.journal import (
+    CheckpointDeleted,
+    CheckpointFilesDeleted,
+    CheckpointStored,
+    JournalReader,
+)
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -15,8 +22,9 @@ from paceline.storage import (
 )
 
 
-def store(context: core.Context, steps: int, content: str = "x") -> str:
-    with context.checkpoint.store_path({"steps_completed": steps}) as (path, uuid):
+def store(context: core.Context, steps: int, content: str = "x", note: str = "") -> str:
+    metadata = {"steps_completed": steps, "note": note}
+    with context.checkpoint.store_path(metadata) as (path, uuid):
         (path / "model").write_text(content)
     return uuid
 
@@ -194,3 +202,63 @@ def test_full_disk_is_a_clear_error_and_training_can_go_on(small_disk: Path) -> 
         assert context.latest_checkpoint == first
         third = store(context, 3)
         assert context.latest_checkpoint == third
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("fills", ["before", "between"])
+def test_a_checkpoint_that_cannot_be_recorded_is_not_acknowledged(
+    small_disk: Path,
+    tmp_path: Path,
+    fill_disk: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    fills: str,
+) -> None:
+    """Its record in memory would end with the process, and the next one would remove it."""
+    monkeypatch.chdir(small_disk)
+    monkeypatch.setattr(_checkpoint_parts, "_RECORD_PATIENCE_S", 0.3)
+    storage = DirectoryStorage(tmp_path / "storage")
+    commit = DirectoryStorage.commit
+
+    def commit_and_fill(self: DirectoryStorage, *args: Any, **kwargs: Any) -> Any:
+        manifest = commit(self, *args, **kwargs)
+        fill_disk(small_disk)
+        return manifest
+
+    with core.init(checkpoint_storage=tmp_path / "storage") as context:
+        first = store(context, 1)
+        with monkeypatch.context() as patch:
+            if fills == "before":
+                fill_disk(small_disk)
+                # It is full once something was refused.
+                context.train.report_training_metrics(1, {"loss": 1.0})
+            else:
+                patch.setattr(DirectoryStorage, "commit", commit_and_fill)
+            with pytest.raises(CheckpointWriteError, match=r"was full for 0.3 s.*Hint: free some"):
+                store(context, 2, note="x" * 5000)
+        assert storage.list() == [first]
+        assert context.latest_checkpoint == first
+        (small_disk / "filler").unlink()
+        third = store(context, 3)
+    assert sorted(storage.list()) == sorted([first, third])
+    with core.init(checkpoint_storage=tmp_path / "storage") as context:
+        assert sorted(storage.list()) == sorted([first, third])
+
+
+@pytest.mark.root
+def test_a_checkpoint_waits_for_space_for_its_record(
+    small_disk: Path,
+    tmp_path: Path,
+    fill_disk: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(small_disk)
+    with core.init(checkpoint_storage=tmp_path / "storage") as context:
+        fill_disk(small_disk)
+        context.train.report_training_metrics(1, {"loss": 1.0})
+        timer = threading.Timer(0.5, (small_disk / "filler").unlink)
+        timer.start()
+        uuid = store(context, 1)
+        timer.join()
+        (journal,) = small_disk.glob("paceline_runs/*/journal/*")
+        records = [entry.decode() for entry in JournalReader(journal)]
+        assert [r.uuid for r in records if isinstance(r, CheckpointStored)] == [uuid]

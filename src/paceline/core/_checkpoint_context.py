@@ -322,8 +322,9 @@ class CheckpointContext:
     def _commit(
         self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1
     ) -> CheckpointStored:
-        storage, journal = self._storage, self._journal
-        record = commit_checkpoint(storage, journal, uuid, metadata, num_shards=num_shards)
+        record = commit_checkpoint(
+            self._run, self._storage, self._journal, uuid, metadata, num_shards=num_shards
+        )
         self._committed.append(uuid)
         self._times.stored(metadata["steps_completed"])
         self._on_committed()

@@ -34,9 +34,12 @@ _WARN_AFTER_S = 10.0
 _LIMIT_S = 3600.0
 # From then on it is asked whether a later checkpoint is whole, which tells that one is lost.
 _LOOK_LATER_S = 1.0
+# How long a checkpoint waits for space for its record.
+_RECORD_PATIENCE_S = 10.0
 
 
 def commit_checkpoint(
+    run: RunDirectory,
     storage: CheckpointStorage,
     journal: JournalWriter,
     uuid: str,
@@ -49,10 +52,15 @@ def commit_checkpoint(
     What was reported before is forced to disk first, and the record of the checkpoint at the end.
     After a power cut, a run that goes on from the checkpoint so lacks no report that led to it.
 
+    A checkpoint whose record waits in memory would be lost with this process, though it is whole.
+
     Raises:
         CheckpointCorruptError: A shard is missing, or two shards disagree about a file.
-        CheckpointWriteError: The manifest cannot be written.
+        CheckpointWriteError: The manifest cannot be written, or the disk of the journal stays full.
     """
+    if not journal.flush(_RECORD_PATIENCE_S):
+        storage.discard(uuid)
+        raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
     journal.sync()
     manifest = storage.commit(uuid, metadata, num_shards=num_shards)
     record = CheckpointStored(
@@ -64,9 +72,20 @@ def commit_checkpoint(
         storage=storage.url,
     )
     journal.append(record)
+    if not journal.flush(_RECORD_PATIENCE_S):
+        delete_checkpoint(run, storage, journal, uuid)
+        raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
     journal.sync()
     tell_checkpoint_stored(journal)
     return record
+
+
+def _cannot_be_recorded(journal: JournalWriter, uuid: str) -> str:
+    return (
+        f"Checkpoint {uuid} is not kept: the disk of the journal in {str(journal.directory)!r} was"
+        f" full for {_RECORD_PATIENCE_S:.3g} s, so that a run could not find the checkpoint again."
+        " Hint: free some space there."
+    )
 
 
 def delete_checkpoint(

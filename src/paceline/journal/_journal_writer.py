@@ -112,6 +112,23 @@ class JournalWriter:
                 self._hold(sequence, line, record)
             return sequence
 
+    def flush(self, patience_s: float) -> bool:
+        """Wait some seconds for space for what waits in memory; tell whether nothing does now.
+
+        What was written survives the death of the process; what waits in memory does not.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            with self._lock:
+                if self._is_disk_full:
+                    self._write_pending()
+                if not self._is_disk_full:
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            # Others append meanwhile.
+            time.sleep(_RETRY_S / 5)
+
     def sync(self) -> None:
         """Wait until what was appended is on disk, so that it survives a power cut.
 
@@ -151,13 +168,8 @@ class JournalWriter:
 
     def close(self) -> None:
         """Write what is pending, if the disk takes it within some seconds, and close the file."""
+        self.flush(self._close_patience_s)
         with self._lock:
-            deadline = time.monotonic() + self._close_patience_s
-            while self._is_disk_full:
-                self._write_pending()
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(_RETRY_S / 5)
             num_lost = len(self._kept) + len(self._droppable) + self._num_dropped
             if num_lost:
                 logger.error("The disk stayed full: %d journal records are lost.", num_lost)

@@ -140,8 +140,9 @@ class RankCheckpoints:
 
     def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
         journal = self._reporter.journal
-        num_parts = metadata["world_size"]
-        core.commit_checkpoint(self._storage, journal, uuid, metadata, num_shards=num_parts)
+        core.commit_checkpoint(
+            self._run, self._storage, journal, uuid, metadata, num_shards=metadata["world_size"]
+        )
         kept = Kept(uuid, metadata["steps_completed"], metadata["score"])
         self._kept.add(self._by_quality(kept))
 

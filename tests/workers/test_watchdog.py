@@ -265,7 +265,9 @@ def test_a_killed_worker_is_named_although_its_end_is_told_late(
         assert detector.look(second, 0.0 if sign == "closed" else 1.0) is None
         assert detector.due is not None
         assert second < detector.due <= second + 2.0
-    end = detector.note_exit(three_workers[killed], WorkerExit(rank=killed, code=137, signal=9), 9.0)
+    end = detector.note_exit(
+        three_workers[killed], WorkerExit(rank=killed, code=137, signal=9), 9.0
+    )
     assert end is not None
     assert f"Rank {killed} was ended by SIGKILL" in str(end.error)
 

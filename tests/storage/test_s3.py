@@ -88,6 +88,11 @@ ERRORS: list[tuple[Callable[[Any], None], str]] = [
         lambda server: server.hang(),
         "part 1 of 1: no answer came in time: .* Hint: PACELINE_STORE_PART_TIMEOUT_S allows",
     ),
+    (
+        # What a machine without credentials gets where a cloud would have some for it.
+        lambda server: server.answer("403 No", "at http://169.254.169.254/latest", when="/model"),
+        "there are no credentials in the environment, .* Hint: set AWS_ACCESS_KEY_ID and AWS_SEC",
+    ),
     (lambda server: server.cut(), "HTTP error"),
 ]
 LARGE_ERRORS = [

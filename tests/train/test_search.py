@@ -14,6 +14,7 @@ import pytest
 
 from paceline import core, train
 from paceline.config import Searcher
+from paceline.masterless_search import checked_search
 from paceline.search import (
     Create,
     ExitReason,
@@ -164,12 +165,24 @@ def test_a_metric_that_no_report_has_is_an_error(
 def test_wrong_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="max_trials"):
         train.search(climb, SPACE, {"name": "random", "metric": "loss"})
-    with pytest.raises(ValueError, match=r"lr\.maxval"):
+    with pytest.raises(ValueError, match=r"^`space\.lr\.maxval` must be given") as raised:
         train.search(climb, {"lr": {"type": "double", "minval": 1.0}}, asha())
+    # Pydantic's own error would be printed first.
+    assert raised.value.__cause__ is None
+    assert raised.value.__context__ is None or raised.value.__suppress_context__
     with pytest.raises(ValueError, match="max_concurrent_trials"):
         train.search(climb, SPACE, asha(), max_concurrent_trials=0)
     with pytest.raises(ValueError, match=r"wait at its reports.*Hint: Trainer\(num_workers=1\)"):
         train.search(climb, SPACE, asha(), trainer=train.Trainer(num_workers=0))
+
+
+def test_a_list_in_a_space_in_which_nothing_varies_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    checked_search({"lr": [0.1, 0.2], "rate": {"type": "const", "val": 1}}, asha())
+    assert not caplog.text
+    checked_search({"lr": [0.1, 0.2]}, {"name": "grid", "metric": "loss"})
+    assert "such as that of 'lr', is one value that each trial gets" in caplog.text
 
 
 def shared(config: dict[str, Any]) -> None:

@@ -24,6 +24,8 @@ _SILENCE_S = 3.0
 # A trial that starts soon is not worth a line either, nor is each change of what it waits for.
 _WAIT_S = 5.0
 _NEXT_WAIT_S = 60.0
+# How far it is looked for the experiment in the queue; the most that the master sends.
+_LONGEST_QUEUE = 1000
 _NUM_LAST_WORDS = 10
 _ATTEMPT_FAILED = "The attempt failed ("
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
@@ -266,7 +268,7 @@ class ExperimentFollower:
         self._next_look = now + _WAIT_S
         pool = self._experiment.data.config.get("resources", {}).get("pool")
         with suppress(ApiError, MasterUnreachableError):
-            for entry in self._client.queue(pool=pool):
+            for entry in self._client.queue(pool=pool, limit=_LONGEST_QUEUE):
                 if entry.experiment_id != self._experiment.id:
                     continue
                 if entry.detail != self._told_wait:

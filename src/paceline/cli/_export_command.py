@@ -100,7 +100,11 @@ def export(
         raise CommandError("--max-shard-size and --repeat-tied need --format safetensors.")
     _check_export_output(output, is_directory=max_shard_size is not None)
     with _files_to_export(checkpoint, run) as path:
-        _write_export(path, output, file_format, options)
+        try:
+            _write_export(path, output, file_format, options)
+        except (ValueError, OSError) as error:
+            # It may be about a copy that the user has not named.
+            raise CommandError(f"Checkpoint {checkpoint!r} cannot be exported: {error}") from error
     typer.echo(str(output))
 
 
@@ -235,10 +239,7 @@ def _write_export(path: Path, output: Path, file_format: str, options: dict[str,
     from paceline import pytorch
 
     function: Any = pytorch.export_dcp if file_format == "dcp" else pytorch.export_weights
-    try:
-        exported = function(path, output, **options)
-    except (ValueError, OSError) as error:
-        raise CommandError(str(error)) from error
+    exported = function(path, output, **options)
     if exported.base is not None:
         typer.echo(
             f"The file holds what was trained. It must be added to the base"

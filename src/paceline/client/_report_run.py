@@ -6,6 +6,7 @@ succeed at once, or other ranks are still at work, it goes on without the script
 It gives up when no master has answered for ten minutes by default.
 """
 
+import math
 import os
 import select
 import sys
@@ -141,9 +142,11 @@ class _Reporter:
 
 def _patience_s() -> float:
     try:
-        return float(os.environ.get(REPORT_PATIENCE_VARIABLE) or _PATIENCE_S)
+        patience_s = float(os.environ.get(REPORT_PATIENCE_VARIABLE) or _PATIENCE_S)
     except ValueError:
         return _PATIENCE_S
+    # Nothing is after a time that is no number.
+    return _PATIENCE_S if math.isnan(patience_s) else patience_s
 
 
 def main() -> int:

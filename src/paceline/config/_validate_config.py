@@ -112,7 +112,9 @@ def validate_config(data: dict[str, Any]) -> ExperimentConfig:
         )
         if is_unknown_method and load_search_methods():
             return validate_config(data)
-        raise ConfigError(_config_problem_of(error) for error in _flatten_config_errors(e)) from e
+        problems = [_config_problem_of(error) for error in _flatten_config_errors(e)]
+    # Its text has what pydantic's has, in the user's words.
+    raise ConfigError(problems)
 
 
 def read_stored_config(data: dict[str, Any]) -> ExperimentConfig:

@@ -40,6 +40,8 @@ def storage_of_new_run(path: Path) -> CheckpointStorage:
             f" {url!r}. Hint: s3://bucket/prefix; the journals of runs stay in ./paceline_runs."
         )
     try:
+        # As it is first: without a bucket, the name of the run would be taken for one.
+        storage_from(url)
         return storage_from(f"{url.rstrip('/')}/{quote(path.name)}")
     except ValueError as error:
         raise type(error)(f"`{RUNS_VARIABLE}` must name a storage, but: {error}") from error

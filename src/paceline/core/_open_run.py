@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 GENERATION_VARIABLE = "PACELINE_GENERATION"
 
 _run_numbers = count(1)
-_NO_CHECKPOINT = "none"
+# No checkpoint has this name; errors show it.
+_NO_CHECKPOINT = "access-test"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

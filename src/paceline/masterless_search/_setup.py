@@ -1,29 +1,53 @@
 """Set-up of a search: the checked space and method, and a search that begins or goes on."""
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Searcher, validate_config
+from paceline.config import ConfigError, Searcher, validate_config
 from paceline.masterless_search._search_journal import SearchJournal
 from paceline.masterless_search._search_run import SearchRun
 from paceline.masterless_search._trial_outcome import TrialOutcome
 from paceline.search import Search
 
+logger = logging.getLogger(__name__)
+
+_SPACE_SECTION = "hyperparameters"
+
 
 def checked_search(space: Mapping[str, Any], searcher: Any) -> Any:
-    """Return an experiment config with the space and the search method, after its checks."""
+    """Return an experiment config with the space and the search method, after its checks.
+
+    Raises:
+        ConfigError: They are not valid; problems of the space are named as its own.
+    """
     section: Any = searcher
     if isinstance(searcher, Searcher):
         # Its method need not be registered.
         section = {"name": "single", "metric": searcher.metric}
-    checked = validate_config(
-        {
-            "entrypoint": "train_func",
-            "searcher": dict(section) if isinstance(section, Mapping) else section,
-            "hyperparameters": dict(space) if isinstance(space, Mapping) else space,
-        }
-    )
+    config = {
+        "entrypoint": "train_func",
+        "searcher": dict(section) if isinstance(section, Mapping) else section,
+        _SPACE_SECTION: dict(space) if isinstance(space, Mapping) else space,
+    }
+    try:
+        checked = validate_config(config)
+    except ConfigError as error:
+        raise ConfigError(
+            replace(problem, path=f"space{problem.path.removeprefix(_SPACE_SECTION)}")
+            if problem.path.startswith(_SPACE_SECTION)
+            else problem
+            for problem in error.problems
+        ) from None
+    lists = [name for name, value in space.items() if isinstance(value, list)]
+    if lists and not any(isinstance(value, Mapping) for value in space.values()):
+        logger.warning(
+            "Nothing varies in `space`: a list, such as that of %r, is one value that each trial"
+            ' gets. Hint: {"type": "categorical", "vals": [...]} has trials with each of them.',
+            lists[0],
+        )
     if isinstance(searcher, Searcher):
         checked = checked.model_copy(update={"searcher": searcher})
     return checked

@@ -31,6 +31,7 @@ class AzureStorage(BucketStorage):
     }
     _server_hint = "AZURE_STORAGE_ENDPOINT must name a server that answers."
     _credentials = "AZURE_STORAGE_ACCOUNT_NAME"
+    _own_credentials = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove blobs, many at once."""

@@ -42,6 +42,8 @@ _MAX_RETRIES = 8
 _RETRY_FACTOR = 2
 _PART = re.compile(r"[?&]partNumber=(\d+)")
 _BEGINNING = re.compile(r"[?&]uploads\b")
+# Where machines of a cloud ask for the credentials that they were given, on all clouds.
+_MACHINE_CREDENTIALS = "//169.254.169.254/"
 _STORE_NAME = re.compile(r"^Generic \w+ error: ")
 
 
@@ -63,6 +65,7 @@ class BucketStorage(ObjectStorage):
     _hints: Mapping[str, str]
     _server_hint: str
     _credentials: str
+    _own_credentials: str
 
     def __init__(self, bucket: str, prefix: str = "") -> None:
         self._bucket = bucket
@@ -244,6 +247,9 @@ class BucketStorage(ObjectStorage):
 
     def _cause_and_hint(self, text: str) -> tuple[str, str]:
         """Return what the client's error means in plain words, and what to do."""
+        if _MACHINE_CREDENTIALS in text:
+            cause = "there are no credentials in the environment, and this machine has none: "
+            return cause, f" Hint: set {self._own_credentials}."
         if "kind: Timeout" in text:
             return "no answer came in time: ", f" {limit_hint('part')}"
         if "kind: Connect" in text:

@@ -31,6 +31,7 @@ class S3Storage(BucketStorage):
     }
     _server_hint = "AWS_ENDPOINT_URL must name a server that answers."
     _credentials = "AWS_ENDPOINT_URL"
+    _own_credentials = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
     def _make_client(self, options: Any) -> S3Store:
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")

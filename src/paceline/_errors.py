@@ -15,6 +15,17 @@ class PicklableError(Exception):
         return rebuilt_error, (type(self), self.args, dict(vars(self)))
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, or as Python does that there is none.
+
+    The class may be the user's, whose `__str__` can fail.
+    """
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def add_note(error: BaseException, text: str) -> None:
     """Add a line to what is printed of an exception; Python 3.10 keeps it and does not print it."""
     vars(error).setdefault("__notes__", []).append(text)

@@ -274,6 +274,33 @@ distributed.allgather(None)
         assert expected in errors
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("kind", ["Long", "Textless"])
+def test_rank_whose_exception_has_an_odd_text_is_named(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any], kind: str, failing: int
+) -> None:
+    code = f"""
+from paceline import core
+class Long(Exception):
+    def __str__(self):
+        return "L" * 10_000_000
+class Textless(Exception):
+    def __str__(self):
+        raise LookupError("no text")
+with core.init(
+    distributed=core.DistributedContext.from_torch_distributed(timeout_s=600)
+) as context:
+    if context.distributed.rank == {failing}:
+        raise {kind}
+    context.distributed.allgather(None)
+"""
+    text = "L" * 2000 if kind == "Long" else "<exception str() failed>"
+    for rank, (exit_code, _, errors) in enumerate(finish_ranks(start_ranks(code))):
+        assert exit_code == 1
+        own = f"{kind}: {text}"
+        assert (own if rank == failing else f"rank {failing} failed: {own}") in errors
+
+
 def test_rank_that_leaves_by_an_exception_is_named_soon(
     start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
 ) -> None:

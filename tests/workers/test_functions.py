@@ -184,6 +184,23 @@ assert type(error) is WorkerFailedError and "by `sys.exit(5)` with exit code 5" 
     drive(ERRORS + code)
 
 
+def test_a_base_exception_of_a_rank_is_raised_and_disturbs_no_thread(drive: RunPython) -> None:
+    code = """
+class Odd(BaseException):
+    pass
+def fail(rank, kind):
+    if int(os.environ["RANK"]) == rank:
+        raise kind("boom")
+    time.sleep(600)
+for rank, kind in (0, KeyboardInterrupt), (2, KeyboardInterrupt), (2, Odd):
+    try:
+        call_in_workers(fail, 3, (rank, kind), grace_s=0.2)
+    except kind as error:
+        assert f"Rank {rank} raised, the first of 3 to fail" in str(error.__cause__)
+"""
+    assert "Exception in thread" not in drive(code).stderr
+
+
 def test_a_worker_that_leaves_before_its_function_has_returned_is_an_error(
     drive: RunPython, tmp_path: Path
 ) -> None:

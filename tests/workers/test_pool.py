@@ -197,6 +197,46 @@ def test_an_error_that_cannot_travel_is_told(pool: LocalPool) -> None:
     assert "in fail\n" in str(info.value.__cause__)
 
 
+class Textless(RuntimeError):
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_without_a_text_keeps_its_type_and_rank(failing: int) -> None:
+    def fail() -> None:
+        if rank() == failing:
+            raise Textless
+        time.sleep(LONG_S)
+
+    with (
+        LocalPool(3, on_line=lambda line: None, grace_s=0.0) as pool,
+        pytest.raises(Textless) as info,
+    ):
+        pool.submit(fail).wait()
+    assert f"Rank {failing} raised, the first of 3 to fail" in str(info.value.__cause__)
+    assert "in fail\n" in str(info.value.__cause__)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_worker_that_leaves_by_an_object_without_a_text_is_named(failing: int) -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            raise LookupError("no text")
+
+    def leave() -> None:
+        if rank() == failing:
+            sys.exit(Odd())  # type: ignore[arg-type] # what a user may do
+        time.sleep(LONG_S)
+
+    with (
+        LocalPool(3, on_line=lambda line: None, grace_s=0.0) as pool,
+        pytest.raises(WorkerFailedError, match=r"left by `sys.exit\(<Odd>\)`") as info,
+    ):
+        pool.submit(leave).wait()
+    assert (info.value.rank, info.value.exit_code) == (failing, 1)
+
+
 def test_an_interrupted_start_leaves_no_worker(tmp_path: Path, wait_until: WaitUntil) -> None:
     mark = f"PACELINE_TEST_MARK={tmp_path}".encode()
 

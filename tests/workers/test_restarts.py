@@ -62,6 +62,28 @@ def test_exceptions_are_retried_only_if_asked() -> None:
     assert not decide(policy, raised(ValueError("boom")))[0]
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_exception_of_the_user_with_an_exit_code_is_no_worker_that_left(code: int) -> None:
+    class CommandError(Exception):
+        exit_code = code
+
+    error = raised(CommandError("boom"))
+    assert decide(RestartPolicy(9), error) == (False, "")
+    assert decide(RestartPolicy(9, retries_errors=True), error)[0]
+    with pytest.raises(CommandError, match="boom"):
+        RestartPolicy(9).check(error, 0)
+
+
+def test_an_exception_without_a_text_is_decided_on() -> None:
+    class TextlessError(Exception):
+        def __str__(self) -> str:
+            raise LookupError("no text")
+
+    policy = RestartPolicy(9, retries_errors=True)
+    policy.check(raised(TextlessError()), 0)
+    assert not decide(policy, raised(TextlessError()))[0]
+
+
 def test_what_was_asked_to_end_is_not_started_again() -> None:
     assert decide(RestartPolicy(9), KILLED, signal.SIGTERM) == (
         False,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline._errors import text_of
 from paceline.core._enums import EarlyExitReason, Outcome
 from paceline.core._environment import describe_environment
 from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
@@ -160,7 +161,7 @@ def end_journal(
 
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an exception, cut where that is very long."""
-    name, text = type(error).__name__, str(error)
+    name, text = type(error).__name__, text_of(error)
     return f"{name}: {text}"[:_LONGEST_ERROR] if text else name
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from paceline._errors import text_of
 from paceline._listening import await_listener
 from paceline._network_interfaces import LOOPBACK
 from paceline._torch_store import with_available_store
@@ -25,6 +26,8 @@ _FAILURE_CHECK_S = 0.2
 _LEAVE_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 _OWN_ADDRESS_S = 30.0
+# Of the text of an error: the store refuses values of 8 MB, and breaks the connection then.
+_LONGEST_TEXT = 2000
 
 _num_opened: dict[tuple[str, int], int] = {}
 # A server lives as long as its process: another rank may have come to the next context already
@@ -93,7 +96,7 @@ class KeyValueStore:
             if not self._store.check([_FAILED_KEY]):
                 name = type(error).__name__
                 # This rank prints the rest, which need not be there once for each rank.
-                line = str(error).partition("\n")[0]
+                line = text_of(error).partition("\n")[0][:_LONGEST_TEXT]
                 text = f"{name}\nrank {self._rank} failed: {name}: {line}"
                 self._store.set(_FAILED_KEY, text.encode())
         except RuntimeError:

@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from paceline._errors import text_of
 from paceline.journal import JournalWriter
 
 _WORKER_PROGRAM = "_paceline_program"
@@ -28,7 +29,7 @@ def tell_run_completed(journal: JournalWriter) -> None:
 
 def tell_invalid_hp(journal: JournalWriter, error: Exception) -> None:
     """Tell the parent that this process has ended a journal's run for all ranks, and why."""
-    _tell("invalid_hp", journal, str(error))
+    _tell("invalid_hp", journal, text_of(error))
 
 
 def begin_signs_of_life() -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from paceline._errors import text_of
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._errors import DistributedPeerError
 from paceline.storage import Selector
@@ -34,7 +35,7 @@ def failing_together(distributed: DistributedContext, must: str) -> Iterator[Non
     except BaseException as error:
         # Also of Ctrl-C: a program may catch it and go on, in step with the other ranks.
         own = error
-    by_rank = distributed.allgather(None if own is None else (type(own).__name__, str(own)))
+    by_rank = distributed.allgather(None if own is None else (type(own).__name__, text_of(own)))
     if own is not None:
         raise own
     for rank, failure in enumerate(by_rank):

@@ -332,7 +332,7 @@ class LaunchRun(GroupRun):
             text = "This launcher received SIGTERM while it waited for those of other nodes."
             raise WorkerFailedError(text, 0, signal=signal.SIGTERM)
 
-    def _agree(self, nodes: LaunchNodes) -> tuple[Exception | None, RestartDecision]:
+    def _agree(self, nodes: LaunchNodes) -> tuple[BaseException | None, RestartDecision]:
         """Wait until the workers of all nodes have ended; return what that was, and what follows.
 
         Raises:
@@ -369,8 +369,11 @@ def _read_verdict_on_launch(verdict: NodeMessage) -> tuple[Exception | None, Res
     return verdict.failure.error(), decision
 
 
-def _failure_of_launch(call: PendingCall) -> Exception | None:
+def _failure_of_launch(call: PendingCall) -> BaseException | None:
     """Return the error of a call that has ended, if it has failed."""
+    if call.error is not None:
+        # Also a KeyboardInterrupt that a rank has raised, which is none of this process.
+        return call.error
     try:
         call.wait()
     except Exception as error:

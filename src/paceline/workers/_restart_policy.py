@@ -11,10 +11,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from paceline._errors import text_of
 from paceline.workers._errors import (
     OUTPUT_IS,
     CollectiveMismatchError,
     RemoteTraceback,
+    WorkerFailedError,
     WorkersLostError,
     is_told,
 )
@@ -301,7 +303,7 @@ class RestartPolicy:
             num_commits: How many checkpoints were committed by now, since the first start.
             received: The signals that this process has received meanwhile.
         """
-        exit_code = getattr(error, "exit_code", None)
+        exit_code = _exit_code(error)
         if exit_code == 0 or (_is_raised(error) and not self._retries_errors):
             # An end that was meant is never repeated.
             return RestartDecision(False, "")
@@ -339,9 +341,14 @@ class RestartPolicy:
         decision = self.decide(error, num_commits)
         if decision.is_restart:
             from_where = "" if start is None else f", {start}"
-            logger.warning("%s Starting the workers again, %s%s.", error, decision.text, from_where)
+            logger.warning(
+                "%s Starting the workers again, %s%s.",
+                text_of(error),
+                decision.text,
+                from_where,
+            )
             return
-        if getattr(error, "exit_code", None) == 0 or _is_raised(error):
+        if _exit_code(error) == 0 or _is_raised(error):
             raise error
         why = (
             f"Workers must not be lost more often than `{self._option}` ({self._limit:g}) allows,"
@@ -358,7 +365,7 @@ def describe_failure(error: BaseException) -> str:
     """Return what happened as a sentence, such as "Rank 1 raised ValueError: boom."."""
     cause = error.__cause__
     headline = cause.headline if isinstance(cause, RemoteTraceback) else ""
-    return f"{headline}." if headline else str(error)
+    return f"{headline}." if headline else text_of(error)
 
 
 def restart_cause(error: BaseException) -> str:
@@ -369,17 +376,22 @@ def restart_cause(error: BaseException) -> str:
     return text if len(text) <= _LONGEST_CAUSE else f"{text[: _LONGEST_CAUSE - 3]}..."
 
 
+def _exit_code(error: BaseException) -> int | None:
+    """Return what a worker has left with; None for users' exceptions, which may have codes too."""
+    return error.exit_code if isinstance(error, WorkerFailedError) else None
+
+
 def _is_raised(error: BaseException) -> bool:
     """Tell whether an error is the program's own, and not the loss of a worker."""
-    has_left = getattr(error, "exit_code", None) is not None
+    has_left = _exit_code(error) is not None
     is_mismatch = isinstance(error, CollectiveMismatchError)
     return is_mismatch or (is_told(error) and not has_left)
 
 
 def _restart_reason(error: BaseException) -> str | None:
     """Return what tells a program's own failure from others; None for workers that were lost."""
-    exit_code = getattr(error, "exit_code", None)
+    exit_code = _exit_code(error)
     if _is_raised(error):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {text_of(error)}"
     # Which rank is the first of several to fail is a matter of chance.
     return None if exit_code is None else str(exit_code)

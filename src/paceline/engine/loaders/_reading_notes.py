@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from paceline._errors import add_note
+from paceline._errors import add_note, text_of
 
 _BEGIN = "While reading"
 _MOST_NUMBERS = 16
@@ -30,10 +30,10 @@ def note_samples(error: BaseException, dataset: Any, batch: Sequence[Any]) -> No
         dataset: The data set.
         batch: The numbers of the samples, or of those of several shards.
     """
-    hint = next((hint for words, hint in _HINTS.items() if words in str(error)), None)
+    hint = next((hint for words, hint in _HINTS.items() if words in text_of(error)), None)
     if hint is not None:
         add_note(error, hint)
-    elif batch and _BEGIN not in f"{error} {getattr(error, '__notes__', '')}":
+    elif batch and _BEGIN not in f"{text_of(error)} {getattr(error, '__notes__', '')}":
         add_note(
             error, f"{_BEGIN} {_failed_samples(error, dataset) or _listed_samples(dataset, batch)}."
         )

@@ -12,6 +12,7 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
+from paceline._errors import text_of
 from paceline.workers.pools._channel import ChannelFrame, FrameKind, WorkerChannel
 from paceline.workers.pools._packed_call import ReceivedCall
 from paceline.workers.pools._pickling import dump, dump_error, load_error
@@ -233,7 +234,7 @@ class _ServingWorker:
         if isinstance(error, SystemExit):
             told = b"", where, describe_exit(error.code), False, exit_code_of(error.code)
         else:
-            text = str(error)
+            text = text_of(error)
             what = f"{type(error).__name__}: {text}" if text else type(error).__name__
             told = dump_error(error), where, what, is_consequence(error), None
         self._channel.send(ChannelFrame(FrameKind.ERROR, number, pickle.dumps(told)))

@@ -34,6 +34,11 @@ class PendingCall:
         """Whether all ranks have returned, or the call has failed."""
         return self._is_done
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the call has failed by; None if it goes on, or its ranks have returned."""
+        return self._error
+
     def wait(self, timeout_s: float | None = None) -> list[Any] | None:
         """Return what the function returned, in rank order; None after `timeout_s`.
 

@@ -226,14 +226,24 @@ def exit_code_of(request: object) -> int:
 
 def describe_exit(request: object) -> str:
     """Return what was called, such as "sys.exit(3)", if `sys.exit` was given `request`."""
-    return f"sys.exit({'' if request is None else repr(request)[:_ERROR_CHARACTERS]})"
+    try:
+        text = "" if request is None else repr(request)[:_ERROR_CHARACTERS]
+    except Exception:
+        # It may be an object of the user's.
+        text = f"<{type(request).__name__}>"
+    return f"sys.exit({text})"
 
 
 def _outcome_of_exit(code: object) -> ProgramOutcome:
     if code is None or isinstance(code, int):
         return ProgramOutcome(exit_code_of(code))
-    _attempt(lambda: print(code, file=sys.stderr))
-    return ProgramOutcome(1, str(code).partition("\n")[0][:_ERROR_CHARACTERS])
+    try:
+        text = str(code)
+    except Exception:
+        # As Python does, which prints nothing then.
+        return ProgramOutcome(1)
+    _attempt(lambda: print(text, file=sys.stderr))
+    return ProgramOutcome(1, text.partition("\n")[0][:_ERROR_CHARACTERS])
 
 
 def _outcome_of_error(error: BaseException) -> ProgramOutcome:
@@ -261,7 +271,9 @@ def is_consequence(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
         return True
-    if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
+    # The text itself is made by the class, which may be the user's.
+    texts = [text for text in error.args if isinstance(text, str)]
+    if isinstance(error, RuntimeError) and any("gloo/transport" in text for text in texts):
         return True
     return getattr(error, "is_consequence", False) is True
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -323,6 +324,44 @@ def test_a_lost_node_is_replaced_by_others(ray_cluster: Any) -> None:
         ray_cluster.add_node(num_cpus=1, resources={"far": 1})
         pool.start()
         assert pool.submit(os.getpid).wait() == [pool.processes[0].pid]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_reserve_that_still_loads_is_used_when_all_workers_are_lost(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    go = tmp_path / "go"
+    (tmp_path / "loads_for_long.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.1)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    added = [ray_cluster.add_node(num_cpus=1, resources={"spare": 1})]
+    try:
+        go.touch()
+        with RayPool(
+            1, resources_per_worker={"spare": 1}, preload=["loads_for_long"], grace_s=1.0
+        ) as pool:
+            go.unlink()
+            added.append(ray_cluster.add_node(num_cpus=1, resources={"spare": 1}))
+            wait_until(lambda: pool.capacity() == 2)
+            call = pool.submit(time.sleep, (600,))
+            assert pool.reserve(2) == 1
+            reserve = pool._hosts()._hosts[1]
+            wait_until(lambda: pool.reserve(2) == 1 and reserve.facts)
+            assert reserve.unheard
+            ray_cluster.remove_node(added.pop(0), allow_graceful=False)
+            with pytest.raises(WorkerFailedError, match="Rank 0 was lost with its node"):
+                call.wait(240)
+            # Ray itself may still count the lost one.
+            assert pool.capacity() >= 1
+            threading.Timer(1.0, go.touch).start()
+            pool.start()
+            assert reserve.has_worked
+            assert pool.submit(os.getpid).wait() == [pool.processes[0].pid]
+    finally:
+        for node in added:
+            ray_cluster.remove_node(node, allow_graceful=False)
 
 
 @pytest.mark.slow

@@ -63,9 +63,14 @@ class HostActor:
         return self.facts.get("node")
 
     @property
+    def is_placed(self) -> bool:
+        """Whether it can start a worker, perhaps after what it still loads."""
+        return bool(self.facts) and not self.is_lost
+
+    @property
     def is_ready(self) -> bool:
-        """Whether it can start a worker, so that its resources are certain."""
-        return bool(self.facts) and not self.unheard and not self.is_lost
+        """Whether it can start a worker at once."""
+        return self.is_placed and not self.unheard
 
 
 class RayHosts:
@@ -111,7 +116,8 @@ class RayHosts:
         """Return how many workers could run at this moment, those of living actors included."""
         with self._lock:
             self._leaving = self._connection.leaving()
-            num_ready = len(self._look())
+            # While others work, nobody need wait for those that still load.
+            num_ready = len(self._look() or self._placed())
             free = self._free_bundles()
             others = 0 if self._given is not None else self._num_fitting()
         return min(num_ready + len(free) + others, sys.maxsize)
@@ -156,7 +162,7 @@ class RayHosts:
             self._leaving = self._connection.leaving()
             ready = self._answering()
             # While workers are on leaving nodes, their replacements are not placed together.
-            is_anew = not ready and not any(host.has_worked for host in self._hosts)
+            is_anew = not (self._placed() or any(host.has_worked for host in self._hosts))
             if is_anew or self._strategy.startswith("STRICT_"):
                 return len(ready)
             if len(ready) < num_workers:
@@ -211,15 +217,18 @@ class RayHosts:
             for host in [host for host in self._hosts if host.node in self._leaving]:
                 self._drop(host)
             self._shrink(num_workers)
-            is_anew = not self._look()
+            ready = self._look()
+            is_anew = not self._placed()
             if self._strategy.startswith("STRICT_"):
-                is_anew = len(self._look()) < num_workers
+                is_anew = len(ready) < num_workers
             if is_anew:
                 self.release()
                 self._place(num_workers, timeout_s)
             else:
                 self.reserve(num_workers)
-        taken = self._await(num_workers, _START_S if is_anew else timeout_s, is_anew)
+        # Some have their resources, and need time alone.
+        needs_time = is_anew or not ready
+        taken = self._await(num_workers, _START_S if needs_time else timeout_s, is_anew)
         with self._lock:
             for host in taken:
                 host.has_worked = True
@@ -300,6 +309,10 @@ class RayHosts:
             if host.is_lost or (host.node in self._leaving and not host.has_worked):
                 self._drop(host)
         return [h for h in self._hosts if h.is_ready and h.node not in self._leaving]
+
+    def _placed(self) -> list[HostActor]:
+        """Return those that have their resources and stay, as of the last look."""
+        return [h for h in self._hosts if h.is_placed and h.node not in self._leaving]
 
     def _doubt_nodes(self) -> None:
         """Take those for lost that are on the nodes of lost ones and do not say that these live.
@@ -424,7 +437,7 @@ class RayHosts:
         """Wait until so many are ready, and return them."""
         deadline = time.monotonic() + timeout_s
         while len(ready := self._look()) < num_workers:
-            if is_anew and len(self._hosts) < num_workers:
+            if len(self._hosts) < (num_workers if is_anew else 1):
                 raise PlacementError("The actors of all workers must start, but one did not.")
             if time.monotonic() > deadline:
                 kind = PlacementError if is_anew else PlacementTimeoutError

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from paceline.config._config_problems import refused
 from paceline.config._lengths_and_periods import Age, NumBytes
 from paceline.config._section_base import AbsolutePath, NonNegative, Section, text_field
-from paceline.storage import added_schemes, scheme_of
+from paceline.storage import added_schemes, is_added_scheme, scheme_of
 
 CLOUD_TYPES = ("gcs", "azure")
 _CLOUD_SCHEMES = ("gs", "gcs", "abfs", "abfss", "azure")
@@ -157,7 +157,7 @@ def _read_url(value: str) -> str:
     scheme = scheme_of(value)
     if not scheme:
         raise refused("must be a URL", _offered_urls())
-    if scheme not in added_schemes():
+    if not is_added_scheme(value):
         raise _not_offered(scheme)
     return value
 
@@ -201,7 +201,7 @@ def expand_location(value: Any) -> Any:
     """Turn the short form, a path or URL alone, into a section."""
     if not isinstance(value, str):
         return value
-    if scheme_of(value) in added_schemes():
+    if is_added_scheme(value):
         return {"type": "url", "url": value}
     return {"type": "directory", "path": value}
 

@@ -40,7 +40,7 @@ from paceline.storage._retention_rules import (
     to_delete,
     wanted,
 )
-from paceline.storage._storage_registry import added_schemes, scheme_of
+from paceline.storage._storage_registry import added_schemes, is_added_scheme, scheme_of
 from paceline.storage._storage_setting import checkpoint_at, storage_from
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "done_name",
     "forget_incoming",
     "glob_selector",
+    "is_added_scheme",
     "scheme_of",
     "storage_from",
     "sync_directory",

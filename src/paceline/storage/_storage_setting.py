@@ -9,7 +9,11 @@ from urllib.parse import quote, unquote, urlsplit
 from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._errors import StorageNotInstalledError
-from paceline.storage._storage_registry import added_schemes, added_storage, scheme_of
+from paceline.storage._storage_registry import (
+    added_schemes,
+    added_storage,
+    is_added_scheme,
+)
 
 _LATER_TYPES = ("azure", "gcs")
 # Known, but not offered, and what to use instead.
@@ -40,7 +44,7 @@ def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
         return DirectoryStorage(_path_of_mapping(spec))
     if isinstance(spec, Path):
         return DirectoryStorage(spec)
-    if isinstance(spec, str) and scheme_of(spec) in added_schemes():
+    if isinstance(spec, str) and is_added_scheme(spec):
         return added_storage(spec)
     if isinstance(spec, str):
         return DirectoryStorage(_path_of_string(spec))

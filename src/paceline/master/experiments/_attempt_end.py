@@ -77,11 +77,8 @@ def end_attempt(
     experiment = changes.experiment(connection, attempt.experiment_id)
     facts = _facts_of_end(transaction, trial, attempt, config_of(experiment), end)
     decision = judge_exit(facts)
-    if note := decision.note:
-        if end.reason is ExitReason.EXITED:
-            # The log has the other lines already, where the process printed them.
-            note = note.replace(facts.text, facts.text.partition("\n")[0])
-        changes.note(transaction, trial.id, attempt.number, decision.level, note)
+    if decision.note:
+        changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
     _follow_end(changes, transaction, trial, experiment, decision)
     transaction.after_commit(changes.wake)
     faults.reach("master.attempt.ended")

@@ -1,6 +1,6 @@
 """What the end of an attempt means for its trial, as a pure function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.master.experiments._state_transitions import INVALID_HP, end_of_trial, search_exit
 from paceline.messages.states import ErrorKind, ExitReason, TrialState
@@ -47,6 +47,11 @@ class AttemptFacts:
     num_shortages: int
     is_repeated: bool
     text: str
+
+    @property
+    def logged_text(self) -> str:
+        """What a note in the log has of `text`: a process printed the other lines there."""
+        return self.text.partition("\n")[0] if self.reason is ExitReason.EXITED else self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +127,7 @@ def _judge_stopping(facts: AttemptFacts) -> ExitDecision:
         search_exit=search_exit(state),
         restarts=facts.restarts,
         level="WARNING",
-        note=error and f"The attempt failed while it was being stopped: {error}",
+        note=error and f"The attempt failed while it was being stopped: {facts.logged_text}",
         error=error,
         kind=facts.kind if error else None,
     )
@@ -185,19 +190,23 @@ def _judge_failure(facts: AttemptFacts) -> ExitDecision:
     restarts = facts.restarts + 1
     if restarts > facts.max_restarts:
         allowed = f"max_restarts is {facts.max_restarts}"
-        return _failed_exit(facts, f"The attempt failed ({facts.text}) and {allowed}.")
-    if facts.is_repeated:
-        return _failed_exit(
-            facts,
-            f"The attempt failed ({facts.text}) the same way as the one before, with no checkpoint"
-            f" in between, so no restart follows ({facts.restarts} of {facts.max_restarts} used).",
+        follows = f"and {allowed}."
+    elif facts.is_repeated:
+        follows = (
+            "the same way as the one before, with no checkpoint in between, so no restart follows"
+            f" ({facts.restarts} of {facts.max_restarts} used)."
         )
+    else:
+        follows = ""
+    if follows:
+        decision = _failed_exit(facts, f"The attempt failed ({facts.text}) {follows}")
+        return replace(decision, note=f"The attempt failed ({facts.logged_text}) {follows}")
     return ExitDecision(
         state=TrialState.ACTIVE,
         search_exit=None,
         restarts=restarts,
         level="ERROR",
-        note=f"The attempt failed ({facts.text}); restart {restarts} of {facts.max_restarts}"
+        note=f"The attempt failed ({facts.logged_text}); restart {restarts} of {facts.max_restarts}"
         " follows, from the latest checkpoint if there is one.",
     )
 

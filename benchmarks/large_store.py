@@ -20,7 +20,8 @@ from sqlalchemy import Table, delete, insert
 from paceline.config import ExperimentConfig, validate_config
 from paceline.master._home_directory import Home
 from paceline.master.store import Database, LogStore, begin_records, tables
-from paceline.master.store._point_encoding import Points, Summary, encode_points, tagged
+from paceline.master.store._point_encoding import Points, encode_points, tagged
+from paceline.master.store._series_summaries import Summary
 from paceline.messages.attempts import LogEntry
 from paceline.search import Create, Search, message_to_json, simulate
 

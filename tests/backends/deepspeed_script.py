@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline.engine.loop._rank_agreement import RankAgreement
+from paceline.engine.training._rank_agreement import RankAgreement
 from paceline.pytorch import deepspeed as pds
 
 STAGE = int(os.environ.get("STAGE", 2))

@@ -27,7 +27,8 @@ from paceline.engine import (
     default_data_parallel,
 )
 from paceline.engine.checkpoints._host_copies import HostCopies
-from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_options, check_tensor_size
+from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_size
+from paceline.engine.parallel._tensor_parallel import check_tensor_options
 from paceline.engine.state._sharded_tensor_pieces import (
     StateInPieces,
     parts_with_shard,

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from paceline import data
 from paceline.engine import ShardedData
-from paceline.engine.loaders._seeded_shards import SeededShardDataset, make_seeded_shard
+from paceline.engine.loaders._seeded_shard_dataset import SeededShardDataset, make_seeded_shard
 
 
 class Pictures(Dataset[int]):

@@ -19,7 +19,7 @@ from torch import nn
 from paceline import pytorch
 from paceline.engine.checkpoints import _continuous_saves
 from paceline.engine.training import _training_checkpoints
-from paceline.engine.loop._rank_agreement import RankAgreement
+from paceline.engine.training._rank_agreement import RankAgreement
 
 FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
 if FAULT == "storage":

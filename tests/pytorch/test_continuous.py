@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import core, pytorch
 from paceline.engine import CheckpointSaver
 from paceline.engine.checkpoints import _continuous_saves
-from paceline.engine.loop._rank_agreement import RankAgreement
+from paceline.engine.training._rank_agreement import RankAgreement
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 

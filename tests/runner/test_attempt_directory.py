@@ -10,16 +10,16 @@ import pytest
 
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory, _attempt_processes
-from paceline.runner._attempt_processes import AttemptProcesses
+from paceline.runner import AttemptDirectory, _local_attempts
+from paceline.runner._local_attempts import LocalAttempts
 
 MakeAttempt = Callable[..., AttemptDirectory]
 
 HOLD = """
 import sys
 from pathlib import Path
-from paceline.runner import AttemptDirectory, _attempt_processes
-from paceline.runner._attempt_processes import AttemptProcesses
+from paceline.runner import AttemptDirectory, _local_attempts
+from paceline.runner._local_attempts import LocalAttempts
 with AttemptDirectory(Path(sys.argv[1])).hold_lock() as is_mine:
     print(is_mine, flush=True)
     sys.stdin.readline()
@@ -95,7 +95,7 @@ def test_a_runner_that_ends_before_a_signal_reaches_it_is_no_error(
     make_attempt: MakeAttempt,
 ) -> None:
     directory = make_attempt()
-    processes = AttemptProcesses(directory.path.parent, directory.path)
+    processes = LocalAttempts(directory.path.parent, directory.path)
     ended = subprocess.Popen(["true"])
     ended.wait()
     with directory.hold_lock():
@@ -111,7 +111,7 @@ def test_a_runner_that_is_not_wanted_and_stays_is_killed(
 ) -> None:
     directory = make_attempt()
     root = directory.path.parent
-    processes = AttemptProcesses(root, root)
+    processes = LocalAttempts(root, root)
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory.path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -121,7 +121,7 @@ def test_a_runner_that_is_not_wanted_and_stays_is_killed(
         for keep in ({1}, set()):
             processes.clean(keep)
             assert process.poll() is None
-        monkeypatch.setattr(_attempt_processes, "_LEAVE_S", 0.0)
+        monkeypatch.setattr(_local_attempts, "_LEAVE_S", 0.0)
         processes.clean(set())
         assert process.wait(60) == -signal.SIGKILL
 

@@ -21,7 +21,7 @@ from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
 from paceline.workers.processes._process_facts import read_process
 from paceline.workers.processes._rank_environment import NodeLayout
 from paceline.workers.remote._listener import ListenerAddress
-from paceline.workers.remote._ray_worker_host import HostOrder, warm_up
+from paceline.workers.remote._ray_host_process import HostOrder, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 

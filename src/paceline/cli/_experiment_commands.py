@@ -21,7 +21,6 @@ from paceline.cli._create_command import create
 from paceline.cli._describe_command import describe, note_of_end
 from paceline.cli._errors import CommandError
 from paceline.cli._fork_commands import download, fork
-from paceline.cli._queue_commands import set_max_slots, set_priority, set_weight
 
 if TYPE_CHECKING:
     from paceline.client import Client, Experiment
@@ -38,9 +37,58 @@ StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CAN
 app.command()(create)
 for _other_command in (archive, unarchive, delete, fork, download):
     app.command()(_other_command)
-app.command()(set_max_slots)
-app.command()(set_priority)
-app.command()(set_weight)
+
+
+@app.command()
+def set_max_slots(
+    experiment: ExperimentId,
+    max_slots: Annotated[
+        str, typer.Argument(metavar="NUMBER", help="Number of slots, or none for no limit.")
+    ],
+) -> None:
+    """Set how many slots the trials of an experiment may use at once. Running trials go on."""
+    from paceline.cli._connection import connect
+
+    if max_slots != "none" and not (max_slots.isdecimal() and int(max_slots) > 0):
+        raise CommandError(f"`NUMBER` must be a number above 0, or none, but got {max_slots!r}.")
+    with connect() as client:
+        number = None if max_slots == "none" else int(max_slots)
+        client.get_experiment(experiment).set_max_slots(number)
+    told = "as many slots as there are" if number is None else f"{number} slot{'s' * (number > 1)}"
+    typer.echo(f"Experiment {experiment} may use {told} at a time.")
+
+
+@app.command()
+def set_priority(
+    experiment: ExperimentId,
+    priority: Annotated[
+        int,
+        typer.Argument(
+            min=1, max=99, metavar="PRIORITY", help="1 is the most important one, 99 the least."
+        ),
+    ],
+) -> None:
+    """Set an experiment's priority in pools with the policy `priority`."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.get_experiment(experiment).set_priority(priority)
+    typer.echo(f"Experiment {experiment} has priority {priority}.")
+
+
+@app.command()
+def set_weight(
+    experiment: ExperimentId,
+    weight: Annotated[
+        float, typer.Argument(metavar="WEIGHT", help="A number above 0; the default is 1.")
+    ],
+) -> None:
+    """Set an experiment's weight in pools with the policy `fair_share`."""
+    from paceline.cli._connection import connect
+
+    with connect() as client:
+        client.get_experiment(experiment).set_weight(weight)
+    typer.echo(f"Experiment {experiment} has weight {weight:g}.")
 
 
 @app.command("list")

@@ -82,55 +82,6 @@ def move(
     typer.echo(f"Experiment {experiment} is moved. `paceline job list` shows the order.")
 
 
-def set_priority(
-    experiment: ExperimentId,
-    priority: Annotated[
-        int,
-        typer.Argument(
-            min=1, max=99, metavar="PRIORITY", help="1 is the most important one, 99 the least."
-        ),
-    ],
-) -> None:
-    """Set an experiment's priority in pools with the policy `priority`."""
-    from paceline.cli._connection import connect
-
-    with connect() as client:
-        client.get_experiment(experiment).set_priority(priority)
-    typer.echo(f"Experiment {experiment} has priority {priority}.")
-
-
-def set_weight(
-    experiment: ExperimentId,
-    weight: Annotated[
-        float, typer.Argument(metavar="WEIGHT", help="A number above 0; the default is 1.")
-    ],
-) -> None:
-    """Set an experiment's weight in pools with the policy `fair_share`."""
-    from paceline.cli._connection import connect
-
-    with connect() as client:
-        client.get_experiment(experiment).set_weight(weight)
-    typer.echo(f"Experiment {experiment} has weight {weight:g}.")
-
-
-def set_max_slots(
-    experiment: ExperimentId,
-    max_slots: Annotated[
-        str, typer.Argument(metavar="NUMBER", help="Number of slots, or none for no limit.")
-    ],
-) -> None:
-    """Set how many slots the trials of an experiment may use at once. Running trials go on."""
-    from paceline.cli._connection import connect
-
-    if max_slots != "none" and not (max_slots.isdecimal() and int(max_slots) > 0):
-        raise CommandError(f"`NUMBER` must be a number above 0, or none, but got {max_slots!r}.")
-    with connect() as client:
-        number = None if max_slots == "none" else int(max_slots)
-        client.get_experiment(experiment).set_max_slots(number)
-    told = "as many slots as there are" if number is None else f"{number} slot{'s' * (number > 1)}"
-    typer.echo(f"Experiment {experiment} may use {told} at a time.")
-
-
 def _rank(priority: int | None, weight: float | None) -> str:
     if priority is not None:
         return f"priority {priority}"

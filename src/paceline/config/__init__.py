@@ -9,6 +9,7 @@ from paceline.config._config_secrets import (
     without_secrets,
 )
 from paceline.config._entrypoint_command import build_command, fill_entrypoint
+from paceline.config._environment_section import Environment
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._lengths_and_periods import split_length
 from paceline.config._merge_configs import merge_configs
@@ -16,13 +17,8 @@ from paceline.config._method_registry import searcher_section
 from paceline.config._older_configs import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._read_yaml import compose_yaml, parse_yaml, read_yaml_file
-from paceline.config._resources_and_environment_sections import (
-    Environment,
-    Profiling,
-    Reproducibility,
-    Resources,
-    SlotRange,
-)
+from paceline.config._reproducibility_and_profiling_sections import Profiling, Reproducibility
+from paceline.config._resources_section import Resources, SlotRange
 from paceline.config._schema import json_schema
 from paceline.config._searcher_section import (
     BATCHES,

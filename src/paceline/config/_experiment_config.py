@@ -12,6 +12,7 @@ from paceline.config._entrypoint_command import (
     reference_problems,
     trial_class,
 )
+from paceline.config._environment_section import Environment
 from paceline.config._hyperparameters_section import check_hyperparameter_space
 from paceline.config._lengths_and_periods import (
     CONTINUOUS,
@@ -22,12 +23,8 @@ from paceline.config._lengths_and_periods import (
 )
 from paceline.config._method_registry import AnySearcher, on_new_methods
 from paceline.config._older_configs import Optimizations
-from paceline.config._resources_and_environment_sections import (
-    Environment,
-    Profiling,
-    Reproducibility,
-    Resources,
-)
+from paceline.config._reproducibility_and_profiling_sections import Profiling, Reproducibility
+from paceline.config._resources_section import Resources
 from paceline.config._section_base import (
     Count,
     JsonMap,

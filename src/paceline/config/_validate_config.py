@@ -12,19 +12,15 @@ from pydantic_core import ErrorDetails
 
 from paceline.config._config_problems import MISSING, ConfigError, Problem, join_path
 from paceline.config._config_secrets import fill_secrets
+from paceline.config._environment_section import Environment
 from paceline.config._experiment_config import ExperimentConfig
 from paceline.config._method_registry import load_search_methods, searcher_sections
 from paceline.config._older_configs import Optimizations
 from paceline.config._overrides import apply_overrides
 from paceline.config._read_yaml import read_yaml_file
 from paceline.config._refused_fields import REFUSED_FIELDS
-from paceline.config._resources_and_environment_sections import (
-    Environment,
-    Profiling,
-    Reproducibility,
-    Resources,
-    SlotRange,
-)
+from paceline.config._reproducibility_and_profiling_sections import Profiling, Reproducibility
+from paceline.config._resources_section import Resources, SlotRange
 from paceline.config._searcher_section import REMOVED_SEARCHERS, MissingSearcher
 from paceline.config._section_base import alias_names, field_names
 from paceline.config._storage_section import (

@@ -19,7 +19,7 @@ from paceline.creators._creators_arguments import (
 )
 from paceline.creators._replica_group import ReplicaGroup
 from paceline.creators._replica_spec import ReplicaPassOrder
-from paceline.creators._trainer_state import TrainerState, one_at_a_time
+from paceline.creators._save_load_and_shutdown import TrainerState, one_at_a_time
 from paceline.engine import (
     PassRecord,
     PassResult,

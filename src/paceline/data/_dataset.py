@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from paceline.data._read_plan import Plan, Reader
 from paceline.data._sample_source import Source, is_iterable_only
-from paceline.data._sample_stages import MapBatchesStage, MapSamplesStage, Stage
+from paceline.data._sample_stages import MapBatchesStage, MapSamplesStage, Stage, StagedSource
 from paceline.data._samples_in_memory import SamplesInMemory
 from paceline.data._selected_samples import FilteredSamples
 from paceline.data._split_source import (
@@ -17,7 +17,6 @@ from paceline.data._split_source import (
     split_into_parts,
     worker_part,
 )
-from paceline.data._staged_source import StagedSource
 from paceline.data._streams import (
     BatchStreamStep,
     FilterStreamStep,

@@ -1,10 +1,11 @@
-"""What is done to samples once they are read."""
+"""What is done to samples once they are read, and a source of what becomes of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline._errors import add_note
+from paceline.data._sample_source import Source
 
 
 class Stage(ABC):
@@ -68,3 +69,33 @@ class MapBatchesStage(Stage):
                 f" {len(samples)} and returned {len(changed)}. Hint: `filter` leaves samples out."
             )
         return changed
+
+
+class StagedSource(Source):
+    """The samples of a source with what is done to them, such as for a filter."""
+
+    def __init__(self, source: Source, stages: tuple[Stage, ...]) -> None:
+        self.name = source.name
+        self._source = source
+        self._stages = stages
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, numbers: Sequence[int]) -> Any:
+        samples = self._source.fetch(numbers)
+        for stage in self._stages:
+            samples = stage.apply(samples, numbers)
+        return samples
+
+    def chunk_sizes(self) -> Any:
+        return self._source.chunk_sizes()
+
+    def window(self) -> int:
+        return self._source.window()
+
+    def expect(self, now: Any, later: Any) -> None:
+        self._source.expect(now, later)
+
+    def identity(self) -> Mapping[str, Any] | None:
+        return self._source.identity()

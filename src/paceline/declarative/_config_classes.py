@@ -9,7 +9,7 @@ import torch
 from paceline import _argument_checks as arguments
 from paceline._argument_checks import optional
 from paceline.declarative import _field_checks as checks
-from paceline.declarative._config_object import OptionContainer, a_container, new_option, option
+from paceline.declarative._config_object import OptionContainer, new_option, option
 from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
 
 
@@ -108,7 +108,9 @@ class Config(OptionContainer):
             checks.check_class(lambda: torch.nn.Module, "model_class=MyModel, not MyModel(...).")
         ),
     )
-    model_params: ModelParameters = new_option(ModelParameters, a_container(ModelParameters))
+    model_params: ModelParameters = new_option(
+        ModelParameters, checks.check_object(ModelParameters)
+    )
     dataset: Any = option(None, optional(checks.check_dataset))
     pred_names: Any = option(None, optional(checks.check_names))
     pred_names_and_types: Any = option(None, optional(checks.check_names_and_kinds))
@@ -119,7 +121,7 @@ class Config(OptionContainer):
     cpu_only: bool = option(False, arguments.boolean)
     random_seed: int | None = option(None, optional(arguments.count(0)))
     parallelization_params: ParallelizationConfig = new_option(
-        ParallelizationConfig, a_container(ParallelizationConfig)
+        ParallelizationConfig, checks.check_object(ParallelizationConfig)
     )
     task_type: str | None = option("classification", optional(checks.check_task_type))
 
@@ -212,7 +214,7 @@ class TrainingConfig(Config):
     loss_function: Any = new_option(torch.nn.CrossEntropyLoss, checks.check_losses)
     loss_weights: Any = option(1.0, checks.check_weights)
     loss_tracker_params: LossTrackerParameters = new_option(
-        LossTrackerParameters, a_container(LossTrackerParameters)
+        LossTrackerParameters, checks.check_object(LossTrackerParameters)
     )
     num_workers: int = option(0, arguments.count(0))
     pin_memory_for_dataloader: bool = option(True, arguments.boolean)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline._argument_checks import Check, wrong
+from paceline._argument_checks import Check
 from paceline._atomic_files import replacing_atomically
 from paceline.engine import JsonReader, JsonWriter, ObjectFinder
 
@@ -209,17 +209,3 @@ def _like(field: "dataclasses.Field[Any]") -> Any:
     return dataclasses.field(
         **{name: getattr(field, name) for name in names}, metadata=field.metadata
     )
-
-
-def a_container(kind: type[OptionContainer]) -> Check:
-    """Return a check for an object of a config class."""
-
-    def check(name: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            makes_fields = isinstance(value, Mapping) and hasattr(kind, "of")
-            arguments = f".of({dict(value)!r})" if makes_fields else "(...)"
-            hint = f"{name}={kind.__name__}{arguments}"
-            raise TypeError(wrong(name, f"an object of {kind.__name__}", value, hint))
-        return value
-
-    return check

@@ -83,6 +83,20 @@ def check_class(base: Callable[[], type], example: str) -> Check:
     return check
 
 
+def check_object(kind: type) -> Check:
+    """Return a check for an object of a config class."""
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            makes_fields = isinstance(value, Mapping) and hasattr(kind, "of")
+            arguments = f".of({dict(value)!r})" if makes_fields else "(...)"
+            hint = f"{name}={kind.__name__}{arguments}"
+            raise TypeError(wrong(name, f"an object of {kind.__name__}", value, hint))
+        return value
+
+    return check
+
+
 def check_function(name: str, value: Any) -> Any:
     """Return something that can be called.
 

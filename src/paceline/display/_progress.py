@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from paceline.display._progress_line import UNITS, ProgressFacts, progress_line, report_line
-from paceline.display._progress_log_lines import Region
-from paceline.display._progress_regions import find_region
+from paceline.display._progress_regions import Region, find_region
 from paceline.display._throughput import Throughput
 
 

@@ -54,23 +54,18 @@ from paceline.engine.loaders._node_data_lock import node_data_lock
 from paceline.engine.loaders._sample_collation import collate_of, form_of, loader_of, split
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
-from paceline.engine.loop._loop_hooks import TrainsShard
-from paceline.engine.loop._validation_over_ranks import (
-    MetricSums,
-    batches_by_rank,
-    evaluate_batches,
-    evaluate_on_chief,
-)
 from paceline.engine.metrics._explained_variance import ExplainedVariance
 from paceline.engine.metrics._metric_reducers import MetricReducer, Reducer, ReducerSet
 from paceline.engine.metrics._weighted_means import KeySetError, NonFiniteError, WeightedMeans
 from paceline.engine.models._meta_device import is_on_meta, materialize
 from paceline.engine.models._model_options import ModelOptions, check_shard_precision
+from paceline.engine.optimizer_steps._loss_plan import LossPlan, Prediction, accuracy
+from paceline.engine.optimizer_steps._stepper import ClipGrads, Stepper
 from paceline.engine.parallel._data_parallel import DataParallel, default_data_parallel
 from paceline.engine.parallel._flat_all_reduce import FlatReduction
 from paceline.engine.parallel._fsdp import ShardUnits, check_whole
 from paceline.engine.parallel._horovod import join_horovod
-from paceline.engine.parallel._tensor_plan import TensorPlan, check_plan
+from paceline.engine.parallel._tensor_parallel import TensorPlan, check_plan
 from paceline.engine.passes._pass_progress import NotedProgress, shown_pass
 from paceline.engine.passes._pass_record import PassRecord
 from paceline.engine.passes._pass_state import (
@@ -111,8 +106,6 @@ from paceline.engine.schedule._train_units import (
 from paceline.engine.schedule._training_schedule import Schedule, StopReason
 from paceline.engine.state._changed_settings import SettingChanges, built_settings
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, load_models
-from paceline.engine.steps._loss_plan import LossPlan, Prediction, accuracy
-from paceline.engine.steps._stepper import ClipGrads, Stepper
 from paceline.engine.tensors._optimizer_parameters import all_parameters
 from paceline.engine.tensors._stored_tensors import whole
 from paceline.engine.train_functions._accelerate_options import accelerate
@@ -141,6 +134,7 @@ from paceline.engine.training._fit_defaults import (
     searcher_of,
     unit_of,
 )
+from paceline.engine.training._loop_hooks import TrainsShard
 from paceline.engine.training._registered_models import RegisteredModels
 from paceline.engine.training._resumable_training import ResumableTraining
 from paceline.engine.training._training_callbacks import TrainingCallbacks
@@ -149,6 +143,12 @@ from paceline.engine.training._training_state import (
     models_in,
     position_of,
     read_state,
+)
+from paceline.engine.training._validation_over_ranks import (
+    MetricSums,
+    batches_by_rank,
+    evaluate_batches,
+    evaluate_on_chief,
 )
 from paceline.engine.weights._export_onnx import export_onnx, require_onnx
 from paceline.engine.weights._export_weights import ExportedWeights, export_dcp, export_weights

@@ -26,7 +26,7 @@ from paceline.engine import (
     use_own_device,
 )
 from paceline.pytorch._batches_and_loaders import TorchData, to_device
-from paceline.pytorch._trial_facts import TrialFacts
+from paceline.pytorch._trial_context_getters import TrialFacts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def _serve(control: int) -> None:
-    from paceline.runner._fork_runners import leave_forked_runner, serve_runners
+    from paceline.runner._runner_fork_server import leave_forked_runner, serve_runners
 
     try:
         wanted = serve_runners(control)

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from paceline.search._hyperparameter_kinds import SpaceError
 from paceline.search._hyperparameter_space import Space, parse_space
-from paceline.search._method_base import SearchMethod, TrialMaker
-from paceline.search._method_config import SearchConfig
-from paceline.search._method_errors import SearchMethodError, method_errors
-from paceline.search._preview import Preview, PreviewRow, preview
-from paceline.search._random_stream import Rng
-from paceline.search._search import Search, replay
-from paceline.search._search_messages import (
+from paceline.search._inputs_and_operations import (
     Create,
     Exited,
     ExitReason,
@@ -30,6 +24,12 @@ from paceline.search._search_messages import (
     message_to_json,
     operation_from_json,
 )
+from paceline.search._method_base import SearchMethod, TrialMaker
+from paceline.search._method_config import SearchConfig
+from paceline.search._method_errors import SearchMethodError, method_errors
+from paceline.search._preview import Preview, PreviewRow, preview
+from paceline.search._random_stream import Rng
+from paceline.search._search import Search, replay
 from paceline.search._search_views import (
     BracketPlan,
     BracketView,

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from paceline.search._hyperparameter_space import Space
+from paceline.search._inputs_and_operations import Create, ExitReason, Operation
 from paceline.search._random_stream import Rng
-from paceline.search._search_messages import Create, ExitReason, Operation
 from paceline.search._search_views import BracketView
 
 

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.search._hyperparameter_space import Space, parse_space
-from paceline.search._method_base import TrialMaker, check_same_setup
-from paceline.search._method_config import SearchConfig
-from paceline.search._method_errors import SearchMethodError, method_errors
-from paceline.search._random_stream import Rng
-from paceline.search._search_messages import (
+from paceline.search._inputs_and_operations import (
     Create,
     Exited,
     ExitReason,
@@ -27,6 +23,10 @@ from paceline.search._search_messages import (
     Stop,
     Train,
 )
+from paceline.search._method_base import TrialMaker, check_same_setup
+from paceline.search._method_config import SearchConfig
+from paceline.search._method_errors import SearchMethodError, method_errors
+from paceline.search._random_stream import Rng
 from paceline.search._search_views import BracketView, TrialView
 
 _VERSION = 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
-from paceline.search._search_messages import ExitReason
+from paceline.search._inputs_and_operations import ExitReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.search._method_config import SearchConfig
-from paceline.search._search import Search
-from paceline.search._search_messages import (
+from paceline.search._inputs_and_operations import (
     Create,
     Exited,
     ExitReason,
@@ -20,6 +18,8 @@ from paceline.search._search_messages import (
     Stop,
     Train,
 )
+from paceline.search._method_config import SearchConfig
+from paceline.search._search import Search
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

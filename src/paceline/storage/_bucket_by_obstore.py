@@ -27,8 +27,7 @@ from paceline.storage._errors import (
 )
 from paceline.storage._manifest import FileEntry
 from paceline.storage._object_storage_base import ObjectStorage, StoredObject
-from paceline.storage._upload import Upload
-from paceline.storage._upload_limits import UploadLimits, limit_hint
+from paceline.storage._upload import Upload, UploadLimits, limit_hint
 
 Client: TypeAlias = S3Store | AzureStore
 

@@ -35,7 +35,7 @@ from paceline.storage._manifest import (
     encode_with_checksum,
 )
 from paceline.storage._temporary_directories import temporary_directory
-from paceline.storage._upload_limits import UploadLimits, limit_hint
+from paceline.storage._upload import UploadLimits, limit_hint
 
 _CHUNK_BYTES = 8 * 1024 * 1024
 # Before the UUIDs of checkpoints that are not whole, each the key of an empty object.

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from paceline._late_names import late_names
 from paceline.train._checkpoint import Checkpoint
-from paceline.train._class_workers import ClassWorkers
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._errors import IncompleteCheckpointError, RunDirectoryError
-from paceline.train._function_trainer import Trainer
 from paceline.train._preparing_functions import (
     accelerate,
     backward,
@@ -47,6 +45,8 @@ from paceline.train._train_functions import (
     world_rank,
     world_size,
 )
+from paceline.train._trainer import Trainer
+from paceline.train._trainer_workers import ClassWorkers
 from paceline.workers import (
     NodesDifferError,
     NotEnoughWorkersError,

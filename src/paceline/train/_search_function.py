@@ -17,8 +17,8 @@ from paceline.masterless_search import (
     search_journal,
 )
 from paceline.train._config import CheckpointStrategy
-from paceline.train._function_trainer import Trainer
 from paceline.train._search_results import SearchResults, TrialResult
+from paceline.train._trainer import Trainer
 from paceline.train._trainer_arguments import check_train_function
 from paceline.workers import RayConnection
 

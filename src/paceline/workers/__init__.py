@@ -7,6 +7,14 @@ from paceline._listening import PortReservation
 from paceline._network_interfaces import LOOPBACK
 from paceline.workers._call_in_workers import call_in_workers
 from paceline.workers._elastic_group import ElasticGroup
+from paceline.workers._elastic_size import (
+    ElasticLimits,
+    ElasticSize,
+    Form,
+    GiveUp,
+    GrowthAttempts,
+    Wait,
+)
 from paceline.workers._errors import (
     OUTPUT_IS,
     CollectiveMismatchError,
@@ -32,15 +40,7 @@ from paceline.workers._kept_state import (
 from paceline.workers._launch_run import LaunchGroup, LaunchRun
 from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers._recovering_group import RecoveringGroup
-from paceline.workers._restart_policy import (
-    ElasticLimits,
-    ElasticSize,
-    Form,
-    GiveUp,
-    GrowthAttempts,
-    RestartPolicy,
-    Wait,
-)
+from paceline.workers._restart_policy import RestartPolicy
 from paceline.workers._worker_resources import (
     WorkerResources,
     WorkerSettings,

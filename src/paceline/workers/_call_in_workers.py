@@ -4,8 +4,9 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._launch_run import LaunchGroup, LaunchRun
-from paceline.workers._restart_policy import ElasticLimits, RestartPolicy
+from paceline.workers._restart_policy import RestartPolicy
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._served_pool import ServedPool, pack_call
 from paceline.workers.pools._shared_buffers import SharedBuffers

@@ -8,19 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from paceline._waiting import sleep
+from paceline.workers._elastic_size import ElasticLimits, ElasticSize, GiveUp, GrowthAttempts, Wait
 from paceline.workers._errors import (
     NotEnoughWorkersError,
     PlacementError,
     PlacementTimeoutError,
     WorkerFailedError,
     WorkerStartError,
-)
-from paceline.workers._restart_policy import (
-    ElasticLimits,
-    ElasticSize,
-    GiveUp,
-    GrowthAttempts,
-    Wait,
 )
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
 

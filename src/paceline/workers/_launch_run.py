@@ -10,14 +10,10 @@ from typing import Any
 
 from paceline._waiting import take
 from paceline.workers._elastic_group import ElasticGroup
+from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._errors import NodesDifferError, WorkerFailedError
 from paceline.workers._group_run import GroupRun
-from paceline.workers._restart_policy import (
-    ElasticLimits,
-    RestartDecision,
-    RestartPolicy,
-    describe_failure,
-)
+from paceline.workers._restart_policy import RestartDecision, RestartPolicy, describe_failure
 from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._signals import noted_signals

@@ -7,7 +7,7 @@ import torch
 
 from paceline._seeds import mix_seed
 from paceline.engine.loaders._epoch_order import CutIndices, EpochOrder
-from paceline.engine.loaders._seeded_shards import make_seeded_shard
+from paceline.engine.loaders._seeded_shard_dataset import make_seeded_shard
 
 
 class ShardBatchSampler(torch.utils.data.Sampler[Any]):

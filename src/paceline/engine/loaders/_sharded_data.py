@@ -31,7 +31,7 @@ from paceline.engine.loaders._epoch_order import (
 from paceline.engine.loaders._loader_signals import LoaderSignals
 from paceline.engine.loaders._partitioned_stream import PartitionedStream
 from paceline.engine.loaders._reading_notes import note_samples
-from paceline.engine.loaders._seeded_shards import SeededShardDataset
+from paceline.engine.loaders._seeded_shard_dataset import SeededShardDataset
 from paceline.engine.loaders._shard_batch_sampler import ShardBatchSampler
 from paceline.engine.loaders._whole_stream import StreamBatch, WholeStream
 

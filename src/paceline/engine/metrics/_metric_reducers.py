@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.core import DistributedContext
 from paceline.engine.formats._json_and_safetensors import is_storable
-from paceline.engine.steps._stepper import Stepper
+from paceline.engine.optimizer_steps._stepper import Stepper
 
 logger = logging.getLogger(__name__)
 

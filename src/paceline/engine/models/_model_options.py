@@ -18,7 +18,7 @@ from paceline.engine.models._frozen_base import FrozenBase, frozen_base
 from paceline.engine.models._meta_device import is_on_meta, materialize
 from paceline.engine.parallel._fsdp import ShardUnits, sequence_members, shard_model, shard_units_of
 from paceline.engine.parallel._rank_grid import RankGrid
-from paceline.engine.parallel._tensor_plan import TensorPlan, apply_plan
+from paceline.engine.parallel._tensor_parallel import TensorPlan, apply_plan
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import DistributedContext
-from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._flat_all_reduce import AllReduce
 from paceline.engine.parallel._fsdp import make_mesh
 from paceline.engine.tensors._optimizer_parameters import parameters_of
@@ -199,19 +198,6 @@ class RankGrid:
         return is_divided
 
 
-def place_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Have the gradients of divided parameters divided as these are, where torch leaves sums open.
-
-    All ranks of a tensor-parallel group call it.
-    """
-    for parameter in parameters:
-        gradient: Any = parameter.grad
-        if gradient is not None and is_sharded(gradient):
-            placements = parameter.placements  # type: ignore[attr-defined]
-            if gradient.placements != placements:
-                parameter.grad = gradient.redistribute(placements=placements)
-
-
 def check_tensor_size(tensor_size: int, num_ranks: int) -> None:
     """Check how many ranks shall divide a model by a plan.
 
@@ -229,17 +215,4 @@ def check_tensor_size(tensor_size: int, num_ranks: int) -> None:
         raise ValueError(
             f"`tensor_parallel_size` must divide the number of ranks, but got {tensor_size} for"
             f" {num_ranks}. Hint: use {fitting} ranks, or another `tensor_parallel_size`."
-        )
-
-
-def check_tensor_options(tensor_size: int, data_parallel: DataParallel) -> None:
-    """Check that gradients are summed in a way that divided models have.
-
-    Raises:
-        ValueError: They are not.
-    """
-    if tensor_size > 1 and data_parallel not in (DataParallel.FLAT, DataParallel.FSDP):
-        raise ValueError(
-            '`data_parallel` must be "flat" or "fsdp" with `tensor_parallel_size`, but got'
-            f" {data_parallel.value!r}."
         )

@@ -9,7 +9,7 @@ import torch
 
 from paceline.engine.devices._precision import Precision
 from paceline.engine.gradients._gradient_sync import GradientSync
-from paceline.engine.steps._call_stack import calling_method
+from paceline.engine.optimizer_steps._call_stack import calling_method
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""A resumable training of registered models: loop, state and checkpoints together."""
+"""The resumable training of the trial class and of config objects: loop, state, checkpoints."""

@@ -19,13 +19,13 @@ from paceline.core import DistributedContext
 from paceline.engine.checkpoints._background_saver import Destination
 from paceline.engine.devices._precision import Precision
 from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
-from paceline.engine.loop._training_loop import TrainingLoop
+from paceline.engine.optimizer_steps._stepper import Stepper
+from paceline.engine.optimizer_steps._watched_user_calls import WatchedUserCalls
 from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._flat_all_reduce import FlatReduction
 from paceline.engine.state._buffers_and_gradients import load_buffers
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, check_numbers
-from paceline.engine.steps._stepper import Stepper
-from paceline.engine.steps._watched_user_calls import WatchedUserCalls
+from paceline.engine.training._training_loop import TrainingLoop
 from paceline.engine.training._training_state import TrainingState
 
 _TAG = "state"

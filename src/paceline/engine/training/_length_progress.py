@@ -6,9 +6,9 @@ from typing import Any
 
 from paceline import core
 from paceline.display import TrainingProgress, ending_of, locations_of
-from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.schedule._train_units import Batch, Epoch, Position, Record, TrainUnit
 from paceline.engine.schedule._training_schedule import StopReason
+from paceline.engine.training._training_loop import TrainingLoop
 
 _UNIT_NAMES: dict[type[TrainUnit], str] = {Batch: "batches", Epoch: "epochs", Record: "records"}
 _ENDINGS = {

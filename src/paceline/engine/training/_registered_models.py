@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from paceline.core import Context
-from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.metrics._metric_reducers import ReducerSet
+from paceline.engine.optimizer_steps._stepper import Stepper
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._lr_scheduler import LRScheduler
 from paceline.engine.state._changed_settings import built_settings
-from paceline.engine.steps._stepper import Stepper
+from paceline.engine.training._training_loop import TrainingLoop
 
 
 class RegisteredModels:

@@ -18,14 +18,14 @@ from paceline.engine.devices._data_to_device import mover_to
 from paceline.engine.devices._random_generators import restore_random_state, seed_everything
 from paceline.engine.loaders._epoch_order import shards_of_worker
 from paceline.engine.loaders._sharded_data import ShardedData
-from paceline.engine.loop._loop_hooks import LoopHooks
-from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._changed_settings import SettingChanges
-from paceline.engine.training._loop_training import LoopTraining
+from paceline.engine.training._loop_hooks import LoopHooks
 from paceline.engine.training._registered_models import RegisteredModels
 from paceline.engine.training._training_callbacks import TrainingCallbacks
+from paceline.engine.training._training_fit import TrainingFit
+from paceline.engine.training._training_loop import TrainingLoop
 from paceline.engine.training._training_state import (
     TrainingState,
     has_same_size,
@@ -36,7 +36,7 @@ from paceline.engine.training._training_state import (
 logger = logging.getLogger(__name__)
 
 
-class ResumableTraining(LoopTraining, LoopHooks):
+class ResumableTraining(TrainingFit, LoopHooks):
     """The data, loop, callbacks and checkpoints of registered parts.
 
     Subclasses train on a shard and evaluate data; they say what else a checkpoint holds.

@@ -12,7 +12,7 @@ from paceline.engine.checkpoints._background_saver import CheckpointSaver, Desti
 from paceline.engine.checkpoints._best_validation import BestValidation
 from paceline.engine.checkpoints._continuous_saves import ContinuousSaves
 from paceline.engine.checkpoints._kept_checkpoints import CheckpointRetention
-from paceline.engine.loop._training_loop import TrainingLoop
+from paceline.engine.training._training_loop import TrainingLoop
 from paceline.journal import CheckpointStored, RunDirectory
 from paceline.storage import CheckpointWriteError, RetentionRules
 

@@ -21,7 +21,7 @@ from paceline.engine.formats._versioned_checkpoint import (
     read_training,
     read_versioned_part,
 )
-from paceline.engine.loop._training_loop import TrainingLoop
+from paceline.engine.optimizer_steps._stepper import Stepper
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._buffers_and_gradients import restore_generators, summed_gradients
@@ -30,8 +30,8 @@ from paceline.engine.state._data_identity import check_identity
 from paceline.engine.state._epoch_sizes import epoch_sizes, note_epoch_sizes
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.state._sharded_tensor_pieces import StateInPieces
-from paceline.engine.steps._stepper import Stepper
 from paceline.engine.tensors._stored_tensors import whole
+from paceline.engine.training._training_loop import TrainingLoop
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import psutil
 from fastapi import APIRouter, Request, Response
-from sqlalchemy import Connection, func, select
 
 from paceline.master._master import Master
 from paceline.master._measurements import LAG_BOUNDS_S, REQUEST_BOUNDS_S
@@ -20,10 +19,9 @@ from paceline.master.store import (
     POINTS,
     TRIALS,
     checkpoint_sizes,
+    num_waiting,
     number_by_state,
-    tables,
 )
-from paceline.messages.states import AttemptState, ExperimentState, TrialState
 from paceline.messages.status import MasterStatus
 
 router = APIRouter(tags=["master"], route_class=ReadingRoute)
@@ -82,37 +80,9 @@ def _status_facts(master: Master) -> dict[str, Any]:
             "checkpoints": number_by_state(connection, CHECKPOINTS),
             "stored": checkpoint_sizes(connection, [0]).get(0, (0, 0)),
             "num_points": sum(number_by_state(connection, POINTS).values()),
-            "num_waiting": _num_waiting(connection),
+            "num_waiting": num_waiting(connection),
             "missing_methods": missing_methods(connection),
         }
-
-
-def _num_waiting(connection: Connection) -> int:
-    """Return how many trials wait for slots, by what is counted already."""
-    counts, experiments = tables.counts.c, tables.experiments.c
-    is_managed_and_active = (
-        experiments.state == ExperimentState.ACTIVE.value,
-        experiments.external_id.is_(None),
-    )
-    active = select(func.coalesce(func.sum(counts.number), 0)).where(
-        counts.kind == TRIALS,
-        counts.state == TrialState.ACTIVE.value,
-        counts.experiment_id.in_(select(experiments.id).where(*is_managed_and_active)),
-    )
-    attempts, trials = tables.attempts.c, tables.trials.c
-    running = (
-        select(func.count())
-        .select_from(tables.attempts)
-        .join(tables.trials, trials.id == attempts.trial_id)
-        .join(tables.experiments, experiments.id == attempts.experiment_id)
-        .where(
-            attempts.state.in_([AttemptState.PENDING.value, AttemptState.RUNNING.value]),
-            trials.state == TrialState.ACTIVE.value,
-            *is_managed_and_active,
-        )
-    )
-    found: int = connection.execute(active).scalar_one() - connection.execute(running).scalar_one()
-    return max(found, 0)
 
 
 def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:

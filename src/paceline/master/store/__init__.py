@@ -54,11 +54,9 @@ from paceline.master.store._metric_rows import (
     metric_at,
     read_rows,
     read_series,
-    read_summary,
-    trim_summaries,
 )
 from paceline.master.store._paging import Order, Place
-from paceline.master.store._point_encoding import Summary, tagged
+from paceline.master.store._point_encoding import tagged
 from paceline.master.store._recovery_rows import (
     ALL,
     ENDED,
@@ -96,11 +94,13 @@ from paceline.master.store._row_counts import (
     POINTS,
     TRIALS,
     checkpoint_sizes,
+    num_waiting,
     number_by_state,
     numbers_of,
 )
 from paceline.master.store._series_reader import Selection
 from paceline.master.store._series_smoothing import smooth_at
+from paceline.master.store._series_summaries import Summary, read_summary, trim_summaries
 from paceline.master.store._stored_configs import config_of
 from paceline.master.store._time_marks import add_time_mark, time_shares
 from paceline.master.store._trial_logs import LogStore
@@ -181,6 +181,7 @@ __all__ = [
     "note_experiment",
     "num_damaged_lines",
     "num_slots_of",
+    "num_waiting",
     "number_by_state",
     "numbers_of",
     "open_copy",

@@ -12,9 +12,9 @@ from paceline.config import MissingSearcher, hide_secrets, searcher_section
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._attempt_members import read_members
-from paceline.master.store._metric_rows import read_summary
-from paceline.master.store._point_encoding import Summary, tagged
+from paceline.master.store._point_encoding import tagged
 from paceline.master.store._row_counts import ATTEMPTS, TRIALS, checkpoint_sizes, numbers_of
+from paceline.master.store._series_summaries import Summary, read_summary
 from paceline.master.store._stored_configs import config_of
 from paceline.messages import resources
 from paceline.messages.nodes import LOCAL_NAME

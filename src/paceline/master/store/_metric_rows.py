@@ -12,21 +12,18 @@ from math import isnan
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, select
 
 from paceline.journal import MetricsReported, same_value
 from paceline.master.store import _tables as tables
-from paceline.master.store._point_encoding import Points, Summary, tagged
+from paceline.master.store._point_encoding import Points, tagged
 from paceline.master.store._series_reader import (
     Selection,
     SeriesPiece,
     load_series_points,
-    visible_series_limits,
     visible_series_pieces,
 )
-from paceline.master.store._series_writer import store_columns, stored_summary
-
-_POINT_COLUMNS = ("steps", "times", "value_bytes")
+from paceline.master.store._series_writer import store_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,69 +168,6 @@ def metric_numbers_at(
     }
 
 
-def read_summary(connection: Connection, trial_id: int) -> dict[str, dict[str, Summary]]:
-    """Return a summary per group and metric name over the visible points."""
-    limits = visible_series_limits(connection, trial_id)
-    series = tables.series.c
-    rows = connection.execute(
-        select(*[column for column in series if column.name not in _POINT_COLUMNS])
-        .where(series.trial_id == trial_id)
-        .order_by(series.attempt, series.id)
-    ).all()
-    summaries: dict[int, Summary] = {}
-    cut_groups: set[str] = set()
-    for row in rows:
-        limit = limits.get(row.attempt)
-        if limit is None or row.last_step <= limit:
-            summaries[row.id] = stored_summary(row)
-        else:
-            cut_groups.add(row.group)
-    for group in cut_groups:
-        _add_missing_metric_summaries(
-            connection, Selection(trial_id=trial_id, group=group), summaries
-        )
-    merged: dict[str, dict[str, Summary]] = {}
-    for row in rows:
-        summary = summaries.get(row.id, Summary())
-        by_key = merged.setdefault(row.group, {})
-        if row.key in by_key:
-            by_key[row.key].merge(summary)
-        elif summary.count:
-            by_key[row.key] = summary
-    return merged
-
-
-def trim_summaries(connection: Connection, trial_id: int) -> None:
-    """Take what later attempts superseded out of the stored extremes and last values.
-
-    Lists sort and filter by them; `read_summary` needs the rest as well, and reads the points.
-    """
-    limits = visible_series_limits(connection, trial_id)
-    series = tables.series.c
-    rows = connection.execute(
-        select(series.id, series.group, series.attempt, series.last_step).where(
-            series.trial_id == trial_id
-        )
-    ).all()
-    cut = [
-        row
-        for row in rows
-        if (limit := limits.get(row.attempt)) is not None and row.last_step > limit
-    ]
-    trimmed = {row.id: Summary() for row in rows if row not in cut}
-    for group in {row.group for row in cut}:
-        _add_missing_metric_summaries(
-            connection, Selection(trial_id=trial_id, group=group), trimmed
-        )
-    for row in cut:
-        summary = trimmed.get(row.id, Summary())
-        connection.execute(
-            update(tables.series)
-            .where(series.id == row.id)
-            .values(min=summary.min, max=summary.max, last=tagged(summary.last))
-        )
-
-
 def has_points_beyond(connection: Connection, trial_id: int, step: int) -> bool:
     """Tell whether any attempt of the trial reported something beyond a step."""
     query = select(tables.series.c.id).where(
@@ -308,17 +242,6 @@ def _metric_values_at(
                 if cell in cells and (cell not in found or piece.precedence < found[cell][0]):
                     found[cell] = (piece.precedence, value)
     return {cell: value for cell, (_, value) in found.items()}
-
-
-def _add_missing_metric_summaries(
-    connection: Connection, selection: Selection, summaries: dict[int, Summary]
-) -> None:
-    """Add the summaries of those series of a group of which only a part is visible."""
-    present = set(summaries)
-    for _, pieces in visible_series_pieces(connection, selection):
-        wanted = [piece for piece in pieces if piece.series_id not in present]
-        for piece, points in sorted(load_series_points(connection, wanted), key=_precedence):
-            summaries.setdefault(piece.series_id, Summary()).add(points)
 
 
 def _precedence(pair: tuple[SeriesPiece, Points]) -> tuple[int, int, int]:

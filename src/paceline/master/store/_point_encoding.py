@@ -4,7 +4,6 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 from paceline.journal import decode_value, encode_float
@@ -67,61 +66,9 @@ def decode_points(kind: str, steps: bytes, times: bytes, values: bytes) -> Point
     return Points(array("q", steps).tolist(), array("d", times).tolist(), list(decoded))
 
 
-@dataclass(slots=True)
-class Summary:
-    """Summary of a series; the extremes and the sum are over its finite numbers."""
-
-    count: int = 0
-    num_numbers: int = 0
-    sum: float = 0.0
-    min: float | None = None
-    max: float | None = None
-    last: Any = None
-    first_step: int = 0
-    last_step: int = 0
-
-    def add(self, points: Points) -> None:
-        """Include further points."""
-        if not points.steps:
-            return
-        numbers = [v for v in points.values if type(v) in (int, float) and isfinite(v)]
-        first, last = min(points.steps), max(points.steps)
-        self.first_step = min(self.first_step, first) if self.count else first
-        if not self.count or last >= self.last_step:
-            self.last_step = last
-            self.last = points.values[points.steps.index(last)]
-        self.count += len(points.steps)
-        if numbers:
-            self.num_numbers += len(numbers)
-            self.sum += float(sum(numbers))
-            lowest, highest = float(min(numbers)), float(max(numbers))
-            self.min = lowest if self.min is None else min(self.min, lowest)
-            self.max = highest if self.max is None else max(self.max, highest)
-
-    def merge(self, later: "Summary") -> None:
-        """Include the summary of a later attempt's series."""
-        if not later.count:
-            return
-        # A later attempt may add a name to an earlier step, which is not the last one then.
-        if not self.count or later.last_step >= self.last_step:
-            self.last, self.last_step = later.last, later.last_step
-        self.first_step = min(self.first_step, later.first_step) if self.count else later.first_step
-        self.count += later.count
-        self.num_numbers += later.num_numbers
-        self.sum += later.sum
-        self.min = _extreme(min, self.min, later.min)
-        self.max = _extreme(max, self.max, later.max)
-
-
 def tagged(value: Any) -> Any:
     """Return `value` with NaN and infinities tagged, for JSON."""
     return _tag(value)
-
-
-def _extreme(choose: Any, left: float | None, right: float | None) -> float | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return float(choose(left, right))
 
 
 def _tag(value: Any) -> Any:

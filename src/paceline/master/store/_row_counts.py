@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, MetaData, event, func, select
 
 from paceline.master.store import _tables as tables
-from paceline.messages.states import CheckpointState
+from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
 
 EXPERIMENTS = "experiments"
 ARCHIVED = "archived"
@@ -177,3 +177,31 @@ def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tu
         .group_by(counts.experiment_id)
     )
     return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
+
+
+def num_waiting(connection: Connection) -> int:
+    """Return how many trials wait for slots, by what is counted already."""
+    counts, experiments = tables.counts.c, tables.experiments.c
+    is_managed_and_active = (
+        experiments.state == ExperimentState.ACTIVE.value,
+        experiments.external_id.is_(None),
+    )
+    active = select(func.coalesce(func.sum(counts.number), 0)).where(
+        counts.kind == TRIALS,
+        counts.state == TrialState.ACTIVE.value,
+        counts.experiment_id.in_(select(experiments.id).where(*is_managed_and_active)),
+    )
+    attempts, trials = tables.attempts.c, tables.trials.c
+    running = (
+        select(func.count())
+        .select_from(tables.attempts)
+        .join(tables.trials, trials.id == attempts.trial_id)
+        .join(tables.experiments, experiments.id == attempts.experiment_id)
+        .where(
+            attempts.state.in_([AttemptState.PENDING.value, AttemptState.RUNNING.value]),
+            trials.state == TrialState.ACTIVE.value,
+            *is_managed_and_active,
+        )
+    )
+    found: int = connection.execute(active).scalar_one() - connection.execute(running).scalar_one()
+    return max(found, 0)

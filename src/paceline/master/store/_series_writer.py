@@ -1,6 +1,5 @@
 """Writing metric series: a summary, and the newest points as a tail until they fill a chunk."""
 
-from math import nan
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
@@ -8,12 +7,11 @@ from sqlalchemy import Connection, Row, bindparam, insert, select, update
 from paceline.master.store import _tables as tables
 from paceline.master.store._point_encoding import (
     Points,
-    Summary,
     decode_points,
     encode_points,
-    tagged,
 )
 from paceline.master.store._series_reader import POINT_BYTES
+from paceline.master.store._series_summaries import Summary, stored_summary, summary_columns
 
 _CHUNK_POINTS = 1024
 
@@ -75,7 +73,7 @@ def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:
         "steps": column.steps if is_tail else b"",
         "times": column.times if is_tail else b"",
         "value_bytes": column.values if is_tail else b"",
-        **_summary_columns(summary),
+        **summary_columns(summary),
     }
 
 
@@ -120,7 +118,7 @@ def _extended_series_tail(
         "steps": column.steps,
         "times": column.times,
         "value_bytes": column.values if column.steps else b"",
-        **_summary_columns(summary),
+        **summary_columns(summary),
     }, [] if full is None else _chunks_of_series(row.id, full)
 
 
@@ -150,31 +148,3 @@ def _chunk_of_series(series_id: int, points: Points) -> dict[str, Any]:
         "times": column.times,
         "value_bytes": column.values,
     }
-
-
-def _summary_columns(summary: Summary) -> dict[str, Any]:
-    return {
-        "num_points": summary.count,
-        "num_numbers": summary.num_numbers,
-        "sum": summary.sum,
-        "min": summary.min,
-        "max": summary.max,
-        "last": tagged(summary.last),
-        "first_step": summary.first_step,
-        "last_step": summary.last_step,
-    }
-
-
-def stored_summary(row: Row[Any]) -> Summary:
-    """Return the summary in a series' row."""
-    return Summary(
-        count=row.num_points,
-        num_numbers=row.num_numbers,
-        # SQLite keeps NaN, the sum of infinities that sums overflowed to, as null.
-        sum=nan if row.sum is None else row.sum,
-        min=row.min,
-        max=row.max,
-        last=row.last,
-        first_step=row.first_step,
-        last_step=row.last_step,
-    )

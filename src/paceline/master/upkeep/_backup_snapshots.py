@@ -80,6 +80,23 @@ def whole_backups(to: Path) -> list[Path]:
     return sorted((path for path in found if (path / CONTENT_NAME).is_file()), key=_order)
 
 
+def find_backup(source: Path) -> Path:
+    """Return a backup: `source` itself, or the newest whole one in it.
+
+    Raises:
+        BackupError: There is none.
+    """
+    if (source / CONTENT_NAME).is_file():
+        return source
+    found = whole_backups(source)
+    if not found:
+        raise BackupError(
+            f"{str(source)!r} must be a backup, or have one that is whole, but has none. Hint:"
+            " `paceline restore` takes the directory that `paceline backup` was given."
+        )
+    return found[-1]
+
+
 def _order(path: Path) -> tuple[str, int]:
     stamp, _, number = path.name.partition("T")
     second, _, count = number.partition("-")

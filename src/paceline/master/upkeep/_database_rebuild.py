@@ -33,8 +33,8 @@ from paceline.master.store import (
     raise_ids,
     tables,
 )
-from paceline.master.upkeep._backup_selection import DATABASE
 from paceline.master.upkeep._backup_snapshots import BackupError
+from paceline.master.upkeep._files_to_back_up import DATABASE
 from paceline.master.upkeep._recovery_records import read_record, record_path, recorded_experiments
 from paceline.messages.attempts import RecordBatch
 from paceline.runner import newest_attempt

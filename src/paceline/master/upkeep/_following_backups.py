@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.master.store import DatabaseVersionError
-from paceline.master.upkeep._backup_selection import DATABASE
 from paceline.master.upkeep._backup_snapshots import BackupError
+from paceline.master.upkeep._files_to_back_up import DATABASE
 from paceline.master.upkeep._home_backup import Backup, BackupResult
 
 # A backup takes at most a tenth of the time.

@@ -22,7 +22,6 @@ from paceline.master.store import (
     read_version,
     tables,
 )
-from paceline.master.upkeep._backup_selection import CHECKPOINTS, DATABASE, grows, select_files
 from paceline.master.upkeep._backup_snapshots import (
     CONTENT_NAME,
     BackedUp,
@@ -34,6 +33,7 @@ from paceline.master.upkeep._backup_snapshots import (
     read_backup_content,
     whole_backups,
 )
+from paceline.master.upkeep._files_to_back_up import CHECKPOINTS, DATABASE, grows, select_files
 from paceline.master.upkeep._line_files import whole_lines
 from paceline.messages.states import AttemptState, CheckpointState
 from paceline.storage import (

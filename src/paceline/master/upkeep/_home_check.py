@@ -26,10 +26,10 @@ from paceline.master.store import (
     read_version,
     tables,
 )
-from paceline.master.upkeep._backup_selection import DATABASE
 from paceline.master.upkeep._backup_snapshots import BackupError
 from paceline.master.upkeep._check_findings import CheckPace, Finding
 from paceline.master.upkeep._database_rebuild import rebuild_database
+from paceline.master.upkeep._files_to_back_up import DATABASE
 from paceline.master.upkeep._home_file_checks import (
     check_checkpoints,
     check_contexts,

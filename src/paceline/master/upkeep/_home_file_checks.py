@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import Connection, Row, select
 
 from paceline.master.store import num_damaged_lines, tables
-from paceline.master.upkeep._backup_selection import CHECKPOINTS
 from paceline.master.upkeep._check_findings import CheckPace, Finding, Report
+from paceline.master.upkeep._files_to_back_up import CHECKPOINTS
 from paceline.messages.states import AttemptState, CheckpointState
 from paceline.storage import CheckpointError, DirectoryStorage
 

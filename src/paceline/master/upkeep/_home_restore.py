@@ -12,15 +12,14 @@ from paceline import faults
 from paceline.master._home_directory import RESTORING_NAME, Home
 from paceline.master._lost_database import files_of, move_lost_files_aside
 from paceline.master.store import RECORDS_BEGUN, check_copy, tables
-from paceline.master.upkeep._backup_selection import CHECKPOINTS, DATABASE
 from paceline.master.upkeep._backup_snapshots import (
-    CONTENT_NAME,
     BackedUp,
     BackupError,
     Content,
+    find_backup,
     read_backup_content,
-    whole_backups,
 )
+from paceline.master.upkeep._files_to_back_up import CHECKPOINTS, DATABASE
 from paceline.messages.states import AttemptState, CheckpointState
 from paceline.storage import copy_file, sync_directory, sync_tree
 
@@ -39,23 +38,6 @@ class RestoreResult:
     content: Content
     damaged: list[str] = field(default_factory=list)
     num_lost_checkpoints: int = 0
-
-
-def find_backup(source: Path) -> Path:
-    """Return a backup: `source` itself, or the newest whole one in it.
-
-    Raises:
-        BackupError: There is none.
-    """
-    if (source / CONTENT_NAME).is_file():
-        return source
-    found = whole_backups(source)
-    if not found:
-        raise BackupError(
-            f"{str(source)!r} must be a backup, or have one that is whole, but has none. Hint:"
-            " `paceline restore` takes the directory that `paceline backup` was given."
-        )
-    return found[-1]
 
 
 def restore(source: Path, home: Path) -> RestoreResult:

@@ -43,7 +43,7 @@ class DeepSpeedTraining(TrialTraining):
         self._stepper = context.stepper
 
     def fit(self, schedule: Schedule, *, is_test: bool, is_validated_first: bool) -> StopReason:
-        """Train to a length; see `LoopTraining.fit`.
+        """Train to a length; see `TrainingFit.fit`.
 
         Raises:
             ValueError: An optimizer step is to have several batches.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.search._hyperparameter_space import Space
+from paceline.search._inputs_and_operations import Create, ExitReason, Operation, Train
 from paceline.search._method_base import SearchMethod, TrialMaker, check_same_setup
 from paceline.search._method_config import SearchConfig, check_integer, check_optional_length
-from paceline.search._search_messages import Create, ExitReason, Operation, Train
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.search._search_messages import encode_search_float
+from paceline.search._inputs_and_operations import encode_search_float
 
 
 class Rung:

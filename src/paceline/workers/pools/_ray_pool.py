@@ -22,9 +22,9 @@ from paceline.workers.remote._listener import Listener, ListenerAddress
 from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
 from paceline.workers.remote._ray_host_actors import HostActor, RayHosts
+from paceline.workers.remote._ray_host_process import HostOrder
 from paceline.workers.remote._ray_worker_actor import own_versions, version_differences
 from paceline.workers.remote._ray_worker_group import RayGroup, RayGroupWorker
-from paceline.workers.remote._ray_worker_host import HostOrder
 from paceline.workers.remote._script_directory import ScriptSources, pack_script_directory
 
 # What workers on other nodes get of the driver's environment, with the access to object stores.

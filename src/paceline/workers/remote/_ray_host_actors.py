@@ -18,8 +18,8 @@ from paceline.workers.remote._ray_cluster import (
     num_fitting,
     told_resources,
 )
+from paceline.workers.remote._ray_host_process import HostOrder
 from paceline.workers.remote._ray_worker_actor import COMPARED, make_worker_actor_class
-from paceline.workers.remote._ray_worker_host import HostOrder
 
 logger = logging.getLogger(__name__)
 

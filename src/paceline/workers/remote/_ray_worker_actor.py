@@ -62,7 +62,7 @@ def make_worker_actor_class() -> Any:
             return mark_of_script_directory(directory)
 
         def warm_up(self, order: Any) -> None:
-            from paceline.workers.remote._ray_worker_host import warm_up
+            from paceline.workers.remote._ray_host_process import warm_up
 
             warm_up(order)
 
@@ -74,7 +74,7 @@ def make_worker_actor_class() -> Any:
             return self.port.port
 
         def start(self, order: Any, archive: bytes | None) -> Any:
-            from paceline.workers.remote._ray_worker_host import WorkerHost
+            from paceline.workers.remote._ray_host_process import WorkerHost
 
             self.host = WorkerHost(order, archive)
             return self.host.start()

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Callable
 
+from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._outer_launcher_group import JoinedGroup
-from paceline.workers._restart_policy import ElasticLimits
 from paceline.workers.pools._outer_launcher_pool import JoinedPool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
 from paceline.workers.processes._output_files import WorkerOutput

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from paceline.workers._elastic_group import ElasticGroup
-from paceline.workers._restart_policy import ElasticLimits, RestartPolicy
+from paceline.workers._elastic_size import ElasticLimits
+from paceline.workers._restart_policy import RestartPolicy
 from paceline.workers._worker_resources import WorkerSettings, num_gpus
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._worker_pool import PendingCall, WorkerPool

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.workers._restart_policy import ElasticLimits
+from paceline.workers._elastic_size import ElasticLimits
 
 _COLLECTIVES = (None, "gloo", "nccl")
 

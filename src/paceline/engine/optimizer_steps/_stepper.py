@@ -13,17 +13,18 @@ from paceline.engine.gradients._loss_weights import Accumulation
 from paceline.engine.gradients._travelling_signal import TravellingSignal
 from paceline.engine.models._frozen_base import FrozenBase
 from paceline.engine.models._model_options import ModelOptions, ModelWrapper
+from paceline.engine.optimizer_steps._idle_ranks import LOSS, NO_MORE, SUM, IdleRanks
+from paceline.engine.optimizer_steps._optimizer_reductions import OptimizerReductions
+from paceline.engine.optimizer_steps._watched_user_calls import WatchedUserCalls
 from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._flat_all_reduce import AllReduce, FlatReduction
 from paceline.engine.parallel._fsdp import check_shard_size
 from paceline.engine.parallel._horovod import HorovodSum
 from paceline.engine.parallel._overlapped_all_reduce import OverlappedAllReduce
-from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_options, place_gradients
+from paceline.engine.parallel._rank_grid import RankGrid
+from paceline.engine.parallel._tensor_parallel import check_tensor_options, place_gradients
 from paceline.engine.profiling._step_timeline import BACKWARD, REDUCE, STEP
 from paceline.engine.profiling._step_timer import StepTimer
-from paceline.engine.steps._idle_ranks import LOSS, NO_MORE, SUM, IdleRanks
-from paceline.engine.steps._optimizer_reductions import OptimizerReductions
-from paceline.engine.steps._watched_user_calls import WatchedUserCalls
 from paceline.engine.tensors._optimizer_parameters import all_parameters, parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 

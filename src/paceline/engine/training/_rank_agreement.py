@@ -4,10 +4,10 @@ import time
 from enum import IntEnum
 
 from paceline.core import Context
-from paceline.engine.loop._loop_hooks import LoopHooks
+from paceline.engine.optimizer_steps._stepper import Stepper
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.schedule._training_schedule import StopReason
-from paceline.engine.steps._stepper import Stepper
+from paceline.engine.training._loop_hooks import LoopHooks
 
 
 class RankWish(IntEnum):

@@ -14,16 +14,16 @@ from paceline.engine.devices._rank_sums import sum_over_ranks
 from paceline.engine.loaders._epoch_order import EpochOrder, shards_of_worker
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._worker_batches import worker_stream_batches
-from paceline.engine.loop._loop_hooks import LoopHooks
-from paceline.engine.loop._loop_reports import LoopReports
-from paceline.engine.loop._rank_agreement import RankAgreement, RankWish
 from paceline.engine.metrics._weighted_means import WeightedMeans
+from paceline.engine.optimizer_steps._stepper import Stepper
 from paceline.engine.profiling._step_timeline import MOVE, REDUCE, WAIT, WHOLE
 from paceline.engine.profiling._step_timer import StepTimer
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.schedule._training_schedule import Schedule, StopReason
-from paceline.engine.steps._stepper import Stepper
+from paceline.engine.training._loop_hooks import LoopHooks
+from paceline.engine.training._loop_reports import LoopReports
+from paceline.engine.training._rank_agreement import RankAgreement, RankWish
 
 faults.register("engine.batch", "engine.validation")
 

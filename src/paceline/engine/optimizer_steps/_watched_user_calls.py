@@ -13,14 +13,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.engine.gradients._gradient_sync import GradientSync
+from paceline.engine.optimizer_steps._call_stack import (
+    calling_method,
+    is_called_by_scaler,
+    is_within_step_of,
+)
 from paceline.engine.parallel._flat_all_reduce import FlatReduction
 from paceline.engine.parallel._overlapped_all_reduce import OverlappedAllReduce
 from paceline.engine.profiling._step_timeline import REDUCE
-from paceline.engine.steps._call_stack import calling_method, is_called_by_scaler, is_within_step_of
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 
 if TYPE_CHECKING:
-    from paceline.engine.steps._stepper import Stepper
+    from paceline.engine.optimizer_steps._stepper import Stepper
 
 logger = logging.getLogger(__name__)
 

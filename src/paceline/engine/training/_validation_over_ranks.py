@@ -14,9 +14,9 @@ from paceline.engine.loaders._epoch_order import shards_of_worker
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.metrics._metric_reducers import Reducer
 from paceline.engine.metrics._weighted_means import KeySetError
+from paceline.engine.optimizer_steps._stepper import Stepper
 from paceline.engine.parallel._fsdp import unsharded
 from paceline.engine.parallel._rank_grid import RankGrid
-from paceline.engine.steps._stepper import Stepper
 
 
 def evaluate_batches(

@@ -9,12 +9,12 @@ import torch
 
 from paceline.core import Context
 from paceline.engine.checkpoints._best_validation import BestValidation
-from paceline.engine.loop._training_loop import TrainingLoop
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position, TrainUnit, end_of_piece
 from paceline.engine.schedule._training_schedule import Schedule, StopReason
 from paceline.engine.training._length_progress import LengthProgress
 from paceline.engine.training._training_checkpoints import TrainingCheckpoints
+from paceline.engine.training._training_loop import TrainingLoop
 
 # Their times differ from run to run, so they stay apart from the metrics of training.
 _TIMINGS_GROUP = "profiling"
@@ -33,7 +33,7 @@ class KeepsMetricSums(Protocol):
         """Forget what was collected."""
 
 
-class LoopTraining(ABC):
+class TrainingFit(ABC):
     """A training that a front door runs as a whole or piece by piece.
 
     Subclasses build the loop, and are its hooks.

@@ -15,7 +15,7 @@ from paceline.journal import RunDirectory, RunInfo
 from paceline.messages.attempts import AttemptSpec
 from paceline.messages.states import ExitReason
 from paceline.runner._attempt_directory import AttemptDirectory
-from paceline.runner._start_runners import RunnerHost, StartedRunner
+from paceline.runner._runner_processes import RunnerHost, StartedRunner
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LEAVE_S = 10.0
 
 
-class AttemptProcesses:
+class LocalAttempts:
     """Start, find, kill and clean the attempts in ``<root>/<attempt id>/``; used by one thread.
 
     What was started goes on without this process, and is found again by the next one.

@@ -3,13 +3,13 @@
 from functools import partial
 
 from paceline.core import Context, TimeAccount
-from paceline.engine.loop._loop_hooks import LoopHooks
 from paceline.engine.models._model_options import compile_counts
+from paceline.engine.optimizer_steps._stepper import Stepper
 from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.profiling._step_timeline import StepTimeline
 from paceline.engine.profiling._step_timer import StepThroughput
 from paceline.engine.schedule._train_units import Position
-from paceline.engine.steps._stepper import Stepper
+from paceline.engine.training._loop_hooks import LoopHooks
 
 
 class LoopReports:

@@ -1,12 +1,14 @@
-"""The user's own tensor-parallel plan of a model, as torch's `parallelize_module` takes it."""
+"""Tensor-parallel models: the plan, as torch's `parallelize_module` takes it, and gradients."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import torch
 
+from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._rank_grid import RankGrid
+from paceline.engine.tensors._sharded_tensors import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -79,6 +81,32 @@ def check_plan(plan: Any) -> None:
         f" be a function of a model and a mesh, but got {plan!r}. Hint:"
         ' {"up": ColwiseParallel(), "down": RowwiseParallel()}.'
     )
+
+
+def check_tensor_options(tensor_size: int, data_parallel: DataParallel) -> None:
+    """Check that gradients are summed in a way that divided models have.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if tensor_size > 1 and data_parallel not in (DataParallel.FLAT, DataParallel.FSDP):
+        raise ValueError(
+            '`data_parallel` must be "flat" or "fsdp" with `tensor_parallel_size`, but got'
+            f" {data_parallel.value!r}."
+        )
+
+
+def place_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Have the gradients of divided parameters divided as these are, where torch leaves sums open.
+
+    All ranks of a tensor-parallel group call it.
+    """
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None and is_sharded(gradient):
+            placements = parameter.placements  # type: ignore[attr-defined]
+            if gradient.placements != placements:
+                parameter.grad = gradient.redistribute(placements=placements)
 
 
 def _is_style(value: Any) -> bool:

@@ -11,7 +11,7 @@ from paceline.engine.gradients._loss_weights import Accumulation
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 
 if TYPE_CHECKING:
-    from paceline.engine.steps._stepper import Stepper
+    from paceline.engine.optimizer_steps._stepper import Stepper
 
 # What the chief announces besides steps of optimizers: that none is left, that the gradients of a
 # backward pass are summed, or a loss.

@@ -1,1 +1,0 @@
-"""The training loop from batch to batch, and validation."""

@@ -388,6 +388,12 @@ def test_a_search_goes_on_after_a_second_ctrl_c(
         told = process.stderr.read()
     assert process.returncode == -signal.SIGINT
     assert "has failed" not in told
+    states = {run.name: run.state for run in _runs_of_search(tmp_path / "search")}
+    assert set(states.values()) == {core.RunState.PREEMPTED}, states
     (tmp_path / "go").touch()
     resumed = run_python(INTERRUPTED, str(tmp_path))
     assert resumed.stdout == "[('completed', 2), ('completed', 2)]\n", resumed.stderr
+
+
+def _runs_of_search(directory: Path) -> list[core.RunSummary]:
+    return [*core.list_runs(directory.parent), *core.list_runs(directory / "trials")]

@@ -459,6 +459,21 @@ def test_reports_before_an_error_are_taken_before_it(trainer: train.Trainer) -> 
         iterator.get_results()
 
 
+def test_a_run_that_its_driver_gives_up_is_preempted(work_here: Path) -> None:
+    def function() -> None:
+        train.report(number=1)
+        if train.world_rank() != 1:
+            time.sleep(600)
+
+    with train.Trainer(num_workers=3) as trainer:
+        iterator = trainer.run_iterator(function)
+        assert next(iterator) == {"number": 1}
+    (run,) = core.list_runs(work_here / "paceline_runs")
+    assert (run.state, run.error) == (core.RunState.PREEMPTED, None)
+    with pytest.raises(RuntimeError, match="given up before its end"):
+        iterator.get_results()
+
+
 def test_workers_whose_start_is_interrupted_are_ended(work_here: Path) -> None:
     hung = work_here / "hung"
 

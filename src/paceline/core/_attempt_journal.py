@@ -11,7 +11,12 @@ from typing import Any
 from paceline._errors import text_of
 from paceline.core._enums import EarlyExitReason, Outcome
 from paceline.core._environment import describe_environment
-from paceline.core._errors import DistributedPeerError, InvalidHP, PreemptedError
+from paceline.core._errors import (
+    DistributedPeerError,
+    GivenUpError,
+    InvalidHP,
+    PreemptedError,
+)
 from paceline.core._notices_to_parent import tell_run_began, tell_run_completed
 from paceline.core._open_run import OpenedRun
 from paceline.core._run_summaries import summarize_run
@@ -169,7 +174,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
     """Return how what ended a process is counted; leaving by `sys.exit(0)` is no error."""
     if isinstance(error, InvalidHP):
         return Outcome.INVALID_HP
-    if isinstance(error, PreemptedError):
+    if isinstance(error, (PreemptedError, GivenUpError)):
         return Outcome.PREEMPTED
     if isinstance(error, DistributedPeerError) and error.error_type == InvalidHP.__name__:
         # Another rank has found it first, and this one waited for it.

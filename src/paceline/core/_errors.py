@@ -2,6 +2,7 @@
 
 NotOfferedError (a NotImplementedError)
 InvalidHP
+GivenUpError (a RuntimeError)
 DistributedError (a RuntimeError)
 ├── DistributedTimeoutError (also a TimeoutError)
 └── DistributedPeerError
@@ -40,6 +41,10 @@ class DistributedPeerError(DistributedError):
     def __init__(self, message: str, *, error_type: str = "") -> None:
         super().__init__(message)
         self.error_type = error_type
+
+
+class GivenUpError(RuntimeError):
+    """Ends a run that its driver has given up before its end; it can go on later."""
 
 
 class PreemptedError(SystemExit):

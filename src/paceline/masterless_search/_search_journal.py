@@ -85,7 +85,10 @@ class SearchJournal:
 
     def close(self, error: BaseException | None) -> None:
         """Record the end."""
-        core.end_journal(self._journal, core.outcome_of(error), error)
+        # After Ctrl-C it can go on, as its trials can.
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        outcome = core.Outcome.PREEMPTED if is_interrupted else core.outcome_of(error)
+        core.end_journal(self._journal, outcome, error)
         self._lock.close()
 
     def _records(self) -> Iterator[Any]:

@@ -149,7 +149,7 @@ class RunDriver(GroupRun):
     def close(self) -> None:
         """Give up a run that is not finished; its workers are stopped."""
         if not self.is_finished:
-            self._end(RuntimeError("The run was given up before its end."))
+            self._end(core.GivenUpError("The run was given up before its end."))
 
     # ---- calling -------------------------------------------------------------------------
 

@@ -296,6 +296,18 @@ def test_without_credentials_or_with_wrong_ones_it_is_told(
         storage_from(s3).list()
 
 
+@pytest.mark.parametrize(
+    ("variable", "url"),
+    [("AWS_ENDPOINT_URL", "s3://bucket"), ("AZURE_STORAGE_ENDPOINT", "az://container")],
+)
+def test_a_server_without_a_scheme_is_told(
+    variable: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "127.0.0.1:9")
+    with pytest.raises(CheckpointError, match=f"{variable} must begin with http"):
+        storage_from(url).exists("b6f70c1c-0b6b-4b0e-8a35-40a1b35a1ef5")
+
+
 class Buffered(pytorch.PyTorchTrial):
     """A model with a buffer that is uploaded in three parts."""
 

@@ -1,6 +1,5 @@
 """Checkpoints in a container of Azure Blob Storage."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import obstore
 from obstore.exceptions import NotFoundError
 from obstore.store import AzureStore
 
-from paceline.storage._bucket_by_obstore import BucketStorage
+from paceline.storage._bucket_by_obstore import BucketStorage, endpoint_of
 
 _CONFIGURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY must be those of the account"
 
@@ -54,7 +53,7 @@ class AzureStorage(BucketStorage):
                 raise
 
     def _make_client(self, options: Any) -> AzureStore:
-        endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT", "")
+        endpoint = endpoint_of("AZURE_STORAGE_ENDPOINT")
         options["client_options"]["allow_http"] = endpoint.startswith("http://")
         config: Any = {"endpoint": endpoint} if endpoint else {}
         return AzureStore(self._bucket, prefix=self._prefix or None, config=config, **options)

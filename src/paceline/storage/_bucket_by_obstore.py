@@ -266,3 +266,17 @@ def _part_of(text: str, upload: Upload) -> str:
         return "part 1 of 1"
     where = "before part 1" if _BEGINNING.search(text) else "a part"
     return f"{where} of {upload.num_parts}"
+
+
+def endpoint_of(variable: str) -> str:
+    """Return the server that a variable names, empty if it is not set.
+
+    Raises:
+        CheckpointError: It is no URL. The client would break down at its first request.
+    """
+    endpoint = os.environ.get(variable, "")
+    if endpoint and not re.match("https?://.", endpoint):
+        raise CheckpointError(
+            f"{variable} must begin with http:// or https://, but got {endpoint!r}."
+        )
+    return endpoint

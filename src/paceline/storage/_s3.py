@@ -7,7 +7,7 @@ from typing import Any
 
 from obstore.store import S3Store
 
-from paceline.storage._bucket_by_obstore import BucketStorage
+from paceline.storage._bucket_by_obstore import BucketStorage, endpoint_of
 
 _RENEW = "renew the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN)."
 
@@ -34,7 +34,7 @@ class S3Storage(BucketStorage):
     _own_credentials = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
     def _make_client(self, options: Any) -> S3Store:
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+        endpoint = endpoint_of("AWS_ENDPOINT_URL_S3") or endpoint_of("AWS_ENDPOINT_URL")
         config: Any = {"endpoint": endpoint} if endpoint else {}
         # A server of one's own, as for tests, may have no certificate.
         options["client_options"]["allow_http"] = endpoint.startswith("http://")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -10,6 +11,8 @@ from typer.main import get_command
 from typer.models import OptionInfo
 
 from paceline.cli import app
+from paceline.cli._backup_commands import backup
+from paceline.cli._errors import CommandError
 
 COMMANDS = {
     "backup": [],
@@ -146,3 +149,8 @@ def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
     )
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
+
+
+def test_an_interval_of_backups_without_follow_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="`--every` must come with `--follow`"):
+        backup(tmp_path, every=5.0, home=tmp_path)

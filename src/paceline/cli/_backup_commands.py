@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.master.upkeep import Backup, BackupResult, RestoreResult
 
 _DAMAGED = 3
+_EVERY_S = 60.0
 
 
 def backup(
@@ -26,14 +27,18 @@ def backup(
         typer.Option(
             "--follow",
             "-f",
-            help="Go on, and make a new backup after each change; it replaces the one before it."
-            " Ctrl-C ends it.",
+            help="Keep running, and make a new backup after each change. It replaces the backup"
+            " before it. Ctrl-C ends the command.",
         ),
     ] = False,
     every: Annotated[
-        float,
-        typer.Option(min=0.1, metavar="SECONDS", help="With -f: the shortest time between two."),
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="With -f: shortest time between two backups. The default is 60.",
+        ),
+    ] = None,
     keep: Annotated[
         int | None,
         typer.Option(
@@ -50,11 +55,13 @@ def backup(
     """
     from paceline.master.upkeep import Backup
 
+    if every is not None and not follow:
+        raise CommandError("`--every` must come with `--follow`, but it is missing.")
     directory = home_of(home)
     made = Backup(directory, to.expanduser(), checkpoints=checkpoints)
     with made.hold():
         if follow:
-            _follow_home(made, directory, every, keep, json=json)
+            _follow_home(made, directory, every or _EVERY_S, keep, json=json)
             return
         try:
             result = made.make()
@@ -103,8 +110,8 @@ def _tell_backup(result: "BackupResult", *, json: bool) -> None:
         return
     typer.echo(
         f"Backed up {len(content.files)} files ({format_bytes(content.num_bytes)}) to"
-        f" {result.path}; {result.num_copied} of them ({format_bytes(result.num_bytes_copied)})"
-        " are new or have changed."
+        f" {result.path}; new or changed: {result.num_copied}"
+        f" ({format_bytes(result.num_bytes_copied)})."
     )
     if content.left_out:
         typer.echo(f"Left out: {', '.join(content.left_out)}.")
@@ -127,8 +134,8 @@ def restore(
     The exit code is 0 if all files are as they were backed up, and 3 if some are damaged or
     missing. These are named, and the rest is restored.
 
-    A copy that an upgrade has kept, such as master.version-5.sqlite, is put in the place of the
-    database of its home, to go back to the earlier version.
+    To go back to an earlier version, name the database copy that the upgrade has kept, such as
+    master.version-5.sqlite. It replaces the database of its home.
     """
     from paceline.master.upkeep import restore as restore_home
 

@@ -52,13 +52,15 @@ def check(
         for finding in result.findings:
             typer.echo(finding.text)
         typer.echo(
-            _summary_of_home(len(result.findings), result.num_left, master_runs=result.master_runs)
+            _summary_of_home(
+                len(result.findings), result.num_left, master_runs=result.master_runs, is_fixed=fix
+            )
         )
     if result.num_left:
         raise typer.Exit(_DIFFERENT)
 
 
-def _summary_of_home(num_found: int, num_left: int, *, master_runs: bool) -> str:
+def _summary_of_home(num_found: int, num_left: int, *, master_runs: bool, is_fixed: bool) -> str:
     note = " A master is at work: what has not been stored yet was not looked at." * master_runs
     if not num_found:
         return f"No differences.{note}"
@@ -66,5 +68,7 @@ def _summary_of_home(num_found: int, num_left: int, *, master_runs: bool) -> str
     if num_left == 0:
         return f"{found}, all fixed.{note}"
     left = "" if num_left == num_found else f", {num_left} not fixed"
-    hint = "`--fix` mends what can be mended, see docs/durability.md"
+    hint = "see docs/durability.md"
+    if not is_fixed:
+        hint = f"`--fix` mends what can be mended, {hint}"
     return f"{found}{left}. Hint: {hint}.{note}"

@@ -241,6 +241,12 @@ def test_what_cannot_be_backed_up_or_restored_is_refused_by_name(
         Backup(home, home / "backups")
     with pytest.raises(BackupError, match=r"has no master\.sqlite"):
         Backup(tmp_path / "no home", tmp_path / "backups")
+    (tmp_path / "file").touch()
+    for to in (tmp_path / "file", tmp_path / "file" / "backups"):
+        with pytest.raises(BackupError, match="must be a directory, but '.*file' is a file"):
+            make(home, to)
+    with pytest.raises(BackupError, match="must exist to be restored"):
+        restore(tmp_path / "none", tmp_path / "other")
     made = make(home, tmp_path / "backups")
     shutil.copytree(home, tmp_path / "another")
     with pytest.raises(BackupError, match="backups of one home"):

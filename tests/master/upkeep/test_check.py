@@ -347,3 +347,11 @@ def test_a_home_of_an_earlier_version_is_left_to_its_upgrade(home: Path) -> None
     (found,) = fix(home).findings
     assert found.problem.startswith("has version 5 and can be checked by")
     assert found.fix is None
+
+
+def test_a_directory_that_is_no_home_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    for command in (check, fix):
+        with pytest.raises(BackupError, match="must have a database"):
+            command(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -89,6 +89,11 @@ def find_backup(source: Path) -> Path:
     if (source / CONTENT_NAME).is_file():
         return source
     found = whole_backups(source)
+    if not source.exists():
+        raise BackupError(
+            f"A backup must exist to be restored, but {str(source)!r} does not. Hint: is its disk"
+            " mounted?"
+        )
     if not found:
         raise BackupError(
             f"{str(source)!r} must be a backup, or have one that is whole, but has none. Hint:"

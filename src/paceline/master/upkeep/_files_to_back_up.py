@@ -58,7 +58,7 @@ def select_files(
         selection.names += stored
     elif stored:
         number = len({name.split("/")[1] for name in stored})
-        selection.left_out.append(f"{number} checkpoints (see `--checkpoints`)")
+        selection.left_out.append(f"{number} checkpoint{'s' * (number > 1)} (see `--checkpoints`)")
     return selection
 
 

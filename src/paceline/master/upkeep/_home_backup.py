@@ -93,7 +93,13 @@ class Backup:
         Raises:
             BackupError: Another backup is at work there.
         """
-        self._to.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._to.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise BackupError(
+                "The place of backups must be a directory, but"
+                f" {str(_first_file(self._to))!r} is a file."
+            ) from error
         with (self._to / ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -288,3 +294,8 @@ def _num_elsewhere(connection: Connection, storage: str) -> int:
 def _remove_backup(path: Path) -> None:
     """Remove a directory of files that nobody may write to."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _first_file(path: Path) -> Path:
+    """Return what is no directory on the way to a path: itself, or one of its parents."""
+    return next(one for one in (path, *path.parents) if one.exists())

@@ -46,6 +46,8 @@ from paceline.messages.states import CheckpointState
 
 # A difference that is only a moment in the work of a master is gone by then.
 _SECOND_LOOK_S = 2.0
+# A directory without any of them is no home.
+_HOME_FILES = (DATABASE, "master.lock", "records", "attempts", "contexts", "logs", "checkpoints")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,6 +84,11 @@ def check(home: Path, *, is_quick: bool = False) -> CheckResult:
     if not home.is_dir():
         raise BackupError(
             f"A home must be a directory, but {str(home)!r} is none. Hint: `--home` names it."
+        )
+    if not any((home / name).exists() for name in _HOME_FILES):
+        raise BackupError(
+            f"A home must have a database or what goes with it, but {str(home)!r} has neither."
+            " Hint: `--home` names the home of the master."
         )
     result = CheckResult(master_runs=_is_held(home))
     damage = None if result.master_runs else find_log_damage(home / DATABASE)

@@ -64,7 +64,7 @@ def root(
         typer.Option(
             "--ca-file",
             metavar="FILE",
-            help="Certificates (PEM) of the authorities that are trusted. The default is"
+            help="File with trusted CA certificates (PEM). The default is"
             " $PACELINE_CA_FILE, or else what the system trusts.",
         ),
     ] = None,

@@ -69,9 +69,8 @@ def export(
         str,
         typer.Option(
             metavar="NAME",
-            help="What the names of the weights begin with, in a directory of"
-            " torch.distributed.checkpoint; in a checkpoint of a train function, the name of the"
-            " model in save_checkpoint.",
+            help="Name of the model in save_checkpoint, for a checkpoint of a train function. For a"
+            " directory of torch.distributed.checkpoint: prefix of the names of the weights.",
         ),
     ] = "model",
     run: Annotated[
@@ -84,7 +83,7 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write the weights of a model as safetensors, or as torch.distributed.checkpoint does.
+    """Write the weights of a model as safetensors or in torch.distributed.checkpoint format.
 
     Directories and local runs need no master. The command needs little memory, however large the
     model is. Checkpoints in an object store, and those of the master, are downloaded first.

@@ -66,22 +66,22 @@ def up(
         str,
         typer.Option(
             metavar="NAME",
-            help="What starts the attempts: `local`, or one that an installed package offers.",
+            help="Executor that starts attempts: `local`, or an executor of an installed package.",
         ),
     ] = "local",
     runner_timeout: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="How long a runner may give no sign of life. Then it is ended, and its trial goes"
-            " on from the latest checkpoint. The default is 60.",
+            help="A runner that is silent for this time is killed. Its trial continues from the"
+            " latest checkpoint. The default is 60.",
         ),
     ] = None,
     slow_request: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="From how long on `master.log` names a request as slow. The default is 1.",
+            help="Requests that take longer are logged in `master.log` as slow. The default is 1.",
         ),
     ] = None,
     unencrypted: Annotated[

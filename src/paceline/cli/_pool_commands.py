@@ -53,7 +53,7 @@ def set_pool(
     name: _Pool,
     policy: Annotated[
         Literal["fifo", "priority", "fair_share"],
-        typer.Option(help="Who is next: first come, first served; by priority; by weight."),
+        typer.Option(help="Which trial gets slots next: the oldest one; by priority; by weight."),
     ] = "fifo",
     max_slots: Annotated[
         int | None,
@@ -68,7 +68,7 @@ def set_pool(
         ),
     ] = None,
 ) -> None:
-    """Set all settings of a pool. What is not given gets its default."""
+    """Set all settings of a pool. Options that are not given get their defaults."""
     from paceline.cli._connection import connect
 
     with connect() as client:

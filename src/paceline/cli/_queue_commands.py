@@ -58,16 +58,16 @@ def move(
     experiment: ExperimentId,
     ahead_of: Annotated[
         int | None,
-        typer.Option("--ahead-of", metavar="ID", help="Put it right ahead of this experiment."),
+        typer.Option("--ahead-of", metavar="ID", help="Move it directly ahead of this experiment."),
     ] = None,
     behind: Annotated[
         int | None,
-        typer.Option("--behind", metavar="ID", help="Put it right behind this experiment."),
+        typer.Option("--behind", metavar="ID", help="Move it directly behind this experiment."),
     ] = None,
-    front: Annotated[bool, typer.Option("--front", help="Put it to the front.")] = False,
-    end: Annotated[bool, typer.Option("--end", help="Put it to the end.")] = False,
+    front: Annotated[bool, typer.Option("--front", help="Move it to the front.")] = False,
+    end: Annotated[bool, typer.Option("--end", help="Move it to the end.")] = False,
 ) -> None:
-    """Give an experiment another turn among those of its pool that are as important."""
+    """Move an experiment in the queue of its pool, among those of the same priority."""
     from paceline.cli._connection import connect
 
     num_given = [ahead_of is not None, behind is not None, front, end].count(True)

@@ -55,7 +55,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Certificates (PEM) of the authorities that are trusted. The default is"
+            help="File with trusted CA certificates (PEM). The default is"
             " $PACELINE_CA_FILE, or else what the system trusts.",
         ),
     ] = None,
@@ -202,7 +202,7 @@ def drain(
         bool, typer.Option("--finish", help="Let trials that run there end there.")
     ] = False,
 ) -> None:
-    """Place no more trials on a node. What runs there stores a checkpoint and goes on elsewhere."""
+    """Place no more trials on a node. Its trials store checkpoints and continue elsewhere."""
     from paceline.cli._connection import connect
 
     with connect() as client:
@@ -212,7 +212,7 @@ def drain(
 
 @app.command("resume")
 def resume(name: _Name) -> None:
-    """Take a drained node back."""
+    """Use a drained node again."""
     from paceline.cli._connection import connect
 
     with connect() as client:

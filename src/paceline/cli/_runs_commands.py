@@ -112,7 +112,7 @@ def show(
 
 @app.command("time")
 def show_time(run: RunPath, json: Json = False) -> None:
-    """Show what the time of a run went to: training, starts, lost work."""
+    """Show how the time of a run was spent: training, starts, lost work."""
     from paceline.cli._console_output import print_json
     from paceline.cli._time_tables import print_time_table
     from paceline.core import time_shares_of_run

@@ -50,7 +50,7 @@ def drain(
         bool, typer.Option("--finish", help="Let a trial that runs there end there.")
     ] = False,
 ) -> None:
-    """Place no more trials on a slot. What runs there stores a checkpoint and goes on elsewhere."""
+    """Place no more trials on a slot. Its trial stores a checkpoint and continues elsewhere."""
     from paceline.cli._connection import connect
 
     with connect() as client:
@@ -61,7 +61,7 @@ def drain(
 
 @app.command("resume")
 def resume(node: _Node, slot: _Slot) -> None:
-    """Take a drained slot back."""
+    """Use a drained slot again."""
     from paceline.cli._connection import connect
 
     with connect() as client:

@@ -28,9 +28,9 @@ def create(
     scope: Annotated[
         Literal["read", "submit", "admin", "runner", "report"],
         typer.Option(
-            help="What it allows: to read everything, to submit and change experiments as well,"
-            " everything, to run the attempts of one node and nothing else, or to report runs"
-            " without a master and nothing else.",
+            help="Permissions of the token. `read`: read everything. `submit`: also submit and"
+            " change experiments. `admin`: everything. `runner`: only run the attempts of one node."
+            " `report`: only report runs without a master.",
         ),
     ] = "read",
     expires: Annotated[
@@ -95,7 +95,7 @@ def list_tokens(json: Json = False) -> None:
 def revoke(
     token: Annotated[str, typer.Argument(metavar="NAME", help="Name or id of the token.")],
 ) -> None:
-    """Revoke a token for good. It opens nothing from then on."""
+    """Revoke a token for good. Requests with it are refused."""
     from paceline.cli._connection import connect
     from paceline.cli._errors import CommandError
 
@@ -109,7 +109,7 @@ def revoke(
 
 @app.command("renew-home")
 def renew_home() -> None:
-    """Put another token in place of that of the master's home. The old one opens nothing."""
+    """Replace the token in the master's home. Requests with the old token are refused."""
     from paceline.cli._connection import connect
 
     with connect() as client:

@@ -35,7 +35,8 @@ def describe(
     show_environment: Annotated[
         bool,
         typer.Option(
-            "--environment", help="Also print what its attempts ran in: packages, changed code."
+            "--environment",
+            help="Also print the environment of its attempts: packages, changed code.",
         ),
     ] = False,
 ) -> None:
@@ -200,7 +201,7 @@ def metrics(
 
 @app.command("time")
 def show_time(trial: TrialId, json: Json = False) -> None:
-    """Show what the time of a trial went to: training, starts, lost work."""
+    """Show how the time of a trial was spent: training, starts, lost work."""
     from paceline.cli._connection import connect
     from paceline.cli._console_output import print_json
     from paceline.cli._time_tables import print_time_table

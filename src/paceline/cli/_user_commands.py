@@ -32,7 +32,7 @@ def set_password(
         ),
     ],
     user: Annotated[
-        str, typer.Option(metavar="NAME", help="Name of the user. There is `admin` alone.")
+        str, typer.Option(metavar="NAME", help="Name of the user. The only user is `admin`.")
     ] = "admin",
 ) -> None:
     """Set the password for the web UI. This ends all sign-ins of the user."""

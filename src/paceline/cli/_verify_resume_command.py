@@ -34,8 +34,8 @@ def verify_resume(
         typer.Option(
             metavar="N",
             min=0,
-            help="Kill the run with SIGKILL after N completed steps. Repeatable. Without any"
-            " interruption, one kill comes after about 60 % of the run.",
+            help="Kill the run with SIGKILL after N completed steps. Repeatable. Without"
+            " --kill-at, --preempt-at and --pause-at, the run is killed once, after about 60 %.",
         ),
     ] = [],  # noqa: B006
     preempt_at: Annotated[

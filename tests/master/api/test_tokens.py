@@ -150,6 +150,8 @@ def test_what_is_wrong_with_a_known_token_is_said(
     assert [code(sender) for sender in ("wrong", "expired", "revoked")] == [
         "unauthorized", "token_expired", "token_revoked",
     ]  # fmt: skip
+    wrong = bare.get("/api/v1/slots", headers=bearer(secrets["wrong"])).json()
+    assert "The token of a request must be known to the master" in str(wrong)
 
 
 def test_only_the_digest_of_a_token_is_kept(master: Any, secrets: dict[str, str | None]) -> None:

@@ -126,7 +126,7 @@ class Guard:
                 f" {self._wrong_tokens.window_s:.0f} s. Hint: wait a minute.",
             )
         self._wrong_tokens.fail(address)
-        return _unauthorized()
+        return _unknown_token() if _has_token(headers) else _unauthorized()
 
 
 class _Identification:
@@ -213,6 +213,16 @@ def _unauthorized() -> Response:
         "A request must come from a browser that is signed in, or carry the token:"
         " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
         " in; the token lies in the file `token` of the master's home.",
+    )
+
+
+def _unknown_token() -> Response:
+    return problem(
+        401,
+        "unauthorized",
+        "The token of a request must be known to the master, but the one that was sent is not."
+        " Hint: is `PACELINE_TOKEN` that of another master? The token of a master's home is in the"
+        " file `token` there.",
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory, _local_attempts
-from paceline.runner._local_attempts import LocalAttempts
+from paceline.runner._local_attempts import AttemptProcesses
 
 MakeAttempt = Callable[..., AttemptDirectory]
 
@@ -19,7 +19,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from paceline.runner import AttemptDirectory, _local_attempts
-from paceline.runner._local_attempts import LocalAttempts
+from paceline.runner._local_attempts import AttemptProcesses
 with AttemptDirectory(Path(sys.argv[1])).hold_lock() as is_mine:
     print(is_mine, flush=True)
     sys.stdin.readline()
@@ -95,7 +95,7 @@ def test_a_runner_that_ends_before_a_signal_reaches_it_is_no_error(
     make_attempt: MakeAttempt,
 ) -> None:
     directory = make_attempt()
-    processes = LocalAttempts(directory.path.parent, directory.path)
+    processes = AttemptProcesses(directory.path.parent, directory.path)
     ended = subprocess.Popen(["true"])
     ended.wait()
     with directory.hold_lock():
@@ -111,7 +111,7 @@ def test_a_runner_that_is_not_wanted_and_stays_is_killed(
 ) -> None:
     directory = make_attempt()
     root = directory.path.parent
-    processes = LocalAttempts(root, root)
+    processes = AttemptProcesses(root, root)
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory.path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,

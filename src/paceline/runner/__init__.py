@@ -13,7 +13,7 @@ from paceline.runner._code_archive import (
     members,
     open_archive,
 )
-from paceline.runner._local_attempts import LocalAttempts
+from paceline.runner._local_attempts import AttemptProcesses
 from paceline.runner._secret_file import FILE_NAME as SECRET_FILE_NAME
 from paceline.runner._secret_file import SecretFileError, read_secret_file
 from paceline.runner._start_errors import UnusableConfigError, is_shortage, judge_start
@@ -26,7 +26,7 @@ __all__ = [
     "ArchiveLimits",
     "ArchiveTooLargeError",
     "AttemptDirectory",
-    "LocalAttempts",
+    "AttemptProcesses",
     "SecretFileError",
     "UnusableConfigError",
     "check_archive",

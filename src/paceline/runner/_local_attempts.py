@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LEAVE_S = 10.0
 
 
-class LocalAttempts:
+class AttemptProcesses:
     """Start, find, kill and clean the attempts in ``<root>/<attempt id>/``; used by one thread.
 
     What was started goes on without this process, and is found again by the next one.

@@ -10,7 +10,7 @@ from paceline.master.executors._executor_base import (
     ExecutorContext,
     Launch,
 )
-from paceline.runner import LocalAttempts, note_attempt
+from paceline.runner import AttemptProcesses, note_attempt
 
 
 class LocalExecutor(Executor):
@@ -19,7 +19,7 @@ class LocalExecutor(Executor):
     def __init__(self, root: Path, home: Path) -> None:
         self._root = root
         self._home = home
-        self._processes = LocalAttempts(root, home)
+        self._processes = AttemptProcesses(root, home)
 
     @classmethod
     def make(cls, context: ExecutorContext) -> "LocalExecutor":

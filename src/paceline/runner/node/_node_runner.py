@@ -19,7 +19,7 @@ from paceline.journal import write_atomically
 from paceline.messages.attempts import MasterAddress
 from paceline.messages.nodes import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
 from paceline.runner._checkpoint_place import place_checkpoints
-from paceline.runner._local_attempts import LocalAttempts
+from paceline.runner._local_attempts import AttemptProcesses
 from paceline.runner._master_link import (
     MasterBackoff,
     MasterLink,
@@ -76,7 +76,7 @@ class NodeRunner:
         self._idle_timeout_s = idle_timeout_s
         self._busy_at = time.monotonic()
         self._link = MasterLink(lambda: self._address(read_secret(token_path)))
-        self._processes = LocalAttempts(directory / "attempts", directory)
+        self._processes = AttemptProcesses(directory / "attempts", directory)
         self._questions: queue.SimpleQueue[NodePoll] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[NodeWork | Exception] = queue.SimpleQueue()
         self._number = 0

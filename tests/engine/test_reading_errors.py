@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from paceline import data
 from paceline.engine import ShardedData
+from paceline.engine.loaders._reading_notes import note_samples
 from paceline.engine.loaders._seeded_shard_dataset import SeededShardDataset, make_seeded_shard
 
 
@@ -133,6 +136,23 @@ def test_a_loaders_process_that_is_lost_comes_with_a_hint(
     error = error_of(DataLoader(Pictures(fail), batch_size=2, num_workers=1, **options))
     (note,) = error.__notes__
     assert hint in note
+
+
+def test_a_loaders_process_that_is_lost_while_it_sends_comes_with_a_hint(tmp_path: Path) -> None:
+    def receive() -> None:
+        ours, theirs = multiprocessing.Pipe()
+        theirs.close()
+        ours.recv()
+
+    def connect() -> None:
+        Client(str(tmp_path / "no listener"))
+
+    for fail in receive, connect:
+        with pytest.raises((EOFError, FileNotFoundError)) as caught:
+            fail()
+        note_samples(caught.value, Pictures(divide), [1, 2])
+        (note,) = caught.value.__notes__
+        assert "a process of the data loader was killed" in note
 
 
 @pytest.mark.slow

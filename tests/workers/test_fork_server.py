@@ -226,6 +226,24 @@ def test_all_end_when_the_driver_is_killed(
     wait_until(lambda: not any(map(is_there, pids)))
 
 
+def test_a_fork_server_that_loads_a_module_ends_with_its_driver(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    (tmp_path / "takes_long.py").write_text(
+        "import os, time\nopen('part', 'w').write(str(os.getpid()))\nos.rename('part', 'server')\n"
+        "for _ in range(60000):\n    time.sleep(0.01)\n"
+    )
+    (tmp_path / "driver.py").write_text(
+        "from paceline.workers import LocalPool\nLocalPool(1, preload=['takes_long']).start()\n"
+    )
+    with subprocess.Popen([sys.executable, "driver.py"], cwd=tmp_path) as driver:
+        wait_until((tmp_path / "server").exists)
+        server = int((tmp_path / "server").read_text())
+        assert is_there(server)
+        driver.kill()
+    wait_until(lambda: not is_there(server))
+
+
 def test_the_end_of_the_fork_server_is_that_of_its_workers_and_another_one_follows(
     wait_until: WaitUntil,
 ) -> None:

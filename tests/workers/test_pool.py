@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -235,6 +236,30 @@ def test_a_worker_that_leaves_by_an_object_without_a_text_is_named(failing: int)
     ):
         pool.submit(leave).wait()
     assert (info.value.rank, info.value.exit_code) == (failing, 1)
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_process_that_a_killed_worker_has_started_is_ended(
+    killed: int, tmp_path: Path, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_and_die() -> None:
+        if rank() != killed:
+            time.sleep(LONG_S)
+        child = subprocess.Popen(
+            ["sh", "-c", "trap '' TERM; echo > begun; exec sleep 600"], start_new_session=True
+        )
+        while not os.path.exists("begun"):
+            time.sleep(0.01)
+        Path("pid").write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.chdir(tmp_path)
+    with (
+        LocalPool(3, on_line=lambda line: None, grace_s=0.0) as pool,
+        pytest.raises(WorkerFailedError, match=f"Rank {killed} was ended by SIGKILL"),
+    ):
+        pool.submit(start_and_die).wait()
+    wait_until(lambda: not living([int((tmp_path / "pid").read_text())]))
 
 
 def test_an_interrupted_start_leaves_no_worker(tmp_path: Path, wait_until: WaitUntil) -> None:

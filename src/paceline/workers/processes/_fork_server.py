@@ -15,8 +15,8 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from paceline.workers.processes._exec import PR_SET_PDEATHSIG
@@ -108,6 +108,8 @@ class _Server:
         # A server that is stopped shall see too that the driver has gone, and end the workers with
         # all that they have started.
         self._get_at_end_of_parent(signal.SIGCONT)
+        self._driver, self._is_loading = facts.driver, False
+        signal.signal(signal.SIGCONT, lambda *_: self._leave_if_orphaned())
         self._driver_watch = os.pidfd_open(facts.driver)
         if os.getppid() != facts.driver:
             # It ended before it could be watched.
@@ -120,7 +122,8 @@ class _Server:
     def load(self, modules: Sequence[str]) -> None:
         """Import modules, and tell the driver."""
         try:
-            _import(modules)
+            with self._loading():
+                _import(modules)
         except Exception as error:
             send_message(self._control, {"error": f"{type(error).__name__}: {error}"})
             os._exit(1)
@@ -131,7 +134,7 @@ class _Server:
         while True:
             ready = self._poll()
             if not ready and self._later_modules:
-                _try_to_load(self._later_modules)
+                self._try_to_load(self._later_modules)
                 self._later_modules = ()
                 continue
             if self._driver_watch in ready or not (ready or self._children):
@@ -159,6 +162,24 @@ class _Server:
         wait_s = max(0.0, self._later_at - time.monotonic()) if self._later_modules else _IDLE_S
         return {descriptor for descriptor, _ in poll.poll(wait_s * 1000)}
 
+    def _try_to_load(self, modules: Sequence[str]) -> None:
+        with self._loading():
+            _try_to_load(modules)
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Leave within the block as well if the driver ends, as it can take long."""
+        self._is_loading = True
+        self._leave_if_orphaned()
+        try:
+            yield
+        finally:
+            self._is_loading = False
+
+    def _leave_if_orphaned(self) -> None:
+        if self._is_loading and os.getppid() != self._driver:
+            self._leave()
+
     def _leave(self) -> None:
         for child in self._children:
             child.end()
@@ -172,11 +193,11 @@ class _Server:
             return None
         request, descriptors = message
         if "target" not in request:
-            _try_to_load([*request["modules"], *self._later_modules])
+            self._try_to_load([*request["modules"], *self._later_modules])
             self._later_modules = ()
             send_message(self._control, {"error": _reason_against_forks()})
             return None
-        _try_to_load(request["modules"])
+        self._try_to_load(request["modules"])
         reason = _reason_against_forks()
         if reason is not None:
             for descriptor in descriptors:
@@ -206,6 +227,7 @@ class _Server:
                 os._exit(128 + signal.SIGKILL)
             for number, disposition in self._dispositions.items():
                 signal.signal(number, disposition)
+            signal.signal(signal.SIGCONT, signal.SIG_DFL)
             os.close(leash)
             os.close(reader)
             os.close(writer)

@@ -13,6 +13,7 @@ from paceline.workers._errors import WorkerStartError
 from paceline.workers.processes._leftover_processes import (
     GROUP_VARIABLE,
     adopting_orphan_processes,
+    end_marked,
     end_stray_processes,
     nested_group_mark,
 )
@@ -377,6 +378,9 @@ class LocalGroup:
             watcher.join()
         if self._adopt_strays:
             end_stray_processes(self._id)
+        else:
+            # What the workers have started in other sessions has parents elsewhere.
+            end_marked(self._id)
         with self._changed:
             self._reader.close()
             self._is_done = True

@@ -25,6 +25,16 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise ValueError(wrong(name, f"an integer of at least {least}", value))
 
 
+def check_function(name: str, value: object) -> None:
+    """Check that an argument can be called.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if not callable(value):
+        raise TypeError(wrong(name, "a function", value))
+
+
 def check_dictionary(name: str, value: object, error: type[Exception] = TypeError) -> None:
     """Check that an argument is a dictionary, if it is given.
 

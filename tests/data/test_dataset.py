@@ -130,6 +130,13 @@ def test_streams_have_the_operations_that_need_no_numbers() -> None:
             operation(stream)
 
 
+@pytest.mark.parametrize("name", ["map", "map_batches", "filter"])
+def test_what_is_no_function_is_refused_at_once(name: str) -> None:
+    for data in (Dataset(range(3)), Dataset(Counting())):
+        with pytest.raises(TypeError, match="must be a function, but got 3"):
+            getattr(data, name)(3)
+
+
 def test_settings_of_reading_are_checked() -> None:
     numbers = Dataset(range(3)).pipeline(4).pipeline(pipeline_args={"window": 7})
     assert (numbers.plan.ahead, numbers.plan.window) == (4, 7)

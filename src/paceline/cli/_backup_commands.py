@@ -193,8 +193,8 @@ def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
         typer.echo(f"Not in the backup: {', '.join(content.left_out)}.")
     if result.num_lost_checkpoints:
         typer.echo(
-            f"{result.num_lost_checkpoints} checkpoints are neither in the backup nor in the home,"
-            " and count as deleted."
+            "Neither in the backup nor in the home, and so counted as deleted:"
+            f" {result.num_lost_checkpoints} of the checkpoints."
         )
     for text in result.damaged:
         report_error(f"In the backup, {text}.")

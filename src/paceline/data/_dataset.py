@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from paceline._argument_checks import check_function
 from paceline.data._read_plan import Plan, Reader
 from paceline.data._sample_source import Source, is_iterable_only
 from paceline.data._sample_stages import MapBatchesStage, MapSamplesStage, Stage, StagedSource
@@ -149,6 +150,7 @@ class Dataset:
         Args:
             function: It is called in the worker whenever a sample is read.
         """
+        check_function("function", function)
         if isinstance(self._source, Stream):
             return self._with(source=self._source.then(MappingStreamStep(function)))
         return self._with(stage=MapSamplesStage(function))
@@ -163,6 +165,7 @@ class Dataset:
             function: It gets a list of samples and returns one of as many. Where files have
                 columns and there was no `map` before, it gets and returns a dictionary of arrays.
         """
+        check_function("function", function)
         if isinstance(self._source, Stream):
             return self._with(source=self._source.then(BatchStreamStep(function)))
         return self._with(stage=MapBatchesStage(function))
@@ -176,6 +179,7 @@ class Dataset:
         Args:
             keeps: The function of a sample.
         """
+        check_function("keeps", keeps)
         if isinstance(self._source, Stream):
             return self._with(source=self._source.then(FilterStreamStep(keeps)))
         return self._with(source=FilteredSamples(self._staged(), keeps), stages=())

@@ -92,7 +92,7 @@ def find_backup(source: Path) -> Path:
     if not source.exists():
         raise BackupError(
             f"A backup must exist to be restored, but {str(source)!r} does not. Hint: is its disk"
-            " mounted?"
+            " mounted? A copy that an upgrade has kept is gone once it is restored."
         )
     if not found:
         raise BackupError(

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
@@ -378,13 +378,24 @@ class LocalGroup:
             watcher.join()
         if self._adopt_strays:
             end_stray_processes(self._id)
-        else:
-            # What the workers have started in other sessions has parents elsewhere.
-            end_marked(self._id)
         with self._changed:
             self._reader.close()
             self._is_done = True
             self._changed.notify_all()
+        if not self._adopt_strays:
+            self._end_others()
+
+    def _end_others(self) -> None:
+        """End what the workers have started in other sessions, whose parents are elsewhere.
+
+        Workers that follow do not wait for it; the end of this process does.
+        """
+        sweep = threading.Thread(
+            target=end_marked, args=(self._id,), name="paceline-sweep", daemon=False
+        )
+        # At the end of the interpreter there are no more threads.
+        with suppress(RuntimeError):
+            sweep.start()
 
     # One thread per worker: notice its end.
 

@@ -87,6 +87,16 @@ def test_two_workers_train_like_one_on_the_whole_batch(
     assert torch.equal(first[0].weight, second[0].weight)
 
 
+def has_train(config: dict[str, Any]) -> bool:
+    return "paceline.train" in sys.modules
+
+
+def test_workers_have_loaded_what_train_functions_use(work_here: Path) -> None:
+    """Each worker that replaces a lost one would load it before its first batch, for 50 ms."""
+    with train.Trainer(1) as trainer:
+        assert trainer.run(has_train) == [True]
+
+
 def test_places_and_values_come_in_rank_order(trainer: train.Trainer) -> None:
     def rank_info() -> Any:
         print("hello from", train.world_rank())

@@ -10,6 +10,8 @@ from paceline.workers.runs import GroupSettings, is_pool_worker
 
 # By its name, as it loads torch.
 _WORKER_FUNCTIONS = "paceline.engine.train_functions._train_function_jobs"
+# What train functions use: each new worker would load it otherwise, before its first batch.
+_FUNCTIONS_USE = ("paceline.train",)
 
 
 def chosen_settings(
@@ -39,6 +41,7 @@ def chosen_settings(
         resources.check_machine(0 if limits is None else limits.least)
     return GroupSettings(
         functions=_WORKER_FUNCTIONS,
+        preload=_FUNCTIONS_USE,
         num_workers=0 if limits is None else limits.num_asked_for,
         limits=limits,
         elastic=elastic,

@@ -58,6 +58,7 @@ class GroupSettings(WorkerSettings):
         functions: The module of the functions that they call.
         limits: How many there may be; None if `num_workers` is 0.
         config: How they meet.
+        preload: Modules besides that they need at once.
         elastic: How to deal with workers that come and go.
         hook: Called by each of them before anything else.
         instance: What each of them makes.
@@ -66,6 +67,7 @@ class GroupSettings(WorkerSettings):
     functions: str
     limits: ElasticLimits | None
     config: TorchConfig
+    preload: Sequence[str] = ()
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     hook: Callable[[], Any] | None = None
     instance: Instance | None = None
@@ -157,7 +159,7 @@ class TrainGroup(ElasticGroup):
         return self.settings.make_pool(
             self._limits.least,
             timeout_s=self.settings.config.timeout_s,
-            preload=[self.settings.functions],
+            preload=[self.settings.functions, *self.settings.preload],
             on_line=self._output,
         )
 

@@ -291,7 +291,10 @@ def test_the_variable_has_a_script_report_that_names_no_master(
 
 @pytest.mark.parametrize(
     ("token", "told"),
-    [("", "A token for .* is needed"), ("paceline_wrong", "refuses it: .*must be known to the master")],
+    [
+        ("", "A token for .* is needed"),
+        ("paceline_wrong", "refuses it: .*must be known to the master"),
+    ],
 )
 def test_a_script_without_the_right_token_runs_and_says_so(
     master: Any, scripts: Scripts, token: str, told: str

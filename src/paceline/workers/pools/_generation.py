@@ -161,12 +161,12 @@ class Generation:
             self._thread.start()
             # What ends at once has been started all the same.
             return
-        self._thread.start()
         try:
+            self._thread.start()
             is_ready = wait_until(self._is_ready.wait, _START_S)
         except BaseException:
             # Nobody else knows of these workers when a Ctrl-C interrupts the wait.
-            self.end(0.0)
+            self._end_start()
             raise
         if not is_ready:
             self.end(0.0)
@@ -174,6 +174,17 @@ class Generation:
         if self.failure is not None:
             self.join(self._settings.grace_s)
             raise WorkerStartError(f"The workers could not be started: {self.failure}")
+
+    def _end_start(self) -> None:
+        """End the workers of a start that was interrupted, perhaps as the thread began."""
+        deadline = time.monotonic() + 1.0
+        while not self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self._thread.is_alive():
+            self.end(0.0)
+        else:
+            # Without a driver the workers end by themselves.
+            self._close()
 
     def submit(self, assignment: Assignment) -> None:
         """Have the call's ranks carry it out."""

@@ -1,6 +1,6 @@
 """What the end of an attempt means for its trial, as a pure function."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.master.experiments._state_transitions import INVALID_HP, end_of_trial, search_exit
 from paceline.messages.states import ErrorKind, ExitReason, TrialState
@@ -199,8 +199,8 @@ def _judge_failure(facts: AttemptFacts) -> ExitDecision:
     else:
         follows = ""
     if follows:
-        decision = _failed_exit(facts, f"The attempt failed ({facts.text}) {follows}")
-        return replace(decision, note=f"The attempt failed ({facts.logged_text}) {follows}")
+        error = f"The attempt failed ({facts.text}) {follows}"
+        return _failed_exit(facts, error, f"The attempt failed ({facts.logged_text}) {follows}")
     return ExitDecision(
         state=TrialState.ACTIVE,
         search_exit=None,
@@ -211,13 +211,13 @@ def _judge_failure(facts: AttemptFacts) -> ExitDecision:
     )
 
 
-def _failed_exit(facts: AttemptFacts, error: str) -> ExitDecision:
+def _failed_exit(facts: AttemptFacts, error: str, note: str | None = None) -> ExitDecision:
     return ExitDecision(
         state=TrialState.ERROR,
         search_exit=SearchExit.ERROR,
         restarts=facts.restarts,
         level="ERROR",
-        note=error,
+        note=note or error,
         error=error,
         kind=facts.kind,
     )

@@ -122,18 +122,27 @@ def test_a_killed_worker_is_named_with_its_signal(launch: Launch, script: Script
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends workers with their parent")
-def test_no_worker_is_left_when_the_launcher_is_killed(
+def test_nothing_that_workers_started_is_left_when_the_launcher_is_killed(
     start_launcher: Start, script: Script
 ) -> None:
-    text = (
-        "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\n"
-        "print(os.getpid())\ntime.sleep(600)"
-    )
-    launcher = start_launcher("--nproc-per-node=3", script(text))
-    pids = [int(line.split()[1]) for line in _read_lines(launcher, 3)]
-    assert all(map(_is_alive, pids))
-    launcher.kill()
-    _wait_until_ended(pids)
+    text = """
+import os, signal, subprocess, time
+signal.signal(15, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "600"])
+# It holds none of the streams that end with the worker.
+away = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=-3, stderr=-3)
+print(os.getpid(), child.pid, away.pid)
+time.sleep(600)
+"""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as bystander:
+        launcher = start_launcher("--nproc-per-node=3", script(text))
+        pids = [int(pid) for line in _read_lines(launcher, 3) for pid in line.split()[1:]]
+        assert len(pids) == 9
+        assert all(map(_is_alive, pids))
+        launcher.kill()
+        _wait_until_ended(pids)
+        assert bystander.poll() is None
+        bystander.kill()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

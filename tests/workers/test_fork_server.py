@@ -185,8 +185,11 @@ DRIVER = """
 import os, signal, subprocess, sys, time
 from paceline.workers import LocalPool
 
-def start_child():
-    return subprocess.Popen(["sleep", "600"]).pid
+def start_children():
+    return [
+        subprocess.Popen(["sleep", "600"], start_new_session=is_away).pid
+        for is_away in (False, True)
+    ]
 
 def hang(seconds):
     import ctypes
@@ -198,8 +201,8 @@ if __name__ == "__main__":
     pool.start()
     pids = [process.pid for process in pool.processes]
     servers = pool.submit(os.getppid).wait()
-    children = pool.submit(start_child).wait() if sys.argv[1] == "True" else []
-    print(*pids, *servers, *children, flush=True)
+    children = pool.submit(start_children).wait() if sys.argv[1] == "True" else []
+    print(*pids, *servers, *sum(children, []), flush=True)
     if sys.argv[2] == "stopped":
         os.kill(servers[0], signal.SIGSTOP)
     pool.submit(hang, (600,), ranks=[0])
@@ -220,7 +223,7 @@ def test_all_end_when_the_driver_is_killed(
     ) as driver:
         assert driver.stdout is not None
         pids = [int(word) for word in driver.stdout.readline().split()]
-        assert len(pids) == (6 if fork_server else 4)
+        assert len(pids) == (8 if fork_server else 4)
         assert all(map(is_there, pids))
         driver.kill()
     wait_until(lambda: not any(map(is_there, pids)))

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -43,6 +43,7 @@ from paceline.workers import (
     WorkerVariables,
     is_port_free,
     num_cores,
+    sweeping_after_kill,
 )
 
 logger = logging.getLogger("paceline.launch")
@@ -78,8 +79,12 @@ def launch(arguments: Sequence[str] | None, backend: Backend) -> int:
         nodes = attempt_nodes()
         if nodes is not None:
             options = nodes.place(options)
-        with PortReservation() as reservation, backend.open(options) as variables:
-            return _run_workers(command, options, reservation.port, variables, nodes)
+        with (
+            sweeping_after_kill() as marks,
+            PortReservation() as reservation,
+            backend.open(options) as variables,
+        ):
+            return _run_workers(command, options, reservation.port, marks, variables, nodes)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (
@@ -97,6 +102,7 @@ def _run_workers(
     command: WorkerCommand,
     options: LaunchOptions,
     free_port: int,
+    marks: Mapping[str, str],
     worker_variables: WorkerVariables,
     attempt: AttemptNodes | None,
 ) -> int:
@@ -112,7 +118,7 @@ def _run_workers(
     sizes = () if attempt is None else attempt.sizes_for(options)
     num_workers = sum(sizes) or limits.least
     nodes = _launch_nodes(options, num_workers, restarts, policy) if options.num_nodes > 1 else None
-    variables = {}
+    variables = dict(marks)
     if limits.least < limits.most:
         # The global batch is the same for any number of workers within the bounds.
         variables[SHARDS_VARIABLE] = os.environ.get(SHARDS_VARIABLE, f"{limits.most:g}")

@@ -76,6 +76,7 @@ from paceline.workers.processes._rank_environment import (
 from paceline.workers.processes._rank_info import RankInfo
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
+from paceline.workers.processes._sweep_after_kill import sweeping_after_kill
 from paceline.workers.processes._worker_end import end_without_shutdown
 from paceline.workers.processes._worker_program import PROGRAM_FILE
 from paceline.workers.processes._worker_spec import (
@@ -193,6 +194,7 @@ __all__ = [
     "shards_of_launcher",
     "signal_name",
     "stop_fork_server",
+    "sweeping_after_kill",
     "thread_environment",
     "told_resources",
     "why_waiting",

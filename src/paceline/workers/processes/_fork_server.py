@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from paceline.workers.processes._exec import PR_SET_PDEATHSIG
 from paceline.workers.processes._fork_messages import receive_message, send_message
+from paceline.workers.processes._leftover_processes import end_marked, innermost_group
 
 STATUS = struct.Struct("!i")
 
@@ -66,8 +67,9 @@ def serve_forks(facts: ServerFacts) -> str:
 class _Child:
     """A worker, and the server's end of its leash: when that is cut the worker ends."""
 
-    def __init__(self, pid: int, leash: int) -> None:
+    def __init__(self, pid: int, leash: int, mark: str) -> None:
         self.pid = pid
+        self.mark = mark
         self.leash = leash
         self.watch = os.pidfd_open(pid)
         self.has_ended = False
@@ -102,6 +104,8 @@ class _Server:
         self._control = socket.socket(fileno=facts.control)
         self._control.set_inheritable(False)
         self._children: list[_Child] = []
+        # Groups whose workers were let go since the driver has last been heard of.
+        self._let_go: set[str] = set()
         self._later_modules: Sequence[str] = _LATER_MODULES
         self._later_at = time.monotonic() + _LATER_S
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -144,6 +148,7 @@ class _Server:
                     child.tell_end()
                 if child.leash in ready:
                     self._children.remove(child)
+                    self._let_go.add(child.mark)
                     child.end()
             if self._control.fileno() in ready:
                 target = self._answer()
@@ -183,6 +188,10 @@ class _Server:
     def _leave(self) -> None:
         for child in self._children:
             child.end()
+        # The driver can no longer end what they have started elsewhere. If it was killed, leashes
+        # may have been cut before its end was seen.
+        for mark in {child.mark for child in self._children} | self._let_go:
+            end_marked(mark)
         os._exit(0)
 
     def _answer(self) -> str | None:
@@ -191,6 +200,7 @@ class _Server:
         if message is None:
             self._leave()
             return None
+        self._let_go.clear()
         request, descriptors = message
         if "target" not in request:
             self._try_to_load([*request["modules"], *self._later_modules])
@@ -208,7 +218,7 @@ class _Server:
         pid = self._fork(request, streams, leash)
         if pid == 0:
             return str(request["target"])
-        self._children.append(_Child(pid, leash))
+        self._children.append(_Child(pid, leash, innermost_group(request["environment"])))
         for descriptor in streams:
             os.close(descriptor)
         send_message(self._control, {"pid": pid})

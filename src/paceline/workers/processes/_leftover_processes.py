@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from paceline.workers.processes._process_facts import (
@@ -98,6 +98,11 @@ def adopting_orphan_processes() -> Iterator[None]:
 def nested_group_mark(group_id: str, environment: str | None) -> str:
     """Return the value of `GROUP_VARIABLE` for a group inside the groups named so far."""
     return f"{environment}/{group_id}" if environment else group_id
+
+
+def innermost_group(environment: Mapping[str, str]) -> str:
+    """Return the mark of the group that a worker with such an environment belongs to."""
+    return environment.get(GROUP_VARIABLE, "").rpartition("/")[2]
 
 
 def end_stray_processes(group_id: str, timeout_s: float = 2.0) -> int:

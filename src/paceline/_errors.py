@@ -34,6 +34,7 @@ def add_note(error: BaseException, text: str) -> None:
 def rebuilt_error(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
     """Return an exception that is made of its parts, without its `__init__`."""
     error = kind.__new__(kind, *args)
-    error.args = args
+    # Classes such as frozen dataclasses forbid it by a `__setattr__` of their own.
+    BaseException.__setattr__(error, "args", args)
     vars(error).update(state)
     return error

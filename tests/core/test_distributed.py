@@ -473,3 +473,35 @@ for number in range(3):
 """
     results = finish_ranks(start_ranks(code, size=2))
     assert [exit_code for exit_code, _, _ in results] == [0, 0], results
+
+
+LOCAL_RANKS = """
+import os
+if "GROUP" in os.environ:
+    os.environ.update(GROUP_RANK=os.environ["RANK"], LOCAL_WORLD_SIZE="1")
+else:
+    del os.environ["LOCAL_WORLD_SIZE"]
+from paceline import core
+with core.init() as context:
+    each = context.distributed
+    print(each.local_rank, each.local_size, each.cross_rank, each.cross_size)
+    print(each.allgather_local(each.rank))
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, [(f"{rank} 3 0 1", "[0, 1, 2]") for rank in range(3)]),
+        ({"GROUP": "1"}, [(f"0 1 {rank} 3", f"[{rank}]") for rank in range(3)]),
+    ],
+)
+def test_a_script_may_call_each_process_the_first_of_its_node(
+    told: dict[str, str],
+    expected: list[tuple[str, str]],
+    start_ranks: Callable[..., list[Any]],
+    finish_ranks: Callable[..., list[tuple[int, str, str]]],
+) -> None:
+    results = finish_ranks(start_ranks(LOCAL_RANKS, LOCAL_RANK="0", **told), timeout_s=60)
+    assert [code for code, *_ in results] == [0] * 3, results
+    assert [tuple(output.splitlines()) for _, output, _ in results] == expected

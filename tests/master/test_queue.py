@@ -84,7 +84,7 @@ def test_who_follows_an_experiment_that_waits_is_told_why_once(
         following.join(60)
     assert not following.is_alive()
     told = [line for line in capsys.readouterr().out.splitlines() if "waits" in line]
-    assert told == ["      trial 2 waits: It needs 1 of 2 slots, and fewer are free."]
+    assert told == ["      trial 2 waits: It waits until 1 of 2 slots is free."]
 
 
 def test_a_more_important_experiment_takes_the_slots_of_the_youngest_and_gives_them_back(

@@ -64,7 +64,7 @@ def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
     rows = waiting.get_by_role("row")
     expect(rows).to_have_count(3)
     expect(rows.nth(1)).to_contain_text("third")
-    expect(rows.nth(1)).to_contain_text("It needs 1 of 1 slots, and fewer are free.")
+    expect(rows.nth(1)).to_contain_text("It waits until 1 of 1 slot is free.")
     expect(rows.nth(2)).to_contain_text("priority 60")
     expect(rows.nth(2)).to_contain_text(
         f"Trial {third.trials()[0].id} of experiment {third.id} comes before it"

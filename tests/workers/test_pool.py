@@ -1,5 +1,6 @@
 """Pools of real processes, with real faults."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -196,6 +197,37 @@ def test_an_error_that_cannot_travel_is_told(pool: LocalPool) -> None:
     with pytest.raises(Exception, match="of a kind") as info:
         pool.submit(fail, ranks=[0]).wait()
     assert "in fail\n" in str(info.value.__cause__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unchangeable(Exception):
+    code: int
+
+
+class LeavingWhilePickled(Exception):
+    def __reduce__(self) -> Any:
+        sys.exit(3)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("error", [Unchangeable(5), LeavingWhilePickled("x")])
+def test_an_error_of_an_awkward_class_keeps_its_type_and_rank(
+    error: Exception, failing: int
+) -> None:
+    kind, args = type(error), error.args
+
+    def fail() -> None:
+        if rank() == failing:
+            raise kind(*args)
+        time.sleep(LONG_S)
+
+    with (
+        LocalPool(3, on_line=lambda line: None, grace_s=0.0) as pool,
+        pytest.raises(kind) as info,
+    ):
+        pool.submit(fail).wait()
+    assert vars(info.value) == vars(error)
+    assert f"Rank {failing} raised, the first of 3 to fail" in str(info.value.__cause__)
 
 
 class Textless(RuntimeError):

@@ -178,12 +178,24 @@ class DistributedContext:
             timeout_s=timeout_s,
         )
         if None in (place.local_size, place.node_rank, place.num_nodes):
-            host = socket.gethostname()
-            hosts = context.allgather(host)
-            nodes = list(dict.fromkeys(hosts))
-            context.local_size = hosts.count(host)
-            context.cross_rank, context.cross_size = nodes.index(host), len(nodes)
+            context._agree_on_nodes(place.node_rank)
         return context
+
+    def _agree_on_nodes(self, node_rank: int | None) -> None:
+        """Find out who shares a node, where the launcher tells only a part of it.
+
+        Args:
+            node_rank: The number of this process's node, as far as it is told.
+        """
+        node = socket.gethostname() if node_rank is None else node_rank
+        everyone = self.allgather((node, self.local_rank))
+        nodes = list(dict.fromkeys(each for each, _ in everyone))
+        here = [rank for rank, (each, _) in enumerate(everyone) if each == node]
+        # Some scripts say 0 in each process, as each sees one GPU only.
+        if len({everyone[rank] for rank in here}) < len(here) or self.local_rank >= len(here):
+            self.local_rank = here.index(self.rank)
+        self.local_size = len(here)
+        self.cross_rank, self.cross_size = nodes.index(node), len(nodes)
 
     @property
     def timeout_s(self) -> float:

@@ -25,10 +25,10 @@ def check_saves(outcomes: Sequence[RankOutcome], num_lacking: int, results: Resu
     most, least = max(counts), min(counts)
     if num_lacking > 0:
         raise IncompleteCheckpointError(
-            f"All ranks must store their parts of a checkpoint, but {num_lacking} do(es) not exist,"
-            " as parts of them or of one before are missing. Hint: see the output of the ranks; an"
-            " error of `save_checkpoint` must not be passed over. The values that were returned are"
-            " in this error's `results`.",
+            "All ranks must store their parts of each checkpoint in one storage, but"
+            f" {num_lacking} checkpoint(s) lack parts, or one before does. Hint: see the output"
+            " of the ranks: an error of `save_checkpoint` must not be passed over, and all machines"
+            " must see the storage. The values that were returned are in this error's `results`.",
             results,
         )
     if most == least:

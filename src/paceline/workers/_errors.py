@@ -152,7 +152,8 @@ def told_error(first: Told, world_size: int, others: Iterable[str]) -> BaseExcep
     then = [f"Then {_in_short(other)}." for other in others]
     cause = RemoteTraceback("\n".join([*lines, *([""] if then else []), *then]))
     cause.headline = f"{_in_short(first.description).replace('rank', 'Rank', 1)}{count}"
-    error.__cause__ = cause
+    # Classes such as frozen dataclasses forbid it by a `__setattr__` of their own.
+    BaseException.__setattr__(error, "__cause__", cause)
     return error
 
 

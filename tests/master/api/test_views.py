@@ -212,5 +212,5 @@ def test_the_queue_tells_why_each_trial_waits(master: Any) -> None:
     assert [(one["trial_id"], one["reason"]) for one in queue] == [
         (2, "max_slots"), (3, "slots_in_use"), (4, "behind_others")
     ]  # fmt: skip
-    assert queue[1]["detail"] == "It needs 2 of 2 slots, and fewer are free."
+    assert queue[1]["detail"] == "It waits until 2 of 2 slots are free."
     assert item(master.http, "/queue", limit=1) == queue[:1]

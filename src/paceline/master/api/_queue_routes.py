@@ -161,8 +161,9 @@ def _queue_detail(
         case None:
             return "Its slots are free: it starts in a moment."
         case Reason.SLOTS_IN_USE:
-            where = " on each node" * (len(of_pool) > 1)
-            return f"It needs {waiting.num_slots} of {total} slots, and fewer are free{where}."
+            where = " on one node" * (len(of_pool) > 1 and waiting.num_slots <= largest)
+            are = "is" if waiting.num_slots == 1 else "are"
+            return f"It waits until {waiting.num_slots} of {_slots_text(total)} {are} free{where}."
         case Reason.BEHIND_OTHERS:
             assert behind is not None
             return (

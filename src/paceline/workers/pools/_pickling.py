@@ -72,11 +72,13 @@ class _Sink:
         return len(data)
 
 
-def _try_dump(value: Any, file: Any, buffers: list[Buffer] | None = None) -> Exception | None:
+def _try_dump(value: Any, file: Any, buffers: list[Buffer] | None = None) -> BaseException | None:
     take = None if buffers is None else buffer_taker(buffers)
     try:
         _pickler_class()(file, pickle.HIGHEST_PROTOCOL, take).dump(value)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # Objects raise anything from their own methods of pickling.
         return error
     return None
@@ -189,7 +191,7 @@ def _parts_to_pickle(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -209,7 +211,9 @@ def load_error(data: bytes) -> BaseException | None:
     """Return the exception that `dump_error` wrote, or None if that is impossible here."""
     try:
         error = pickle.loads(data)  # noqa: S301 - written by this driver's own worker
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         # What its classes do while they are unpickled is the user's; the text is still told.
         return None
     return error if isinstance(error, BaseException) else None

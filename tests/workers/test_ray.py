@@ -28,7 +28,9 @@ from paceline.workers import (
     WorkerFailedError,
     import_ray,
 )
+from paceline.workers._errors import PlacementTimeoutError
 from paceline.workers.pools import _ray_pool, _shared_memory
+from paceline.workers.remote import _ray_host_actors
 from paceline.workers.remote._listener import Listener, join_listener
 from paceline.workers.remote._ray_cluster import num_fitting
 from paceline.workers.remote._ray_worker_actor import version_differences
@@ -324,6 +326,28 @@ def test_a_lost_node_is_replaced_by_others(ray_cluster: Any) -> None:
         ray_cluster.add_node(num_cpus=1, resources={"far": 1})
         pool.start()
         assert pool.submit(os.getpid).wait() == [pool.processes[0].pid]
+
+
+@pytest.mark.slow
+def test_a_wait_for_a_node_that_replaces_a_lost_one_is_told(
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_ray_host_actors, "_TELL_WAIT_S", 0.5)
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"few": 1}) for _ in range(2)]
+    try:
+        with RayPool(2, resources_per_worker={"few": 1}, grace_s=1.0) as pool:
+            call = pool.submit(time.sleep, (600,))
+            ray_cluster.remove_node(nodes.pop(), allow_graceful=False)
+            with pytest.raises(WorkerFailedError, match="was lost with its node"):
+                call.wait(240)
+            pool.placement_timeout_s = 3.0
+            with pytest.raises(PlacementTimeoutError, match="2 worker.* within 3 s"):
+                pool.start()
+        told = "1 of 2 workers are there; the others wait for up to 3 s for 1 CPU, 1 few each."
+        assert caplog.text.count(told) == 1
+    finally:
+        for node in nodes:
+            ray_cluster.remove_node(node, allow_graceful=False)
 
 
 @pytest.mark.slow

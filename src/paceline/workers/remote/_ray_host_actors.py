@@ -31,6 +31,8 @@ _PING_S = 0.5
 _NODE_PING_S = 3.0
 # How long Ray may take to start actors that have their resources.
 _START_S = 120.0
+# How long missing workers are waited for without a word.
+_TELL_WAIT_S = 5.0
 # How long Ray may take to take resources back.
 _RELEASE_S = 10.0
 
@@ -435,13 +437,24 @@ class RayHosts:
 
     def _await(self, num_workers: int, timeout_s: float, is_anew: bool) -> list[HostActor]:
         """Wait until so many are ready, and return them."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        is_told = is_anew
         while len(ready := self._look()) < num_workers:
             if len(self._hosts) < (num_workers if is_anew else 1):
                 raise PlacementError("The actors of all workers must start, but one did not.")
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
                 kind = PlacementError if is_anew else PlacementTimeoutError
                 raise kind(self._describe_shortage(num_workers, timeout_s))
+            if not is_told and waited_s > _TELL_WAIT_S:
+                is_told = True
+                logger.warning(
+                    "%d of %d workers are there; the others wait for up to %.3g s for %s each.",
+                    len(ready),
+                    num_workers,
+                    timeout_s,
+                    told_resources(self._wanted),
+                )
             if not is_anew:
                 self.reserve(num_workers)
             time.sleep(_LOOK_INTERVAL_S)

@@ -56,6 +56,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         key = unquote(url.path).removeprefix(f"/{BUCKET}").lstrip("/")
+        if url.path.split("/")[1] != BUCKET:
+            return self._answer(404, b"<Error><Code>NoSuchBucket</Code></Error>")
         if self.server.is_forbidden:
             return self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
         until = self.server.fails_until

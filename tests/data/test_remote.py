@@ -145,6 +145,14 @@ def test_a_url_without_credentials_says_so(server: Any, monkeypatch: pytest.Monk
         data.read("gs://bucket/x")
 
 
+def test_a_bucket_that_is_not_there_is_told_at_once(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_DATA_TIMEOUT_S", "5")
+    with pytest.raises(data.DataError, match=r"cannot be read\. .*no such bucket \(NoSuchBucket\)"):
+        data.read("s3://bucke/*.parquet")
+
+
 def read_epoch(config: dict[str, Any]) -> list[list[int]]:
     """Read an epoch; the rank that is told so dies while it reads ahead for its first batch."""
     from paceline.data import _chunk_cache

@@ -32,6 +32,8 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 # What an error says that is still there later.
 _REFUSAL = re.compile("403 Forbidden|AccessDenied|[Cc]redential|AZURE_STORAGE_ACCOUNT")
+# One that has answered before may be about to come back.
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _ADDRESS = re.compile(r"\w+://\S+")
 _MACHINE_CREDENTIALS = "/latest/api/token"
 _NO_CREDENTIALS = (
@@ -247,7 +249,9 @@ class ObjectLocation(FileLocation):
             # A machine of a cloud gets credentials for the asking, which may fail for a while.
             return None if self._has_answered else _NO_CREDENTIALS
         # Names of files and numbers of ports say nothing about the cause.
-        return "" if _REFUSAL.search(_ADDRESS.sub("", text.replace(name, ""))) else None
+        text = _ADDRESS.sub("", text.replace(name, ""))
+        is_missing = not self._has_answered and _NO_BUCKET.search(text)
+        return "" if is_missing or _REFUSAL.search(text) else None
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:

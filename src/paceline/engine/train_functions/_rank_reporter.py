@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -20,6 +21,8 @@ faults.register("train.report")
 
 # How often throughput is recorded, in seconds.
 _TIMINGS_INTERVAL_S = 1.0
+# How often a report looks at the clock of what is recorded from time to time, in seconds.
+_LOOK_INTERVAL_S = 0.05
 
 
 class RankReporter:
@@ -70,6 +73,7 @@ class RankReporter:
         self._first_times: list[TimeSpent] = []
         self._first_wait_s = 0.0
         self._num_steps, self._steps_s = 0, 0.0
+        self._look_at = 0.0
         self._reach_fault = faults.reach if faults.is_active() else None
 
     def begin(self, steps_completed: int | None = None, resumed_from: str | None = None) -> None:
@@ -90,9 +94,12 @@ class RankReporter:
             self.num_reports = number = self.num_reports + 1
             self.last_metrics = encoded
             core.record_metrics(self.journal, self._group, number, encoded)
-            self._account.report(number, self._waited_s())
-            if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
-                self._record_timings()
+            now = perf_counter()
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_INTERVAL_S
+                self._account.report(number, self._waited_s())
+                if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
+                    self._record_timings()
         if self._reach_fault is not None:
             self._reach_fault("train.report")
         # The driver's callbacks count on being called by one thread.

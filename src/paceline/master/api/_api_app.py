@@ -41,7 +41,7 @@ from paceline.master.api import (
 )
 from paceline.master.api._access_guard import Guard
 from paceline.master.api._body_limits import BodyLimits
-from paceline.master.api._reading_route import NUM_READERS, make_readers
+from paceline.master.api._reading_route import NUM_THREADS, ReadingThreads
 from paceline.master.api._request_counts import RequestCounting
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web_ui_files import WebUi
@@ -82,14 +82,14 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        to_thread.current_default_thread_limiter().total_tokens = NUM_READERS
+        to_thread.current_default_thread_limiter().total_tokens = NUM_THREADS
         master.controls.attach(loop)
         master.events.attach(loop)
         master.leases.attach(loop)
         master.nodes.attach(loop)
-        app.state.readers = make_readers()
+        app.state.readers = ReadingThreads()
         yield
-        app.state.readers.shutdown(wait=False, cancel_futures=True)
+        app.state.readers.close()
 
     app = _make_app(
         lifespan=lifespan,

@@ -7,18 +7,25 @@ the declared type already.
 import asyncio
 import functools
 import inspect
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.datastructures import DefaultPlaceholder
 from fastapi.routing import APIRoute
 from pydantic_core import to_json
 
-# Threads that answer at a time. The event loop takes turns with those that run, so more of them
-# would make every answer late without making more of them.
-NUM_READERS = 8
+# Threads that answer beside the one for quick reads: those of slow reads, which use the processor
+# less than the database and files, and FastAPI's for requests that are no reads.
+NUM_THREADS = 8
+_NUM_SLOW = 3
+# A route that took so long once is a slow one for a while, in seconds.
+_SLOW_S = 0.1
+_SLOW_FOR_S = 60.0
+T = TypeVar("T")
+
 _JSON = "application/json"
 _REQUEST = "reading_request"
 
@@ -35,9 +42,43 @@ class ReadingRoute(APIRoute):
         super().__init__(path, endpoint, **options)
 
 
-def make_readers() -> ThreadPoolExecutor:
-    """Return the threads for an application."""
-    return ThreadPoolExecutor(NUM_READERS, thread_name_prefix="paceline-reader")
+class ReadingThreads:
+    """The threads in which reads are answered: one for quick routes, others for slow ones.
+
+    Python runs one thread at a time. Two that are busy and the event loop take turns, which makes
+    every answer later and their number smaller. But quick reads must not wait for slow ones.
+    """
+
+    def __init__(self) -> None:
+        self._quick = ThreadPoolExecutor(1, thread_name_prefix="paceline-reader")
+        self._slow = ThreadPoolExecutor(_NUM_SLOW, thread_name_prefix="paceline-slow-reader")
+        self._slow_until: dict[object, float] = {}
+
+    async def answer(self, route: object, make: Callable[[], T]) -> T:
+        """Return what a function returns, which reads for a route.
+
+        Args:
+            route: The route, whose reads take alike long.
+            make: The function.
+        """
+        is_slow = time.monotonic() < self._slow_until.get(route, 0.0)
+        threads = self._slow if is_slow else self._quick
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, self._timed, route, make)
+
+    def _timed(self, route: object, make: Callable[[], T]) -> T:
+        began = time.monotonic()
+        try:
+            return make()
+        finally:
+            now = time.monotonic()
+            if now - began > _SLOW_S:
+                self._slow_until[route] = now + _SLOW_FOR_S
+
+    def close(self) -> None:
+        """Answer nothing that waits any more."""
+        for threads in (self._quick, self._slow):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _is_reading(endpoint: Callable[..., Any], options: dict[str, Any]) -> bool:
@@ -63,8 +104,7 @@ def _read_in_one_thread(endpoint: Callable[..., Any]) -> Callable[..., Any]:
             found = endpoint(**arguments)
             return found if isinstance(found, Response) else to_json(found, inf_nan_mode="null")
 
-        loop = asyncio.get_running_loop()
-        made = await loop.run_in_executor(request.app.state.readers, make)
+        made = await request.app.state.readers.answer(endpoint, make)
         return made if isinstance(made, Response) else Response(made, media_type=_JSON)
 
     # What FastAPI looks at: the parameters of the endpoint, and the request.

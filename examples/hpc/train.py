@@ -10,6 +10,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from sklearn.datasets import load_digits
@@ -45,11 +47,15 @@ class Net(nn.Sequential):
         return super().forward(images)
 
 
-def leave_after(minutes: float) -> None:
+@contextmanager
+def leaving_after(minutes: float) -> Iterator[None]:
     """Have this process told to leave, for schedulers that send no signal ahead."""
     timer = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.daemon = True
     timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def main() -> None:
@@ -60,8 +66,6 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each batch")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if given.minutes is not None:
-        leave_after(given.minutes)
 
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32) / 16
@@ -82,7 +86,10 @@ def main() -> None:
         )
     )
     trainer.build()
-    history = trainer.run_training()
+    # One process is told, and all leave. A second signal would end a process that is done.
+    is_told = given.minutes is not None and trainer.rank == 0
+    with leaving_after(given.minutes) if is_told else nullcontext():
+        history = trainer.run_training()
     if trainer.is_finished and trainer.rank == 0:
         accuracy = 100 * history["val_acc_digit"][-1]
         logging.info("Of the validation images %.1f%% are recognised.", accuracy)

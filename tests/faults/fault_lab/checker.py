@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from paceline.search import input_from_json, message_to_json, replay
 from paceline.storage import CheckpointError, DirectoryStorage
 
 _SEED = 11
+# How long a master may take to note that the files of a checkpoint are gone.
+_DELETION_S = 10.0
 
 
 @dataclass
@@ -202,9 +205,19 @@ def check_checkpoints(
             problems = storage.problems(storage.manifest(uuid))
         except (CheckpointError, OSError) as error:
             problems = {uuid: str(error)}
-        if problems:
+        if problems and not _is_deleted_soon(home, uuid):
             verdict.checkpoints.append(f"{uuid}: {problems}")
         verdict.checkpoints += _wrong_state(Path(row["storage"]) / uuid, row)
+
+
+def _is_deleted_soon(home: Path, uuid: str) -> bool:
+    """Tell whether the master was deleting a checkpoint, whose files go first."""
+    deadline = time.monotonic() + _DELETION_S
+    while time.monotonic() < deadline:
+        if any(row["uuid"] == uuid and row["state"] == "DELETED" for row in _checkpoint_rows(home)):
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def _wrong_state(place: Path, row: sqlite3.Row) -> Iterator[str]:

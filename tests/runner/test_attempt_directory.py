@@ -44,6 +44,30 @@ def test_an_attempt_is_prepared_once_specification_and_run_directory_are_there(
     assert not directory.is_prepared
 
 
+@pytest.mark.parametrize("lost", ["attempt.json", "run/run.json"])
+def test_what_a_power_cut_left_of_a_preparation_is_prepared_again(
+    lost: str, tmp_path: Path, make_attempt: MakeAttempt
+) -> None:
+    directory = make_attempt()
+    spec, info = directory.read_spec(), directory.run.read_info()
+    (directory.path / lost).unlink()
+    AttemptProcesses(directory.path.parent, tmp_path).prepare(spec, info)
+    assert directory.is_prepared
+    assert (directory.read_spec(), directory.run.read_info()) == (spec, info)
+
+
+def test_what_has_been_started_is_not_prepared_again(
+    tmp_path: Path, make_attempt: MakeAttempt
+) -> None:
+    directory = make_attempt()
+    spec, info = directory.read_spec(), directory.run.read_info()
+    (directory.run.path / "journal" / "a1.g0.r0").mkdir(parents=True)
+    (directory.path / "attempt.json").unlink()
+    with pytest.raises(FileExistsError, match="is a run directory already"):
+        AttemptProcesses(directory.path.parent, tmp_path).prepare(spec, info)
+    assert (directory.run.path / "journal" / "a1.g0.r0").exists()
+
+
 def test_an_attempt_with_a_journal_was_started(make_attempt: MakeAttempt) -> None:
     """A power cut may leave the journal, which is forced to disk, and not the mark."""
     directory = make_attempt()

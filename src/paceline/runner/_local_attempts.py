@@ -52,6 +52,9 @@ class AttemptProcesses:
         """
         path = self.directory(spec.attempt_id).path
         directory = AttemptDirectory.create(path, spec)
+        if not directory.was_started:
+            # A power cut may have left a part of what was prepared before.
+            shutil.rmtree(directory.run.path, ignore_errors=True)
         if secrets:
             directory.write_secrets(secrets)
         RunDirectory.create(directory.run.path, info)

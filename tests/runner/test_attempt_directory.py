@@ -76,6 +76,21 @@ def test_an_attempt_with_a_journal_was_started(make_attempt: MakeAttempt) -> Non
     assert directory.was_started
 
 
+def test_a_start_removes_secrets_and_nothing_else(
+    make_attempt: MakeAttempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(str(path))
+
+    directory = make_attempt()
+    directory.write_secrets({"A": "b"})
+    directory.mark_started()
+    assert not (directory.path / "secrets.json").exists()
+    monkeypatch.setattr(Path, "unlink", refuse)
+    directory.mark_started()
+    assert directory.was_started
+
+
 def test_marks_stay(make_attempt: MakeAttempt) -> None:
     directory = make_attempt()
     assert not directory.was_started

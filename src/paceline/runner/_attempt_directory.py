@@ -116,7 +116,9 @@ class AttemptDirectory:
         Until then another runner may have to start it.
         """
         (self.path / "started").touch(mode=0o600)
-        (self.path / FILE_NAME).unlink(missing_ok=True)
+        # A disk that refuses to remove files must not end attempts that have no secrets here.
+        if (self.path / FILE_NAME).exists():
+            (self.path / FILE_NAME).unlink()
 
     def keep_output(self) -> None:
         """Let the output outlive the directory.

@@ -70,7 +70,8 @@ def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
         f"Trial {third.trials()[0].id} of experiment {third.id} comes before it"
     )
     waits = open_page(cluster, f"/trials/{third.trials()[0].id}").get_by_role("status")
-    expect(waits.filter(has_text="It waits:")).to_contain_text("It needs 1 of 1 slots, and fewer")
+    waits = waits.filter(has_text="It waits:")
+    expect(waits).to_contain_text("It waits until 1 of 1 slot is free.")
     second.set_priority(40)
     expect(rows.nth(1)).to_contain_text("second")
     client.resume_slot("local", 1)

@@ -390,6 +390,10 @@ def test_nothing_is_left_after_a_shutdown(is_forced: bool) -> None:
                 continue
     assert shared_memory_of(group) == []
     assert not sockets & listening_sockets()
+    # It looks into files of other processes.
+    for thread in threading.enumerate():
+        if thread.name == "paceline-sweep":
+            thread.join()
     # One more: the connection to the fork server.
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
     assert is_there(server)

@@ -391,6 +391,20 @@ def test_an_attempt_that_ended_sends_nothing_and_leaves_nothing(node: Node, serv
     assert not list(storage_of(served).root.iterdir())
 
 
+def test_a_piece_that_is_written_after_its_checkpoint_was_stored_goes_with_the_attempt(
+    node: Node, served: Any
+) -> None:
+    node.store("one")
+    node.offer("one")
+    [incoming] = served.core.transfers._open.values()
+    node.shipper().ship_rest()
+    # As a thread of the master does that has begun before.
+    incoming.write("model", 0, b"late")
+    assert (storage_of(served).root / ".incoming").exists()
+    served.attempt(1, "end", reason="runner_lost", code=None, signal=None, time=0.0)
+    assert [path.name for path in storage_of(served).root.iterdir()] == ["one"]
+
+
 def test_only_a_few_checkpoints_are_sent_at_a_time(node: Node) -> None:
     for number in range(5):
         node.store(f"c{number}")

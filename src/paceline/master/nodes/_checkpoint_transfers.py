@@ -79,6 +79,8 @@ class Transfers:
         self._lock = threading.Lock()
         # By attempt, checkpoint and member, in the order in which they were begun.
         self._open: dict[tuple[int, str, int], IncomingCheckpoint] = {}
+        # Where attempts have sent files to.
+        self._roots: dict[int, Path] = {}
 
     def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
         """Return what is missing of a checkpoint, or store it if nothing is.
@@ -234,9 +236,10 @@ class Transfers:
                 return
         self.waiting.forget(attempt_id)
         with self._lock:
-            given_up = [key for key in self._open if key[0] == attempt_id]
-            for key in given_up:
-                self._open.pop(key).forget()
+            root = self._roots.pop(attempt_id, None)
+        if root is not None:
+            # A piece may also have been written when its checkpoint was stored already.
+            self.sweep(root)
 
     def sweep(self, root: Path) -> None:
         """Remove what attempts that have ended did not send to the end, from a storage."""
@@ -254,6 +257,9 @@ class Transfers:
             for key in list(self._open):
                 if key[0] not in live:
                     del self._open[key]
+            for number in [one for one, place in self._roots.items() if place == root]:
+                if number not in live:
+                    del self._roots[number]
         forget_incoming(root, is_wanted)
 
     # ---- details -------------------------------------------------------------------------
@@ -302,6 +308,7 @@ class Transfers:
                     f"Attempt {attempt_id} must send at most {_MAX_OPEN} checkpoints at a time.",
                 )
             self._open[key] = incoming
+            self._roots[attempt_id] = storage.root
         if is_new:
             self.sweep(storage.root)
 

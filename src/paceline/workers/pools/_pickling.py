@@ -72,13 +72,11 @@ class _Sink:
         return len(data)
 
 
-def _try_dump(value: Any, file: Any, buffers: list[Buffer] | None = None) -> BaseException | None:
+def _try_dump(value: Any, file: Any, buffers: list[Buffer] | None = None) -> Exception | None:
     take = None if buffers is None else buffer_taker(buffers)
     try:
         _pickler_class()(file, pickle.HIGHEST_PROTOCOL, take).dump(value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except Exception as error:
         # Objects raise anything from their own methods of pickling.
         return error
     return None
@@ -191,7 +189,7 @@ def _parts_to_pickle(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -211,9 +209,7 @@ def load_error(data: bytes) -> BaseException | None:
     """Return the exception that `dump_error` wrote, or None if that is impossible here."""
     try:
         error = pickle.loads(data)  # noqa: S301 - written by this driver's own worker
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+    except (Exception, SystemExit):
         # What its classes do while they are unpickled is the user's; the text is still told.
         return None
     return error if isinstance(error, BaseException) else None
@@ -223,7 +219,11 @@ def _dumped_error(error: BaseException, make: Callable[[BaseException], Any]) ->
     import io
 
     buffer = io.BytesIO()
-    if _try_dump(make(error), buffer) is not None:
+    try:
+        if _try_dump(make(error), buffer) is not None:
+            return b""
+    except SystemExit:
+        # It would end this worker in place of telling the error.
         return b""
     data = buffer.getvalue()
     # Many exceptions pickle well and fail when they are unpickled, by their own `__init__`.

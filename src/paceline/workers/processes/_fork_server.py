@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from paceline.workers.processes._exec import PR_SET_PDEATHSIG
 from paceline.workers.processes._fork_messages import receive_message, send_message
 from paceline.workers.processes._leftover_processes import end_marked, innermost_group
+from paceline.workers.processes._signals import JOB_SIGNALS
 
 STATUS = struct.Struct("!i")
 
@@ -31,7 +32,6 @@ _IDLE_S = 600.0
 # is started again. It is loaded so long after the first workers, which it would only hold up.
 _LATER_MODULES = ("torch._dynamo",)
 _LATER_S = 5.0
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BLAS_SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "openblas_set_num_threads64_",
@@ -118,7 +118,7 @@ class _Server:
         if os.getppid() != facts.driver:
             # It ended before it could be watched.
             os._exit(1)
-        self._dispositions = {number: signal.getsignal(number) for number in _IGNORED}
+        self._dispositions = {number: signal.getsignal(number) for number in JOB_SIGNALS}
         # A signal to all processes of a job is for the workers, which may save their work.
         for number in self._dispositions:
             signal.signal(number, signal.SIG_IGN)

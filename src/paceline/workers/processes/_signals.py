@@ -12,6 +12,9 @@ from types import FrameType
 # where there are such, and one that interrupts also a thread that holds Python's lock.
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
+# What a scheduler, a terminal or a shell may send to all processes of a job.
+JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
 _PR_SET_PDEATHSIG = 1
 _IS_LINUX = sys.platform == "linux"
 

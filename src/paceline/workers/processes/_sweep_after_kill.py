@@ -13,9 +13,7 @@ from paceline.workers.processes._leftover_processes import (
     end_marked,
     nested_group_mark,
 )
-
-# What ends a whole job at first; the process that waits has to outlive this one.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from paceline.workers.processes._signals import JOB_SIGNALS
 
 
 @contextmanager
@@ -51,7 +49,8 @@ def sweeping_after_kill() -> Iterator[dict[str, str]]:
 
 
 def _await_end(other: socket.socket, own: socket.socket, group_id: str) -> None:
-    for number in _IGNORED:
+    # It has to outlive what is sent to the whole job.
+    for number in JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # Whoever reads this process's output waits for no more than its own end.
     other.close()

@@ -54,14 +54,14 @@ PARTS = (
         name="tests",
         what="the tests in tests/gpu",
         script=("gpu_tests.py",),
-        limit_s=100,
+        limit_s=130,
         needs=(*_TRAINING, "pytest"),
     ),
     Part(
         name="saves",
         what="checkpoints of 1 and 10 GB",
         script=("gpu_saves.py",),
-        limit_s=85,
+        limit_s=110,
     ),
     Part(
         name="steps",
@@ -73,7 +73,7 @@ PARTS = (
         name="recovery",
         what="from SIGKILL to the next step",
         script=("gpu_recovery.py",),
-        limit_s=50,
+        limit_s=100,
     ),
     Part(
         name="reduction",
@@ -85,7 +85,7 @@ PARTS = (
         name="fsdp",
         what="a model that two ranks on one GPU divide",
         script=("gpu_fsdp.py",),
-        limit_s=60,
+        limit_s=110,
     ),
     Part(
         name="large",

@@ -75,7 +75,8 @@ def measure(num_megabytes: int, device: str, directory: Path, deadline: float) -
             os.kill(pid, signal.SIGKILL)
             _wait(lambda: _has_stepped(times_path, pid), launcher, deadline, log)
         finally:
-            launcher.terminate()
+            # A signal to end would have it store all of its state once more.
+            launcher.kill()
             launcher.wait()
     at = {note["event"]: note["time"] - killed for note in _notes(times_path) if note["pid"] != pid}
     parts = ("started", "imported", "made", "read", "step")

@@ -28,7 +28,7 @@ _BAR = 1.2
 _SIZES: dict[str, Sequence[tuple[int, int, Sequence[str]]]] = {
     "cuda": (
         (1_000, 3, WAYS),
-        (10_000, 2, ("paceline", "torch.save", "dcp.async_save, stager kept")),
+        (10_000, 2, ("paceline", "torch.save")),
     ),
     "cpu": ((20, 2, WAYS),),
 }

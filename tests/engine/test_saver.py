@@ -18,6 +18,7 @@ import torch
 
 from paceline import core
 from paceline.engine import CheckpointSaver, load_state
+from paceline.engine.checkpoints._gathered_copies import GatheredCopies
 from paceline.engine.checkpoints._host_copies import HostCopies
 from paceline.engine.state._sharded_tensor_pieces import StateInPieces
 from paceline.journal import RunDirectory
@@ -191,6 +192,51 @@ def test_copy_from_a_device_is_of_the_moment() -> None:
     assert copied.is_pinned()
     assert not copied.any()
     assert plain.tolist() == [1, 1]
+
+
+def many_small_tensors(device: str) -> list[torch.Tensor]:
+    """Return tensors of several types and shapes: small, empty, large, not contiguous, tied."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = []
+    for index in range(80):
+        value = torch.randn(index % 7, 5 + index, generator=generator)
+        dtype = (torch.float32, torch.bfloat16, torch.int64, torch.bool)[index % 4]
+        tensors.append(value.to(dtype).to(device))
+    tensors += [torch.randn(300, 300, generator=generator).to(device), tensors[5].t(), tensors[0]]
+    tensors += [torch.randn(9, dtype=torch.complex64, generator=generator).to(device).conj()] * 20
+    return tensors
+
+
+def test_small_tensors_are_gathered_and_come_to_their_places() -> None:
+    tensors = many_small_tensors("cpu")
+    kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    is_own = [index % 5 != 1 for index in range(len(tensors))]
+    gathered = GatheredCopies(lambda size: torch.empty(size, dtype=torch.uint8), "cpu")
+    is_gathered = gathered.plan(kinds, is_own)
+    places = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    gathered.copy(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    gathered.scatter([place.data_ptr() for place in places])
+    expected = many_small_tensors("cpu")
+    for own, chosen, tensor, place in zip(is_own, is_gathered, expected, places, strict=True):
+        assert chosen == (own and 0 < tensor.nbytes <= 2**16)
+        if chosen:
+            assert torch.equal(place, tensor)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_of_many_small_tensors_of_a_device_are_of_the_moment() -> None:
+    copies = HostCopies()
+    for _ in range(2):
+        tensors = many_small_tensors("cuda")
+        copies.copy([tensors, torch.ones(3)])
+        for tensor in tensors:
+            tensor.zero_()
+        copied, plain = copies.result()
+        assert plain.tolist() == [1, 1, 1]
+        for copy, tensor in zip(copied, many_small_tensors("cpu"), strict=True):
+            assert torch.equal(copy, tensor)
 
 
 def test_each_checkpoint_holds_the_state_of_its_save(context: core.Context) -> None:

@@ -115,8 +115,9 @@ class CheckpointSaver:
         write_more: Callable[[Path], None],
         is_stored: threading.Event,
     ) -> None:
-        time.sleep(_HEAD_START_S)
         try:
+            self._copies.wait()
+            time.sleep(_HEAD_START_S)
             parts = parts_with_shard(self._copies.result(), self._rank)
             with destination as (path, _):
                 for name, state in parts.items():

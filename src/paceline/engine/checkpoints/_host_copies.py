@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.engine.checkpoints._gathered_copies import GatheredCopies, Kind
 from paceline.engine.state._sharded_tensor_pieces import OwnPiece
 from paceline.engine.state._tensor_collector import TensorCollector, fill_tensor_slots
 from paceline.engine.tensors._tensor_copies import copy_tensors
@@ -28,8 +29,7 @@ _MADV_WIPEONFORK = 18
 # Flag of cudaHostRegister: page-locked for all devices.
 _PORTABLE = 1
 
-_Kind = tuple[torch.Size, torch.dtype]
-_kind = operator.attrgetter("shape", "dtype")
+_kind = operator.attrgetter("shape", "dtype", "device")
 
 
 class HostCopies:
@@ -49,12 +49,15 @@ class HostCopies:
         self._block = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
         self._owners: Sequence[int] = range(0)
-        self._kinds: list[_Kind] = []
+        self._kinds: list[Kind] = []
         self._ends: list[int] = []
         self._copies: list[torch.Tensor] = []
         # The address and the bytes of each copy.
         self._places: list[int] = []
         self._sizes: list[int] = []
+        # Which tensors are copied one by one; None for all of them.
+        self._are_single: list[bool] | None = None
+        self._gathered = GatheredCopies(lambda size: _new_block(size, is_pinned=True))
         self._pieces: Mapping[int, tuple[OwnPiece, int]] = {}
         self._tree: Any = None
         self._events: list[torch.cuda.Event] = []
@@ -73,24 +76,31 @@ class HostCopies:
         kinds = [*map(_kind, tensors)]
         if owners != self._owners or kinds != self._kinds:
             self._lay_out(owners, kinds, is_pinned=any(tensor.is_cuda for tensor in tensors))
-        targets = self._copies
+        targets, singles = self._copies, tensors
         moves = [*zip(self._places, addresses, self._sizes, strict=True)]
-        if not isinstance(owners, range):
-            own = [index == owner for index, owner in enumerate(owners)]
-            targets, tensors = [*compress(targets, own)], [*compress(tensors, own)]
-            moves = [*compress(moves, own)]
+        single = self._are_single
+        if single is not None:
+            targets, singles = [*compress(targets, single)], [*compress(tensors, single)]
+            moves = [*compress(moves, single)]
         is_helped = not (self._is_crowded and collector.pieces)
-        copy_tensors(targets, tensors, moves, with_help=is_helped)
+        copy_tensors(targets, singles, moves, with_help=is_helped)
+        # The device has much to do by now, so that what the host does for these costs nothing.
+        self._gathered.copy(tensors)
         devices = {t.device for t in tensors if t.is_cuda} if self._is_pinned else ()
         self._events = [_recorded(device) for device in devices]
 
-    def result(self) -> Any:
-        """Wait until the copies have arrived, and return the copied value; from any thread."""
+    def wait(self) -> None:
+        """Wait until the copies have arrived; from any thread."""
         for event in self._events:
             event.synchronize()
+
+    def result(self) -> Any:
+        """Wait until the copies have arrived, and return the copied value; from any thread."""
+        self.wait()
+        self._gathered.scatter(self._places)
         return fill_tensor_slots(self._tree, self._copies)
 
-    def _lay_out(self, owners: Sequence[int], kinds: list[_Kind], *, is_pinned: bool) -> None:
+    def _lay_out(self, owners: Sequence[int], kinds: list[Kind], *, is_pinned: bool) -> None:
         """Give every tensor a place in the block, or that of the tensor whose memory it shows.
 
         The first ones keep their places as far as they are like before: the last few of a state
@@ -101,7 +111,7 @@ class HostCopies:
         for index in range(num_kept, len(kinds)):
             end = ends[-1] if ends else 0
             if owners[index] == index:
-                shape, dtype = kinds[index]
+                shape, dtype, _ = kinds[index]
                 end += math.prod(shape) * dtype.itemsize
                 end += -end % _ALIGNMENT_BYTES
             ends.append(end)
@@ -111,7 +121,7 @@ class HostCopies:
         del self._copies[num_kept:], self._places[num_kept:], self._sizes[num_kept:]
         for index in range(num_kept, len(kinds)):
             if owners[index] == index:
-                shape, dtype = kinds[index]
+                shape, dtype, _ = kinds[index]
                 start = ends[index - 1] if index else 0
                 stop = start + math.prod(shape) * dtype.itemsize
                 self._copies.append(self._block[start:stop].view(dtype).view(shape))
@@ -120,15 +130,18 @@ class HostCopies:
             self._places.append(self._copies[-1].data_ptr())
             self._sizes.append(self._copies[-1].nbytes)
         self._owners, self._kinds, self._ends = owners, kinds, ends
+        self._are_single = None
+        if self._is_pinned or not isinstance(owners, range):
+            own = [index == owner for index, owner in enumerate(owners)]
+            gathered = self._gathered.plan(kinds, own)
+            self._are_single = [*map(operator.gt, own, gathered)]
 
     def _allocate(self, num_bytes: int, *, is_pinned: bool) -> None:
         # The old block is given back first, so that there are never two.
         self._copies = []
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._block = torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8)
+        self._block = _new_block(num_bytes, is_pinned=is_pinned)
         self._is_pinned = is_pinned
-        if is_pinned:
-            _lock_pages(self._block)
 
 
 def _num_alike(new: Sequence[Any], before: Sequence[Any]) -> int:
@@ -158,6 +171,13 @@ def _recorded(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _new_block(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+    block = torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8)
+    if is_pinned:
+        _lock_pages(block)
+    return block
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:

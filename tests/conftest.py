@@ -46,6 +46,7 @@ _IGNORED_VARIABLES = ("PYTEST_", "KMP_", "TORCH", "TRITON_")
 _IGNORED_THREADS = (
     "AnyIO worker thread",
     "paceline-reader",
+    "paceline-run-heartbeats",
     "pytest_timeout",
     "tqdm_monitor",
     "Otel",

@@ -3,14 +3,22 @@
 import gc
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from paceline import core
+from paceline.core import _heartbeat
 from paceline.core._heartbeat import sending_heartbeats
 from paceline.journal import HEARTBEAT_LIMIT_S, RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of another test, which may wait for longer."""
+    monkeypatch.setattr(_heartbeat, "_heartbeats", _heartbeat._Heartbeats())
 
 
 def state_of(path: Path) -> core.RunState:
@@ -57,6 +65,7 @@ def test_a_run_goes_on_beating_and_ends_with_its_owner(
     monkeypatch.setattr("paceline.core._heartbeat._INTERVAL_S", 0.01)
     run = RunDirectory(tmp_path)
     file = tmp_path / "heartbeat"
+    before = set(threading.enumerate())
     owner = sending_heartbeats(run)
     owner.__enter__()
     for _ in range(2):
@@ -73,7 +82,13 @@ def test_a_run_goes_on_beating_and_ends_with_its_owner(
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert file.exists()
+    # The next run has the same thread, which ends when it finds none.
+    (thread,) = set(threading.enumerate()) - before
+    with sending_heartbeats(RunDirectory(tmp_path)):
+        assert set(threading.enumerate()) == {*before, thread}
     # A context that nobody closes.
     del owner
     gc.collect()
     assert not file.exists()
+    thread.join(60)
+    assert not thread.is_alive()

@@ -78,8 +78,22 @@ def record_start(
     resumed_from: str | None,
     steps_completed: int,
     restart_causes: Sequence[str] = (),
+    is_parent_told: bool = True,
 ) -> None:
-    """Record that this process is a rank of an attempt, and from which step on it reports."""
+    """Record that this process is a rank of an attempt, and from which step on it reports.
+
+    Args:
+        journal: The journal.
+        attempt: The attempt.
+        generation: The generation of it.
+        rank: The rank.
+        world_size: How many ranks there are.
+        resumed_from: The checkpoint that it goes on from.
+        steps_completed: The steps so far.
+        restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
+        is_parent_told: Whether the parent process must hear of it; it knows of a run that it has
+            begun itself.
+    """
     is_chief = rank == 0 and world_size > 0
     causes = (*restart_causes, *_take_restart_causes())
     journal.append(
@@ -97,7 +111,8 @@ def record_start(
             restart_causes=causes if is_chief else (),
         )
     )
-    tell_run_began(journal)
+    if is_parent_told:
+        tell_run_began(journal)
 
 
 def _take_restart_causes() -> list[str]:
@@ -137,7 +152,11 @@ def record_time_spent(
 
 
 def end_journal(
-    journal: JournalWriter, outcome: Outcome, error: BaseException | str | None
+    journal: JournalWriter,
+    outcome: Outcome,
+    error: BaseException | str | None,
+    *,
+    is_parent_told: bool = True,
 ) -> None:
     """Record how a process has ended, and close its journal.
 
@@ -145,6 +164,7 @@ def end_journal(
         journal: The journal.
         outcome: How it has ended.
         error: The exception that has ended it, or what `describe_error` says of that.
+        is_parent_told: See `record_start`.
     """
     if outcome is Outcome.INVALID_HP:
         reason = EarlyExitReason.INVALID_HP.value
@@ -160,7 +180,7 @@ def end_journal(
         AttemptFinished(time=time.time(), outcome=outcome.value, error=text if is_told else None)
     )
     journal.close()
-    if outcome is Outcome.COMPLETED:
+    if outcome is Outcome.COMPLETED and is_parent_told:
         tell_run_completed(journal)
 
 

@@ -1,7 +1,8 @@
-"""Signs of life of a run without a master, for those who look from another machine."""
+"""Signs of life of runs without a master, for those who look from another machine."""
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -11,28 +12,70 @@ from paceline.journal import RunDirectory
 _INTERVAL_S = 10.0
 
 
+class _Heartbeats:
+    """The runs of this process that give signs of life, by one thread for all of them.
+
+    The thread ends when it finds no run. So runs that follow each other share it: to begin and end
+    one for each takes as long as much of an empty run.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[RunDirectory] = []
+        # A context that nobody closes is closed by whatever thread collects garbage.
+        self._lock = threading.RLock()
+        self._has_thread = False
+
+    def add(self, run: RunDirectory) -> None:
+        """Give a sign of life of a run, and further ones until it is removed."""
+        with suppress(OSError):
+            run.beat()
+        with self._lock:
+            self._runs.append(run)
+            if not self._has_thread:
+                threading.Thread(
+                    target=self._beat, name="paceline-run-heartbeats", daemon=True
+                ).start()
+                self._has_thread = True
+
+    def remove(self, run: RunDirectory) -> None:
+        """Give no further sign of life of a run, if this process gave some."""
+        with self._lock:
+            if run in self._runs:
+                self._runs.remove(run)
+                run.end_heartbeat()
+
+    def forget(self) -> None:
+        """Give no further sign of life of any run, in a process that is forked."""
+        self._runs, self._has_thread = [], False
+        self._lock = threading.RLock()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(_INTERVAL_S)
+            with self._lock:
+                for run in [*self._runs]:
+                    with suppress(OSError):
+                        run.beat()
+                    if run not in self._runs:
+                        run.end_heartbeat()
+                if not self._runs:
+                    self._has_thread = False
+                    return
+
+
+_heartbeats = _Heartbeats()
+
+
 @contextmanager
 def sending_heartbeats(run: RunDirectory) -> Iterator[None]:
     """Give signs of life of a run within the block; a full disk is no error."""
-    stopping = threading.Event()
-    thread = threading.Thread(
-        target=_beat, args=(run, stopping), name="paceline-heartbeat", daemon=True
-    )
-    with suppress(OSError):
-        run.beat()
-    thread.start()
-    owner = os.getpid()
+    heartbeats = _heartbeats
+    heartbeats.add(run)
     try:
         yield
     finally:
-        # A forked child may come here too; the run goes on then.
-        if os.getpid() == owner:
-            stopping.set()
-            thread.join()
-            run.end_heartbeat()
+        # A forked child may come here too; it gives none, and the run goes on.
+        heartbeats.remove(run)
 
 
-def _beat(run: RunDirectory, stopping: threading.Event) -> None:
-    while not stopping.wait(_INTERVAL_S):
-        with suppress(OSError):
-            run.beat()
+os.register_at_fork(after_in_child=lambda: _heartbeats.forget())

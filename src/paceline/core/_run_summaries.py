@@ -1,6 +1,7 @@
 """Finding and summing up the run directories of scripts that ran without a master."""
 
 import logging
+import os
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -200,12 +201,11 @@ def newest_run_named(root: Path, name: str) -> RunDirectory | None:
     if not root.is_dir():
         return None
     candidates = []
-    for path in root.iterdir():
-        match = _DIRECTORY_NAME.fullmatch(path.name)
-        if match and path.name[16:].startswith(name):
-            candidates.append((match[1], int(match[3] or 1), path))
-    for _, _, path in sorted(candidates, reverse=True):
-        run = RunDirectory(path)
+    for entry in os.listdir(root):
+        if entry.startswith(name, 16) and (match := _DIRECTORY_NAME.fullmatch(entry)):
+            candidates.append((match[1], int(match[3] or 1), entry))
+    for _, _, entry in sorted(candidates, reverse=True):
+        run = RunDirectory(root / entry)
         try:
             if run.read_info().name == name:
                 return run

@@ -1,6 +1,7 @@
 """Reading a journal while it is being written, and after."""
 
 import logging
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,7 +161,11 @@ class JournalReader:
             )
 
     def _segments(self) -> list[Path]:
-        return sorted(self._directory.glob("*.journal"))
+        try:
+            names = os.listdir(self._directory)
+        except FileNotFoundError:
+            return []
+        return [self._directory / name for name in sorted(names) if name.endswith(".journal")]
 
     def _locate_segment(self) -> Path | None:
         """Return the segment that holds the first record after the last one read."""

@@ -17,11 +17,19 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed Python, NumPy and torch (all devices); ranks draw different numbers."""
     mixed = mix_seed(seed, rank) if rank else seed
     random.seed(mixed)
-    torch.manual_seed(mixed)
+    _seed_torch(mixed)
     if "numpy" in sys.modules or _has_numpy():
         import numpy
 
         numpy.random.seed(mixed % _NUMPY_SEED_LIMIT)
+
+
+def _seed_torch(seed: int) -> None:
+    if torch.accelerator.current_accelerator() is None:
+        # `manual_seed` keeps a stack for each kind of device, in case that one is used later.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def capture_random_state() -> dict[str, Any]:

@@ -40,6 +40,7 @@ class RankReporter:
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
         restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
+        is_parent_told: Whether the parent process must hear of the run, see `core.record_start`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class RankReporter:
         first_report: int,
         on_report: Callable[[], None] | None,
         restart_causes: Sequence[str] = (),
+        is_parent_told: bool = True,
     ) -> None:
         self.journal = JournalWriter(directory)
         self._throughput = StepThroughput()
@@ -63,6 +65,7 @@ class RankReporter:
         self._first_report = first_report
         self._on_report = on_report
         self._restart_causes = restart_causes
+        self._is_parent_told = is_parent_told
         self._own_thread = threading.get_ident()
         # A number, its place in the journal and the record that begins the journal go together.
         self._lock = threading.Lock()
@@ -115,7 +118,7 @@ class RankReporter:
             self._record_timings()
             if outcome is not core.Outcome.ERROR:
                 self._account.end(self.num_reports, self._waited_s())
-        core.end_journal(self.journal, outcome, error)
+        core.end_journal(self.journal, outcome, error, is_parent_told=self._is_parent_told)
 
     def count_batch(self, num_samples: int, wait_s: float) -> None:
         """Count a batch of this rank's, for which it has waited so many seconds."""
@@ -166,6 +169,7 @@ class RankReporter:
             resumed_from=resumed_from,
             steps_completed=steps_completed,
             restart_causes=self._restart_causes,
+            is_parent_told=self._is_parent_told,
         )
         for record in self._first_times:
             self.journal.append(msgspec.structs.replace(record, steps_completed=steps_completed))

@@ -99,6 +99,8 @@ class RankSession(LooseSession):
             first_report=spec.first_report,
             on_report=on_report,
             restart_causes=spec.restart_causes,
+            # The driver of a pool has begun the run, and is the parent of its workers.
+            is_parent_told=on_report is not None or distributed is not None,
         )
         self._spec: RunSpec = spec
         is_scored = spec.score_attribute is not None

@@ -51,6 +51,10 @@ class FrameKind(IntEnum):
     DATA = 22
 
 
+# Less than this is copied, to be written in one go with its header.
+_SMALL_BYTES = 2**16
+
+
 class ChannelFrame(NamedTuple):
     """One message; `call` is 0 where it belongs to no call."""
 
@@ -58,9 +62,10 @@ class ChannelFrame(NamedTuple):
     call: int = 0
     body: bytes | bytearray = b""
 
-    def header(self) -> bytes:
-        """Return the bytes that go before the body."""
-        return HEADER.pack(self.kind, self.call, len(self.body))
+    def pieces(self) -> list[bytes | bytearray]:
+        """Return what to write, one after the other."""
+        header = HEADER.pack(self.kind, self.call, len(self.body))
+        return [header + self.body] if len(self.body) < _SMALL_BYTES else [header, self.body]
 
 
 class _Assembler:
@@ -124,9 +129,7 @@ class DriverChannel:
 
     def send(self, frame: ChannelFrame) -> None:
         """Write a frame, or keep what does not fit for `flush`."""
-        self._outgoing.append(memoryview(frame.header()))
-        if frame.body:
-            self._outgoing.append(memoryview(frame.body))
+        self._outgoing.extend(map(memoryview, frame.pieces()))
         self.flush()
 
     def flush(self) -> None:
@@ -189,9 +192,8 @@ class BlockingChannel:
             OSError: The other side has gone.
         """
         with self._lock:
-            self._socket.sendall(frame.header())
-            if frame.body:
-                self._socket.sendall(frame.body)
+            for piece in frame.pieces():
+                self._socket.sendall(piece)
 
     def receive(self) -> ChannelFrame | None:
         """Wait for a frame and return it, or None if the other side has gone."""

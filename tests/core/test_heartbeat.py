@@ -26,6 +26,11 @@ def state_of(path: Path) -> core.RunState:
     return summary.state
 
 
+def beating() -> set[threading.Thread]:
+    """Return the threads that give signs of life."""
+    return {each for each in threading.enumerate() if each.name == "paceline-run-heartbeats"}
+
+
 def move_to(host: str, path: Path, *, age_s: float) -> None:
     """Have the last sign of life come from another machine."""
     (path / "heartbeat").write_text(host)
@@ -37,8 +42,11 @@ def test_signs_of_life_of_another_machine_decide(
 ) -> None:
     # This machine gives one at the beginning only.
     monkeypatch.setattr("paceline.core._heartbeat._INTERVAL_S", 3600.0)
+    monkeypatch.setattr("paceline.core._heartbeat._FIRST_S", 0.1)
     with core.init(name="far") as context:
         path = context.run_dir
+        while not (path / "heartbeat").exists():
+            time.sleep(0.01)
         assert (path / "heartbeat").read_text() == os.uname().nodename
         context.train.report_training_metrics(1, {"loss": 1.0})
         # The lock of a machine that failed may stay.
@@ -65,9 +73,11 @@ def test_a_run_goes_on_beating_and_ends_with_its_owner(
     monkeypatch.setattr("paceline.core._heartbeat._INTERVAL_S", 0.01)
     run = RunDirectory(tmp_path)
     file = tmp_path / "heartbeat"
-    before = set(threading.enumerate())
+    before = beating()
     owner = sending_heartbeats(run)
     owner.__enter__()
+    while not file.exists():
+        time.sleep(0.01)
     for _ in range(2):
         os.utime(file, (1, 1))
         while file.stat().st_mtime == 1:
@@ -83,9 +93,9 @@ def test_a_run_goes_on_beating_and_ends_with_its_owner(
     assert os.waitpid(pid, 0)[1] == 0
     assert file.exists()
     # The next run has the same thread, which ends when it finds none.
-    (thread,) = set(threading.enumerate()) - before
+    (thread,) = beating() - before
     with sending_heartbeats(RunDirectory(tmp_path)):
-        assert set(threading.enumerate()) == {*before, thread}
+        assert beating() - before == {thread}
     # A context that nobody closes.
     del owner
     gc.collect()

@@ -10,27 +10,28 @@ from paceline.journal import RunDirectory
 
 # A fraction of `HEARTBEAT_LIMIT_S`, as a file system may tell of a change late.
 _INTERVAL_S = 10.0
+# A run that is over sooner needs none.
+_FIRST_S = 1.0
 
 
 class _Heartbeats:
     """The runs of this process that give signs of life, by one thread for all of them.
 
     The thread ends when it finds no run. So runs that follow each other share it: to begin and end
-    one for each takes as long as much of an empty run.
+    one for each takes long beside an empty run.
     """
 
     def __init__(self) -> None:
-        self._runs: list[RunDirectory] = []
+        # With the time from which each is to give the next one.
+        self._runs: dict[RunDirectory, float] = {}
         # A context that nobody closes is closed by whatever thread collects garbage.
         self._lock = threading.RLock()
         self._has_thread = False
 
     def add(self, run: RunDirectory) -> None:
-        """Give a sign of life of a run, and further ones until it is removed."""
-        with suppress(OSError):
-            run.beat()
+        """Give signs of life of a run until it is removed."""
         with self._lock:
-            self._runs.append(run)
+            self._runs[run] = 0.0
             if not self._has_thread:
                 threading.Thread(
                     target=self._beat, name="paceline-run-heartbeats", daemon=True
@@ -40,23 +41,25 @@ class _Heartbeats:
     def remove(self, run: RunDirectory) -> None:
         """Give no further sign of life of a run, if this process gave some."""
         with self._lock:
-            if run in self._runs:
-                self._runs.remove(run)
+            if self._runs.pop(run, None) is not None:
                 run.end_heartbeat()
 
     def forget(self) -> None:
         """Give no further sign of life of any run, in a process that is forked."""
-        self._runs, self._has_thread = [], False
+        self._runs, self._has_thread = {}, False
         self._lock = threading.RLock()
 
     def _beat(self) -> None:
         while True:
-            time.sleep(_INTERVAL_S)
+            time.sleep(min(_FIRST_S, _INTERVAL_S))
             with self._lock:
-                for run in [*self._runs]:
+                now = time.monotonic()
+                for run in [run for run, due in self._runs.items() if due <= now]:
                     with suppress(OSError):
                         run.beat()
-                    if run not in self._runs:
+                    if run in self._runs:
+                        self._runs[run] = now + _INTERVAL_S
+                    else:
                         run.end_heartbeat()
                 if not self._runs:
                     self._has_thread = False

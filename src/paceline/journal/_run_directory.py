@@ -78,7 +78,6 @@ class RunDirectory:
             raise FileExistsError(f"{str(path)!r} is a run directory already.")
         # Made here, so that no process has to make it on a disk that is full by then.
         run._lock_path.touch(mode=0o600)
-        run._ranks_lock_path.touch(mode=0o600)
         run.write_info(info)
         return run
 
@@ -259,13 +258,8 @@ class RunDirectory:
         Without it, what ranks report after their chief was killed would look like that of a run
         that has ended.
         """
-        try:
-            file = self._ranks_lock_path.open("w")
-        except OSError:
-            # A full disk: what is reported counts for more.
-            yield
-            return
-        with file:
+        # It is there already, and nobody replaces it while processes run.
+        with self._info_path.open() as file:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH)
             _held.add(file)
@@ -326,7 +320,9 @@ class RunDirectory:
         is_beating = self.is_beating_elsewhere()
         if is_beating is not None:
             return is_beating
-        return _is_locked(self._lock_path) or _is_locked(self._ranks_lock_path)
+        # Ranks of earlier versions hold the last one.
+        paths = self._lock_path, self._info_path, self._ranks_lock_path
+        return any(map(_is_locked, paths))
 
 
 # A forked child, such as a data loader's worker, would hold the lock beyond its parent's death.

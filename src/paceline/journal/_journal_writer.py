@@ -181,7 +181,11 @@ class JournalWriter:
         try:
             if self._file_descriptor < 0 or self._segment_size >= self._segment_bytes:
                 self._open_segment(sequence)
-            self._write(b"\n" + line if self._is_line_torn else line)
+            data = b"\n" + line if self._is_line_torn else line
+            written = os.write(self._file_descriptor, data)
+            self._segment_size += written
+            if written < len(data):
+                self._write_rest(data, written)
         except OSError as error:
             if not self._is_disk_full:
                 logger.warning(
@@ -196,9 +200,7 @@ class JournalWriter:
         self._is_line_torn = False
         return True
 
-    def _write(self, data: bytes) -> None:
-        written = os.write(self._file_descriptor, data)
-        self._segment_size += written
+    def _write_rest(self, data: bytes, written: int) -> None:
         while written < len(data):
             # A nearly full disk takes part of a line; the rest either follows or the line is
             # closed later and read as damaged.

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from paceline import core, faults
-from paceline.core import CHECKPOINT, TimeAccount, TimeEvent
+from paceline.core import CHECKPOINT, TimeAccount, TimeEvent, record_metrics
 from paceline.engine.profiling._step_timeline import WAIT, WHOLE
 from paceline.engine.profiling._step_timer import StepThroughput
 from paceline.engine.schedule._train_units import Position
@@ -96,7 +96,7 @@ class RankReporter:
                 self._begin(None, None)
             self.num_reports = number = self.num_reports + 1
             self.last_metrics = encoded
-            core.record_metrics(self.journal, self._group, number, encoded)
+            record_metrics(self.journal, self._group, number, encoded)
             now = perf_counter()
             if now >= self._look_at:
                 self._look_at = now + _LOOK_INTERVAL_S

@@ -44,5 +44,6 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
-        return version("paceline")
+        # Kept, as reading the metadata takes a while.
+        return globals().setdefault(name, version("paceline"))
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import stat
 import subprocess
@@ -144,6 +145,25 @@ with RunDirectory(Path(sys.argv[1])).hold_attempt_lock():
     process.wait()
     process.stdout.close()
     assert not run.is_alive()
+
+
+def test_ranks_keep_a_run_alive_without_their_chief(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", INFO)
+    with run.hold_rank_lock():
+        with run.hold_rank_lock():
+            assert run.is_alive()
+        assert run.is_alive()
+    assert not run.is_alive()
+    # A rank of an earlier version holds a lock on a file of its own.
+    with (run.path / "ranks.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert run.is_alive()
+    assert not run.is_alive()
+
+
+def test_a_rank_that_does_not_see_the_run_directory_goes_on(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "on another machine").hold_rank_lock():
+        pass
 
 
 @pytest.mark.parametrize("is_durable", [False, True])

@@ -30,7 +30,7 @@ def describe_environment(*, with_source: bool) -> dict[str, Any]:
     machine = os.uname()
     # `platform` tells the same, but takes a tenth of a second.
     found: dict[str, Any] = {
-        "paceline": _version(),
+        "paceline": paceline.__version__,
         "python": {
             "version": sys.version.split()[0],
             "implementation": sys.implementation.name,
@@ -98,11 +98,6 @@ def _run_git(directory: Path, deadline: float, *arguments: str) -> bytes:
         check=True,
         env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
     ).stdout
-
-
-@cache
-def _version() -> str:
-    return str(paceline.__version__)
 
 
 @cache

@@ -15,16 +15,16 @@ _FIRST_S = 1.0
 
 
 class _Heartbeats:
-    """The runs of this process that give signs of life, by one thread for all of them.
+    """One thread that gives signs of life for all runs of this process.
 
-    The thread ends when it finds no run. So runs that follow each other share it: to begin and end
-    one for each takes long beside an empty run.
+    The thread ends when it finds no run. Runs that follow each other share it, because starting a
+    thread takes long compared with an empty run.
     """
 
     def __init__(self) -> None:
-        # With the time from which each is to give the next one.
+        # Each run with the time of its next sign of life.
         self._runs: dict[RunDirectory, float] = {}
-        # A context that nobody closes is closed by whatever thread collects garbage.
+        # Reentrant: garbage collection may close a forgotten context within this thread's own hold.
         self._lock = threading.RLock()
         self._has_thread = False
 
@@ -73,8 +73,8 @@ _heartbeats = _Heartbeats()
 def sending_heartbeats(run: RunDirectory) -> Iterator[None]:
     """Give signs of life of a run within the block; a full disk is no error."""
     heartbeats = _heartbeats
-    heartbeats.add(run)
     try:
+        heartbeats.add(run)
         yield
     finally:
         # A forked child may come here too; it gives none, and the run goes on.

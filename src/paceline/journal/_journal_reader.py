@@ -163,7 +163,7 @@ class JournalReader:
     def _segments(self) -> list[Path]:
         try:
             names = os.listdir(self._directory)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             return []
         return [self._directory / name for name in sorted(names) if name.endswith(".journal")]
 

@@ -258,8 +258,14 @@ class RunDirectory:
         Without it, what ranks report after their chief was killed would look like that of a run
         that has ended.
         """
-        # It is there already, and nobody replaces it while processes run.
-        with self._info_path.open() as file:
+        try:
+            # It is there before the processes start, and nobody replaces it while they run.
+            file = self._info_path.open()
+        except OSError:
+            # A machine that does not see the directory: another check names it.
+            yield
+            return
+        with file:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH)
             _held.add(file)

@@ -12,8 +12,10 @@ import torch
 _SMALL_BYTES = 2**16
 # What is gathered takes as much memory besides, on the device and on the host.
 _GATHERED_BYTES = 2**23
+# Fewer tensors of a type are not worth a kernel.
 _FEWEST = 8
-_ALIGNMENT_BYTES = 64
+# Each copy begins at a cache line; copies to other addresses are slower.
+ALIGNMENT_BYTES = 64
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 """What a tensor is like."""
@@ -36,9 +38,9 @@ class _Group(NamedTuple):
 class GatheredCopies:
     """Copy small tensors of a device to the host together.
 
-    A copy to the host takes some microseconds of the device, however small it is. One kernel brings
-    the tensors together on the device, one copy takes them to the host, and `scatter` moves them to
-    their places there.
+    Each copy from a device to the host takes some microseconds, however small it is. So one kernel
+    joins the tensors on the device, one copy takes them to the host, and `scatter` moves them to
+    their places.
 
     Args:
         allocate: Returns so many bytes of page-locked memory.
@@ -83,7 +85,7 @@ class GatheredCopies:
             bounds = [0]
             for index in indices:
                 bounds.append(bounds[-1] + sizes[index])
-            start = stop + -stop % _ALIGNMENT_BYTES
+            start = stop + -stop % ALIGNMENT_BYTES
             stop = start + bounds[-1] * dtype.itemsize
             places.append((indices, bounds, start, stop, dtype))
         if stop > self._block.numel():

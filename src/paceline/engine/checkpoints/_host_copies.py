@@ -8,20 +8,19 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import compress, count
 from typing import Any
 
 import torch
 
-from paceline.engine.checkpoints._gathered_copies import GatheredCopies, Kind
+from paceline.engine.checkpoints._gathered_copies import ALIGNMENT_BYTES, GatheredCopies, Kind
 from paceline.engine.state._sharded_tensor_pieces import OwnPiece
 from paceline.engine.state._tensor_collector import TensorCollector, fill_tensor_slots
 from paceline.engine.tensors._tensor_copies import copy_tensors
 
 logger = logging.getLogger(__name__)
 
-# Each copy begins at a cache line; copies to other addresses are slower.
-_ALIGNMENT_BYTES = 64
 # Room for a state that grows a little, such as by the metrics since the last report.
 _SPARE_BYTES = 2**20
 # A child process sees zeros. Python has no name for it.
@@ -57,7 +56,7 @@ class HostCopies:
         self._sizes: list[int] = []
         # Which tensors are copied one by one; None for all of them.
         self._are_single: list[bool] | None = None
-        self._gathered = GatheredCopies(lambda size: _new_block(size, is_pinned=True))
+        self._gathered = GatheredCopies(partial(_new_block, is_pinned=True))
         self._pieces: Mapping[int, tuple[OwnPiece, int]] = {}
         self._tree: Any = None
         self._events: list[torch.cuda.Event] = []
@@ -84,7 +83,7 @@ class HostCopies:
             moves = [*compress(moves, single)]
         is_helped = not (self._is_crowded and collector.pieces)
         copy_tensors(targets, singles, moves, with_help=is_helped)
-        # The device has much to do by now, so that what the host does for these costs nothing.
+        # Last, so that the device copies large tensors while the host prepares the small ones.
         self._gathered.copy(tensors)
         devices = {t.device for t in tensors if t.is_cuda} if self._is_pinned else ()
         self._events = [_recorded(device) for device in devices]
@@ -113,7 +112,7 @@ class HostCopies:
             if owners[index] == index:
                 shape, dtype, _ = kinds[index]
                 end += math.prod(shape) * dtype.itemsize
-                end += -end % _ALIGNMENT_BYTES
+                end += -end % ALIGNMENT_BYTES
             ends.append(end)
         if ends and (ends[-1] > self._block.numel() or is_pinned > self._is_pinned):
             num_kept = 0

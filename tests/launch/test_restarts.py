@@ -83,6 +83,48 @@ def test_training_that_lost_a_worker_ends_in_the_same_bits(
     assert [run.num_attempts for run in list_runs(tmp_path / "paceline_runs")] == [1, 2]
 
 
+FUNCTION = """
+import os, signal, sys, time
+from pathlib import Path
+
+from paceline import train
+from paceline.core._attempt_history import read_checkpoints
+from paceline.journal import RunDirectory
+
+STRUCK = int(os.environ["STRUCK"])
+
+
+def fit():
+    state = train.load_checkpoint()
+    start = 0 if state is None else state["step"]
+    sys.stdout.write(f"goes on from {start}\\n")
+    for step in range(start + 1, 11):
+        train.report(step=step)
+        if step == 5:
+            train.save_checkpoint(step=step)
+        if step == 8 and not start and train.world_rank() == STRUCK:
+            # The checkpoint is known to a next attempt once its record is written.
+            (run,) = Path("paceline_runs").iterdir()
+            while not read_checkpoints(RunDirectory(run)):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+train.Trainer(3).run(fit)
+"""
+
+
+@pytest.mark.parametrize("struck", [0, 2])
+def test_a_train_function_that_lost_a_rank_goes_on(
+    launch: Launch, script: Script, tmp_path: Path, struck: int
+) -> None:
+    result = launch("--nproc-per-node=3", "--max-restarts=1", script(FUNCTION), STRUCK=str(struck))
+    assert result.returncode == 0, result.stderr
+    assert [result.stdout.count(f"goes on from {step}\n") for step in (0, 5)] == [3, 3]
+    (run,) = list_runs(tmp_path / "paceline_runs")
+    assert run.state is RunState.COMPLETED
+
+
 def test_a_program_that_fails_each_time_is_started_no_third_time(
     launch: Launch, script: Script
 ) -> None:

@@ -27,6 +27,8 @@ _MEMORY_FACTOR = 1.25
 _WINDOW_BYTES = 16 * 1024 * 1024
 _WINDOW_ROWS = 1 << 18
 _THREADS = {True: 1, False: 2}
+# To give memory back takes as long as to read a megabyte or two, and more until it is filled again.
+_GIVEN_BACK_BYTES = 32 * 1024 * 1024
 # Several threads may ask for the first samples.
 _making = threading.Lock()
 
@@ -50,6 +52,8 @@ class FileSource(Source):
         self._index = index
         self._ends: Any = np.cumsum(index.rows)
         self._made: tuple[int, ChunkCache, ConcatenatedPieces] | None = None
+        # Since memory was given back last; threads may miscount a little.
+        self._read_bytes = 0
         self.memory_bytes = MEMORY_BYTES
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,10 +169,22 @@ class FileSource(Source):
         file_number = int(self._index.file_of[number])
         file = DataFile(self._place, self._index.file(file_number))
         first = int(self._index.first_of[file_number])
-        payload = self._format.read_chunk(file, number - first, self._index.chunk(number))
+        chunk = self._index.chunk(number)
+        payload = self._format.read_chunk(file, number - first, chunk)
         if not isinstance(self._place, DirectoryLocation):
-            _give_back_memory()
+            self._give_back_memory(chunk.size + payload.num_bytes)
         return payload
+
+    def _give_back_memory(self, num_bytes: int) -> None:
+        """Give back to the system what the bytes of files took; each thread would keep its own."""
+        self._read_bytes += num_bytes
+        if self._read_bytes < _GIVEN_BACK_BYTES:
+            return
+        self._read_bytes = 0
+        pa.default_memory_pool().release_unused()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _by_chunk(chunks: Any, rows: Any) -> Iterator[tuple[int, Any]]:
@@ -178,11 +194,3 @@ def _by_chunk(chunks: Any, rows: Any) -> Iterator[tuple[int, Any]]:
     rows = rows[np.argsort(chunks[rows], kind="stable")]
     needed, begins = np.unique(chunks[rows], return_index=True)
     yield from zip(needed.tolist(), np.split(rows, begins[1:]), strict=True)
-
-
-def _give_back_memory() -> None:
-    """Give back to the system what the bytes of a file took; each thread would keep its own."""
-    pa.default_memory_pool().release_unused()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -2,8 +2,8 @@
 
 `make bench-data` installs the other libraries. BENCH_PEERS_PYTHON is a Python that has them.
 Without it, Paceline is measured alone. All shuffle, read the same samples, and take turns. Sets are
-so large that the start does not decide; the speed is that after the first batch. Who reads all before
-its first batch is fast by that, so that the speed with the start is given beside it. An epoch of a
+so large that the start does not decide; the speed is that after the first batch. Who reads all
+files before it is fast by that, so that the speed with the start is given beside it. An epoch of a
 slow library ends after some seconds. litdata, MosaicML Streaming and WebDataset read copies of the
 samples in forms of their own, which were made before.
 

@@ -42,6 +42,19 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Force the content of a file to disk.
+
+    Raises:
+        OSError: The disk refuses to, or the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, data: bytes, *, is_durable: bool = False) -> None:
     """Write a private file that readers see either not at all or as a whole.
 

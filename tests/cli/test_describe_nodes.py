@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli._describe_command import _nodes_of
+from paceline.cli._experiment_description import _nodes_of
 
 HERE = 7
 

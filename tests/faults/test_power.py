@@ -13,7 +13,7 @@ from fault_lab.power_round import Recording
 from fault_lab.scripts import SEARCHES
 
 from paceline.core import discard_unfinished
-from paceline.core._attempt_history import read_checkpoints
+from paceline.core._journal_history import read_checkpoints
 from paceline.journal import MetricsReported, RunDirectory
 from paceline.master._lost_database import check_for_lost_database
 from paceline.storage import DirectoryStorage

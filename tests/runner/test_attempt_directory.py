@@ -10,16 +10,16 @@ import pytest
 
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory, _local_attempts
-from paceline.runner._local_attempts import AttemptProcesses
+from paceline.runner import AttemptDirectory, _attempt_processes
+from paceline.runner._attempt_processes import AttemptProcesses
 
 MakeAttempt = Callable[..., AttemptDirectory]
 
 HOLD = """
 import sys
 from pathlib import Path
-from paceline.runner import AttemptDirectory, _local_attempts
-from paceline.runner._local_attempts import AttemptProcesses
+from paceline.runner import AttemptDirectory, _attempt_processes
+from paceline.runner._attempt_processes import AttemptProcesses
 with AttemptDirectory(Path(sys.argv[1])).hold_lock() as is_mine:
     print(is_mine, flush=True)
     sys.stdin.readline()
@@ -160,7 +160,7 @@ def test_a_runner_that_is_not_wanted_and_stays_is_killed(
         for keep in ({1}, set()):
             processes.clean(keep)
             assert process.poll() is None
-        monkeypatch.setattr(_local_attempts, "_LEAVE_S", 0.0)
+        monkeypatch.setattr(_attempt_processes, "_LEAVE_S", 0.0)
         processes.clean(set())
         assert process.wait(60) == -signal.SIGKILL
 

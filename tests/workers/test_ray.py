@@ -29,11 +29,11 @@ from paceline.workers import (
     import_ray,
 )
 from paceline.workers._errors import PlacementTimeoutError
-from paceline.workers.pools import _ray_pool, _shared_memory
-from paceline.workers.remote import _ray_host_actors
+from paceline.workers.pools import _shared_memory
+from paceline.workers.remote import _ray_host_actors, _ray_node_versions
 from paceline.workers.remote._listener import Listener, join_listener
 from paceline.workers.remote._ray_cluster import num_fitting
-from paceline.workers.remote._ray_worker_actor import version_differences
+from paceline.workers.remote._ray_node_versions import version_differences
 from paceline.workers.remote._script_directory import (
     mark_of_script_directory,
     pack_script_directory,
@@ -133,7 +133,9 @@ def test_workers_on_two_nodes_act_like_those_on_one(
 
     with pytest.raises(ResourcesError, match=r"3 worker\(s\) with 1 CPU, 1 memory_bank each need"):
         RayPool(3, resources_per_worker={"memory_bank": 1}).start()
-    monkeypatch.setattr(_ray_pool, "own_versions", lambda: {"Python": "3.4.1", "torch": "0.1"})
+    monkeypatch.setattr(
+        _ray_node_versions, "own_versions", lambda: {"Python": "3.4.1", "torch": "0.1"}
+    )
     with pytest.raises(NodesDifferError, match=r"node 127\.0\.0\.1 has Python .* instead of 3\.4"):
         pool.start(1)
 

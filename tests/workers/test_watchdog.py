@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from paceline.workers.pools._failure_detector import FailureDetector, PoolSettings
 from paceline.workers.pools._packed_call import PackedCall
+from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations_of_workers
 from paceline.workers.pools._serve_calls import WorkerError
 from paceline.workers.pools._thread_progress import Progress, ProgressMeter
 from paceline.workers.pools._watchdog import DetectedHang, WatchedRank, detect_hang
-from paceline.workers.pools._worker_pool import PendingCall
-from paceline.workers.processes._worker_spec import WorkerExit
+from paceline.workers.processes._worker_exit import WorkerExit
 
 CERTAIN_S, TIMEOUT_S = 5.0, 100.0
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli._archive_commands import archive, delete, unarchive
+from paceline.cli._archive_and_delete_commands import archive, delete, unarchive
 from paceline.cli._checkpoint_commands import list_checkpoints
 from paceline.cli._command_options import (
     AllLogs,
@@ -18,8 +18,8 @@ from paceline.cli._command_options import (
     Timestamps,
 )
 from paceline.cli._create_command import create
-from paceline.cli._describe_command import describe, note_of_end
 from paceline.cli._errors import CommandError
+from paceline.cli._experiment_description import describe, note_of_end
 from paceline.cli._fork_commands import download, fork
 
 if TYPE_CHECKING:

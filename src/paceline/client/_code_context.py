@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from paceline._limits import integer_setting
+from paceline._environment_settings import integer_setting
 from paceline.client._errors import ContextError
 
 if TYPE_CHECKING:

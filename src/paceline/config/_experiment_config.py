@@ -14,6 +14,8 @@ from paceline.config._entrypoint_command import (
 )
 from paceline.config._environment_section import Environment
 from paceline.config._hyperparameters_section import check_hyperparameter_space
+from paceline.config._ignored_fields import without_effect
+from paceline.config._json_maps import JsonMap
 from paceline.config._lengths_and_periods import (
     CONTINUOUS,
     UNITS,
@@ -25,15 +27,7 @@ from paceline.config._method_registry import AnySearcher, on_new_methods
 from paceline.config._older_configs import Optimizations
 from paceline.config._reproducibility_and_profiling_sections import Profiling, Reproducibility
 from paceline.config._resources_section import Resources
-from paceline.config._section_base import (
-    Count,
-    JsonMap,
-    NonNegative,
-    PositiveSeconds,
-    Section,
-    Text,
-    without_effect,
-)
+from paceline.config._section_base import Count, NonNegative, PositiveSeconds, Section, Text
 from paceline.config._storage_section import AnyStorage
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationInfo
 
 from paceline.config._config_problems import MISSING, Problem, join_path, refused, refused_parts
-from paceline.config._section_base import copy_json_map
+from paceline.config._json_maps import copy_json_map
 
 _MAX_GRID_POINTS = 100_000
 _SENTENCE = re.compile(

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from paceline.config._config_problems import refused
-from paceline.config._section_base import Count, NonNegative, Section, Text, without_effect
+from paceline.config._ignored_fields import without_effect
+from paceline.config._section_base import Count, NonNegative, Section, Text
 
 _ONE_PIECE = "gradients are reduced in one piece"
 _WITHOUT_EFFECT = {

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.config._config_problems import refused
+from paceline.config._ignored_fields import without_effect
 from paceline.config._lengths_and_periods import MaxLength, split_length
 from paceline.config._section_base import (
     Count,
@@ -13,7 +14,6 @@ from paceline.config._section_base import (
     Section,
     Text,
     given_schema,
-    without_effect,
 )
 
 if TYPE_CHECKING:

@@ -1,12 +1,5 @@
 """API for any training script: metrics, checkpoints, preemption, search, several ranks."""
 
-from paceline.core._attempt_history import (
-    MetricsRow,
-    read_alerts,
-    read_checkpoints,
-    read_history,
-    read_metrics,
-)
 from paceline.core._attempt_journal import (
     begin_journal,
     describe_error,
@@ -47,6 +40,13 @@ from paceline.core._errors import (
     PreemptedError,
 )
 from paceline.core._joined_run import join_run
+from paceline.core._journal_history import (
+    MetricsRow,
+    read_alerts,
+    read_checkpoints,
+    read_history,
+    read_metrics,
+)
 from paceline.core._launched_place import LaunchedPlace, forget_launcher, launched_place
 from paceline.core._metric_numbers import numbers_of
 from paceline.core._new_run_storage import (
@@ -74,6 +74,7 @@ from paceline.core._run_summaries import (
     storage_at,
     summarize_run,
 )
+from paceline.core._run_time_shares import time_shares_of_run
 from paceline.core._search_decision import DECISION_TIMEOUT_S
 from paceline.core._searcher_context import SearcherContext, SearcherOperation
 from paceline.core._send_to_trackers import TrackingGroup
@@ -88,7 +89,6 @@ from paceline.core._time_account import (
     TimeAccount,
     TimeEvent,
 )
-from paceline.core._time_summary import time_shares_of_run
 from paceline.core._tracker import MetricPoint, TrackedRun, Tracker
 from paceline.core._tracker_registry import as_trackers, tracker_named, tracker_names
 from paceline.core._train_context import TrainContext

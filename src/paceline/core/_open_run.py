@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from paceline.core._attempt_history import History, read_history
 from paceline.core._heartbeat import sending_heartbeats
+from paceline.core._journal_history import History, read_history
 from paceline.core._live_reports import master_to_report_to, reporting
 from paceline.core._new_run_storage import (
     RESUME_VARIABLE,

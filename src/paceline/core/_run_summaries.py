@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from paceline.core._attempt_history import History, read_history
+from paceline.core._journal_history import History, read_history
 from paceline.journal import NotARunDirectoryError, RunDirectory, RunInfo, RunVersionError
 from paceline.storage import (
     CheckpointCorruptError,

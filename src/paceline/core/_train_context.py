@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from paceline import faults
-from paceline.core._attempt_history import last_steps, read_history, standing_metrics
 from paceline.core._attempt_journal import record_metrics, record_time_spent
 from paceline.core._control_file import ControlFile
 from paceline.core._enums import EarlyExitReason, TensorboardMode
+from paceline.core._journal_history import last_steps, read_history, standing_metrics
 from paceline.core._plain_json import plain_json
 from paceline.core._report_checks import (
     MAX_STEPS,

@@ -2,7 +2,7 @@
 
 import logging
 
-from paceline.core._attempt_history import read_checkpoints
+from paceline.core._journal_history import read_checkpoints
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointError, storage_from
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline._atomic_files import sync_directory
+from paceline._atomic_files import sync_directory, sync_file
 from paceline.journal._journal_records import (
     FORMAT_VERSION,
     AnyRecord,
@@ -143,7 +143,7 @@ class JournalWriter:
             are_names_new, self._are_names_synced = not self._are_names_synced, True
         try:
             for path in full:
-                _sync_file(path)
+                sync_file(path)
             os.fsync(descriptor)
             if are_names_new:
                 self._sync_names()
@@ -265,11 +265,3 @@ class JournalWriter:
             self._num_dropped = 0
         self._is_disk_full = False
         logger.warning("The journal in %s can be written again.", self._directory)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

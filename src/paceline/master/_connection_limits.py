@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from paceline._limits import integer_setting
+from paceline._environment_settings import integer_setting
 from paceline.master._answer_headers import with_security_headers
 from paceline.master.auth import sender_at
 

@@ -6,6 +6,7 @@ from paceline.runner._attempt_directory import (
     newest_attempt,
     note_attempt,
 )
+from paceline.runner._attempt_processes import AttemptProcesses
 from paceline.runner._code_archive import (
     ArchiveLimits,
     ArchiveTooLargeError,
@@ -13,7 +14,6 @@ from paceline.runner._code_archive import (
     members,
     open_archive,
 )
-from paceline.runner._local_attempts import AttemptProcesses
 from paceline.runner._secret_file import FILE_NAME as SECRET_FILE_NAME
 from paceline.runner._secret_file import SecretFileError, read_secret_file
 from paceline.runner._start_errors import UnusableConfigError, is_shortage, judge_start

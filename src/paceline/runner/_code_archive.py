@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from paceline._limits import integer_setting
+from paceline._environment_settings import integer_setting
 
 _MIB = 1024 * 1024
 # What `tarfile` reads at once besides a file's content: names and other facts of a member.

@@ -6,6 +6,14 @@ Nothing here does I/O. `Search` takes inputs (what happened to trials) and retur
 
 from __future__ import annotations
 
+from paceline.search._bracket_views import (
+    BracketPlan,
+    BracketView,
+    Decision,
+    RungEntry,
+    RungView,
+    TrialView,
+)
 from paceline.search._hyperparameter_kinds import SpaceError
 from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._inputs_and_operations import (
@@ -30,14 +38,6 @@ from paceline.search._method_errors import SearchMethodError, method_errors
 from paceline.search._preview import Preview, PreviewRow, preview
 from paceline.search._random_stream import Rng
 from paceline.search._search import Search, replay
-from paceline.search._search_views import (
-    BracketPlan,
-    BracketView,
-    Decision,
-    RungEntry,
-    RungView,
-    TrialView,
-)
 from paceline.search._simulate import SimulationResult, simulate
 from paceline.search.methods import (
     AdaptiveAshaConfig,

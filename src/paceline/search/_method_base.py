@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from paceline.search._bracket_views import BracketView
 from paceline.search._hyperparameter_space import Space
 from paceline.search._inputs_and_operations import Create, ExitReason, Operation
 from paceline.search._random_stream import Rng
-from paceline.search._search_views import BracketView
 
 
 class TrialMaker:

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from paceline.search._bracket_views import BracketPlan
 from paceline.search._hyperparameter_space import Space
 from paceline.search._method_base import SearchMethod, TrialMaker
-from paceline.search._search_views import BracketPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.search._bracket_views import BracketPlan
 from paceline.search._exact_division import keep_count
 from paceline.search._hyperparameter_space import parse_space
 from paceline.search._method_config import SearchConfig
 from paceline.search._method_errors import method_errors
 from paceline.search._search import Search
-from paceline.search._search_views import BracketPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

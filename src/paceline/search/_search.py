@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.search._bracket_views import BracketView, TrialView
 from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._inputs_and_operations import (
     Create,
@@ -27,7 +28,6 @@ from paceline.search._method_base import TrialMaker, check_same_setup
 from paceline.search._method_config import SearchConfig
 from paceline.search._method_errors import SearchMethodError, method_errors
 from paceline.search._random_stream import Rng
-from paceline.search._search_views import BracketView, TrialView
 
 _VERSION = 1
 

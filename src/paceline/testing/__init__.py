@@ -14,14 +14,14 @@ if TYPE_CHECKING:
         ScriptFailedError,
         VerificationError,
     )
-    from paceline.testing._fault_kinds import Fault
+    from paceline.testing._fault_steps import Fault
     from paceline.testing._search_method import check_search_method
     from paceline.testing._verdict import FaultOutcome, Verdict
     from paceline.testing._verify_resume import verify_resume
 
 _PLACES = {
     "Difference": "_compare_runs",
-    "Fault": "_fault_kinds",
+    "Fault": "_fault_steps",
     "FaultMissedError": "_errors",
     "FaultOutcome": "_verdict",
     "NotResumableError": "_errors",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.testing._compare_runs import Difference
-from paceline.testing._fault_kinds import MIN_REPLAYED_STEPS, Fault
+from paceline.testing._fault_steps import MIN_REPLAYED_STEPS, Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.testing._compare_runs import Difference, compare_runs, first_difference_before
 from paceline.testing._errors import FaultMissedError, NotResumableError, ScriptFailedError
-from paceline.testing._fault_kinds import Fault, fault_variable
+from paceline.testing._fault_steps import Fault, fault_variable
 from paceline.testing._run_results import RunFacts, find_run, read_run_facts
 from paceline.testing._run_script import (
     Script,

@@ -6,21 +6,19 @@ Importing this loads no torch.
 from typing import TYPE_CHECKING
 
 from paceline._late_names import late_names
-from paceline.train._checkpoint import Checkpoint
-from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._errors import IncompleteCheckpointError, RunDirectoryError
-from paceline.train._preparing_functions import (
+from paceline.train._accelerate import (
     accelerate,
     backward,
     enable_reproducibility,
     full_state_dict,
-    get_dataset,
-    get_dataset_shard,
-    get_datasets,
     prepare_data_loader,
     prepare_model,
     prepare_optimizer,
 )
+from paceline.train._checkpoint import Checkpoint
+from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
+from paceline.train._dataset_functions import get_dataset, get_dataset_shard, get_datasets
+from paceline.train._errors import IncompleteCheckpointError, RunDirectoryError
 from paceline.train._results import Report, Results
 from paceline.train._run_callbacks import (
     JsonLinesCallback,

@@ -51,10 +51,12 @@ from paceline.workers._worker_resources import (
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._outer_launcher_pool import JoinedPool, prepare_joined
+from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._pickling import NotSendableError, dump, load
 from paceline.workers.pools._program_pool import ProgramPool, WorkerCommand, WorkerVariables
 from paceline.workers.pools._ray_pool import RayPool
-from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
+from paceline.workers.pools._worker_pool import WorkerPool
+from paceline.workers.processes._end_without_shutdown import end_without_shutdown
 from paceline.workers.processes._fork_client import stop_fork_server
 from paceline.workers.processes._join_process_group import join_process_group
 from paceline.workers.processes._leftover_processes import end_marked, kill_leftover
@@ -77,13 +79,9 @@ from paceline.workers.processes._rank_info import RankInfo
 from paceline.workers.processes._signals import noted_signals
 from paceline.workers.processes._stopped_workers import LEAST_HEARTBEAT_TIMEOUT_S
 from paceline.workers.processes._sweep_after_kill import sweeping_after_kill
-from paceline.workers.processes._worker_end import end_without_shutdown
+from paceline.workers.processes._worker_exit import WorkerExit, signal_name
 from paceline.workers.processes._worker_program import PROGRAM_FILE
-from paceline.workers.processes._worker_spec import (
-    WorkerExit,
-    WorkerSpec,
-    signal_name,
-)
+from paceline.workers.processes._worker_spec import WorkerSpec
 from paceline.workers.remote._driver_link import DriverLink, driver_link
 from paceline.workers.remote._launch_nodes import LaunchNodes
 from paceline.workers.remote._ray_bundles import why_waiting

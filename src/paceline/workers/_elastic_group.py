@@ -16,7 +16,8 @@ from paceline.workers._errors import (
     WorkerFailedError,
     WorkerStartError,
 )
-from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
+from paceline.workers.pools._pending_call import PendingCall
+from paceline.workers.pools._worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 

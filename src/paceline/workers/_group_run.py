@@ -9,7 +9,7 @@ from typing import Any
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._errors import WorkerFailedError
 from paceline.workers._restart_policy import restart_cause
-from paceline.workers.pools._worker_pool import PendingCall
+from paceline.workers.pools._pending_call import PendingCall
 
 logger = logging.getLogger(__name__)
 

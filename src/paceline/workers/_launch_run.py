@@ -14,10 +14,10 @@ from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._errors import NodesDifferError, WorkerFailedError
 from paceline.workers._group_run import GroupRun
 from paceline.workers._restart_policy import RestartDecision, RestartPolicy, describe_failure
+from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._served_pool import ServedPool
-from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._signals import noted_signals
-from paceline.workers.processes._worker_spec import signal_name
+from paceline.workers.processes._worker_exit import signal_name
 from paceline.workers.remote._launch_node_messages import (
     NodeFailureCause,
     NodeMessage,

@@ -16,7 +16,7 @@ from paceline.workers._errors import (
     WorkersLostError,
     is_told,
 )
-from paceline.workers.processes._worker_spec import signal_name
+from paceline.workers.processes._worker_exit import signal_name
 
 logger = logging.getLogger(__name__)
 

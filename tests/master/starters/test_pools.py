@@ -21,7 +21,7 @@ from paceline.master.starters import (
     StarterError,
     read_pool_file,
 )
-from paceline.master.starters._pool_runners import missing_runners, runner_groups
+from paceline.master.starters._missing_runners import missing_runners, runner_groups
 from paceline.messages.attempts import MasterAddress
 from paceline.messages.nodes import PROTOCOL, NodeFacts, NodePoll
 

@@ -6,17 +6,14 @@ with ``$``.
 """
 
 import json
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, TensorSpec, serialize_file
 from safetensors.torch import load_file
 
-from paceline.engine.tensors._safetensors_file import TensorFile
+from paceline.engine.tensors._safetensors_file import TensorFile, write_whole_tensors
 from paceline.engine.tensors._stored_tensors import (
     ShardedTensor,
     ShardFiles,
@@ -49,7 +46,7 @@ def save_state(state: Any, directory: Path, name: str) -> None:
     tree = _state_to_json(state, "", tensors, {})
     (directory / f"{name}.json").write_text(json.dumps(tree, allow_nan=False))
     if tensors:
-        _write_tensors(tensors, directory / f"{name}.safetensors")
+        write_whole_tensors(tensors, directory / f"{name}.safetensors")
 
 
 def is_storable(state: Any) -> bool:
@@ -150,28 +147,6 @@ def _pack_tensor(
     known[identity] = path
     tensors[path] = tensor.cpu().contiguous()
     return path
-
-
-def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    # safetensors' own `save_file` makes an array of each tensor first, which keeps training from
-    # the interpreter for 30 ms per 1,000 tensors; the rest goes on without the interpreter's lock.
-    specs = {
-        name: TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tensor.shape,
-            data_ptr=tensor.data_ptr(),
-            data_len=tensor.numel() * tensor.element_size(),
-        )
-        for name, tensor in tensors.items()
-    }
-    try:
-        serialize_file(specs, path)
-    except SafetensorError as error:
-        code = re.search(r"os error (\d+)", str(error))
-        if code is None:
-            raise
-        # A full disk is to be told as what it is.
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
 def _state_from_json(tree: Any, tensors: Mapping[str, Any], shards: ShardFiles | None) -> Any:

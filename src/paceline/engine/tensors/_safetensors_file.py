@@ -3,13 +3,14 @@
 import json
 import math
 import os
+import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 # How the format calls the types of torch.
 _DTYPES = {
@@ -149,3 +150,30 @@ def write_tensor_file(
         for name in order:
             for block in tensors[name][2]:
                 file.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def write_whole_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors of the CPU to a safetensors file, which replaces one that is there.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    # safetensors' own `save_file` makes an array of each tensor first, which keeps training from
+    # the interpreter for 30 ms per 1,000 tensors; the rest goes on without the interpreter's lock.
+    specs = {
+        name: TensorSpec(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tensor.shape,
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.numel() * tensor.element_size(),
+        )
+        for name, tensor in tensors.items()
+    }
+    try:
+        serialize_file(specs, path)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))
+        if code is None:
+            raise
+        # A full disk is to be told as what it is.
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline._limits import integer_setting
+from paceline._environment_settings import integer_setting
 from paceline.master._connection_limits import Connection
 from paceline.master.api._problem_answers import problem
 from paceline.messages.attempts import MAX_PIECE_BYTES

@@ -1,7 +1,6 @@
 """Routes of configurations and code: as submitted, as resolved, and what would be wrong."""
 
 import tarfile
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from fastapi import APIRouter, Response
 
 from paceline.config import (
     ConfigError,
-    compose_yaml,
     hide_in_text,
     hide_secrets,
     json_schema,
@@ -19,6 +17,7 @@ from paceline.config import (
     validate_config,
 )
 from paceline.master._master import Master
+from paceline.master.api._config_problem_lines import config_problems, syntax_problems
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
@@ -89,11 +88,11 @@ def check_config(request: views.ConfigText) -> views.CheckedConfig:
     try:
         data = parse_yaml(request.text, file_name="config")
     except ConfigError as error:
-        return views.CheckedConfig(config=None, problems=_syntax_problems(error))
+        return views.CheckedConfig(config=None, problems=syntax_problems(error))
     try:
         checked = validate_config(data)
     except ConfigError as error:
-        return views.CheckedConfig(config=data, problems=_config_problems(error, request.text))
+        return views.CheckedConfig(config=data, problems=config_problems(error, request.text))
     return views.CheckedConfig(config=data, problems=[], warnings=list(checked.warnings))
 
 
@@ -129,47 +128,3 @@ def _is_text(content: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in content
-
-
-def _config_problems(error: ConfigError, text: str) -> list[views.ConfigProblem]:
-    root = compose_yaml(text)
-    return [
-        views.ConfigProblem(
-            path=problem.path, message=str(problem), line=_line_in_config(root, problem.path)
-        )
-        for problem in error.problems
-    ]
-
-
-def _syntax_problems(error: ConfigError) -> list[views.ConfigProblem]:
-    """Return what is wrong with the text itself; the paths are `config:LINE`."""
-    found = []
-    for problem in error.problems:
-        line = problem.path.rpartition(":")[2]
-        number = int(line) if line.isdecimal() else None
-        message = str(replace(problem, path="config"))
-        found.append(views.ConfigProblem(path="", message=message, line=number))
-    return found
-
-
-def _line_in_config(node: yaml.Node | None, path: str) -> int | None:
-    """Return the line where a dotted path stands, or where the deepest part of it does."""
-    line = None
-    for name in path.replace("[", ".[").split("."):
-        child = _child_in_config(node, name)
-        if child is None:
-            break
-        line, node = child
-    return line
-
-
-def _child_in_config(node: yaml.Node | None, name: str) -> tuple[int, yaml.Node] | None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if key.value == name:
-                return key.start_mark.line + 1, value
-    if isinstance(node, yaml.SequenceNode) and name[1:-1].isdecimal():
-        index = int(name[1:-1])
-        if index < len(node.value):
-            return node.value[index].start_mark.line + 1, node.value[index]
-    return None

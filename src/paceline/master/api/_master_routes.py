@@ -3,23 +3,21 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import func, select
 
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
+from paceline.master.api._slot_routes import running_attempts
 from paceline.master.api._web_ui_files import has_web_ui
-from paceline.master.experiments import drained_slots, read_pools
-from paceline.master.scheduling import pool_of
-from paceline.master.store import EXPERIMENTS, num_slots_of, number_by_state, slots_by_node, tables
+from paceline.master.store import EXPERIMENTS, num_slots_of, number_by_state, tables
 from paceline.messages import resources
-from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
-from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState
+from paceline.messages.states import ExperimentState
 
 router = APIRouter(tags=["master"], route_class=ReadingRoute)
 
@@ -38,7 +36,7 @@ def read_master(master: MasterOf) -> resources.MasterInfo:
     """Tell what the master is and how busy it is."""
     with master.database.read() as connection:
         states = number_by_state(connection, EXPERIMENTS)
-        used = sum(num_slots_of(row) for row in _live_attempts(connection))
+        used = sum(num_slots_of(row) for row in running_attempts(connection))
     nodes = master.reconciler.slots()
     return resources.MasterInfo(
         version=master.version,
@@ -57,48 +55,6 @@ async def shut_down(request: Request, wanted: resources.Shutdown) -> None:
     """Stop the master, after its attempts have left unless they are to be kept."""
     stop: Callable[[resources.Shutdown], None] = request.app.state.shut_down
     stop(wanted)
-
-
-@router.get("/slots")
-def list_slots(master: MasterOf) -> list[resources.Slot]:
-    """List the slots of all nodes and who uses them; those of lost nodes only if used."""
-    with master.database.read() as connection:
-        users = {
-            (node_id, slot): row
-            for row in _live_attempts(connection)
-            for node_id, slots in slots_by_node(row).items()
-            for slot in slots
-        }
-        drained, pools = drained_slots(connection), read_pools(connection)
-    nodes = [(LOCAL_NODE, LOCAL_NAME, False, master.devices, pool_of(DEFAULT_POOL, {}, pools))]
-    nodes += [
-        (
-            node.id,
-            node.name,
-            node.is_draining,
-            facts.devices,
-            pool_of(facts.pool, facts.labels, pools),
-        )
-        for node in master.nodes.all()
-        for facts in (node.facts,)
-    ]
-    return [
-        resources.Slot(
-            id=slot,
-            node=name,
-            device=device,
-            pool=pool,
-            is_drained=is_draining or slot in drained.get(node_id, ()),
-            trial_id=user.trial_id if user else None,
-            experiment_id=user.experiment_id if user else None,
-            attempt_id=user.id if user else None,
-        )
-        for node_id, name, is_draining, devices, pool in nodes
-        for slot, device in enumerate(devices)
-        if (user := users.get((node_id, slot)))
-        or node_id == LOCAL_NODE
-        or not master.nodes.is_lost(node_id)
-    ]
 
 
 @router.get("/events", responses={200: {"content": {"text/event-stream": {}}}})
@@ -155,9 +111,3 @@ def _read_events(master: Master, after: int, experiment_id: int | None) -> list[
     with master.database.read() as connection:
         rows = connection.execute(query.limit(_EVENTS_PER_READ))
         return [resources.Event(**row._mapping) for row in rows]
-
-
-def _live_attempts(connection: Connection) -> list[Row[Any]]:
-    attempts = tables.attempts
-    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS))
-    return list(connection.execute(query))

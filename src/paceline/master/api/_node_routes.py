@@ -13,7 +13,7 @@ from paceline.master.api._access_guard import IdentityOf
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
-from paceline.master.api._slot_draining import drain_slots, resume_slots
+from paceline.master.api._slot_routes import drain_slots, resume_slots
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
 from paceline.master.store import Transaction, slots_by_node, tables
 from paceline.messages import node_views

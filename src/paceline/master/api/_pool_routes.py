@@ -10,7 +10,7 @@ from paceline.master._master import Master
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
-from paceline.master.api._slot_draining import drain_slots, resume_slots
+from paceline.master.api._slot_routes import drain_slots, resume_slots
 from paceline.master.experiments import read_cluster, read_pools
 from paceline.master.scheduling import PoolSettings
 from paceline.master.starters import PoolRunners

@@ -7,8 +7,7 @@ from sqlalchemy import insert
 
 from paceline import faults
 from paceline.master.experiments._attempt_launch import Node
-from paceline.master.experiments._checkpoint_files import is_checkpoint_gone, note_deleted_files
-from paceline.master.experiments._start_checkpoints import latest_checkpoint
+from paceline.master.experiments._start_checkpoints import usable_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.scheduling import SlotAssignment
 from paceline.master.store import Member, Transaction, new_id, stored_members, tables
@@ -24,7 +23,7 @@ def create_attempt(
     connection, trial_id = transaction.connection, assignment.trial_id
     trial = changes.trial(connection, trial_id)
     number = trial.num_attempts + 1
-    latest = _latest_checkpoint(changes, transaction, trial_id, number)
+    latest = usable_checkpoint(changes, transaction, trial_id, number)
     if latest is None and trial.source_checkpoint is not None:
         # A warm start brings weights, not steps: the trial counts from its own beginning.
         latest = (trial.source_checkpoint, 0)
@@ -63,26 +62,3 @@ def _members_of_attempt(node: Node, assignment: SlotAssignment) -> Any:
             for node_id, slots in parts
         ]
     )
-
-
-def _latest_checkpoint(
-    changes: StateChanges, transaction: Transaction, trial_id: int, number: int
-) -> tuple[str, int] | None:
-    """Return a trial's newest checkpoint; those whose files are gone count as deleted.
-
-    A power cut can take a checkpoint of which the database has heard, if it comes before the
-    disk has it.
-    """
-    while (latest := latest_checkpoint(transaction.connection, trial_id)) is not None:
-        if not is_checkpoint_gone(transaction.connection, latest[0]):
-            break
-        note_deleted_files(transaction.connection, latest[0], {})
-        changes.note(
-            transaction,
-            trial_id,
-            number,
-            "WARNING",
-            f"The files of checkpoint {latest[0]} (step {latest[1]}) are gone; the trial goes"
-            " on from an earlier one, or from the beginning without one.",
-        )
-    return latest

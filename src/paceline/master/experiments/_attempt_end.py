@@ -7,7 +7,7 @@ import msgspec
 from sqlalchemy import Row, select, update
 
 from paceline import faults
-from paceline.config import ExperimentConfig, MissingSearcher
+from paceline.config import ExperimentConfig
 from paceline.master.experiments._attempt_rows import read_attempt
 from paceline.master.experiments._exit_decisions import (
     MAX_NOT_FORMED,
@@ -17,6 +17,10 @@ from paceline.master.experiments._exit_decisions import (
     ExitDecision,
     judge_exit,
 )
+from paceline.master.experiments._searched_metric_errors import (
+    missing_metric_error,
+    nan_metric_error,
+)
 from paceline.master.experiments._start_delays import (
     is_lost_runner,
     is_not_formed,
@@ -25,7 +29,7 @@ from paceline.master.experiments._start_delays import (
 )
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import INVALID_HP
-from paceline.master.store import Transaction, config_of, read_summary, tables
+from paceline.master.store import Transaction, config_of, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import (
     AttemptState,
@@ -189,10 +193,10 @@ def _follow_end(
         return
     problem = None
     if decision.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
-        problem = _missing_metric_at_end(transaction, trial, experiment)
+        problem = missing_metric_error(transaction, trial, experiment)
     warning = problem
     if warning is None and decision.state is TrialState.COMPLETED:
-        warning = _nan_metric_at_end(transaction, trial, experiment)
+        warning = nan_metric_error(transaction, trial, experiment)
     if warning is not None:
         changes.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
     if problem is not None:
@@ -241,46 +245,3 @@ def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
     )
     reasons = transaction.connection.execute(query).scalars().all()
     return len(reasons) == _MAX_INVALID_IN_A_ROW and set(reasons) == {INVALID_HP}
-
-
-def _nan_metric_at_end(
-    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
-) -> str | None:
-    """Say that the searched metric was never a number, if a trial reported it so."""
-    if trial.best_metric is not None or trial.latest_metric is None:
-        return None
-    metric = config_of(experiment).searcher.metric
-    summary = read_summary(transaction.connection, trial.id).get("validation", {}).get(metric)
-    if summary is None:
-        return None
-    reports = "the only report" if summary.count == 1 else f"all {summary.count} reports"
-    return (
-        f"The searched metric `{metric}` was NaN in {reports}. Hint: look for a learning rate that"
-        " is too high, or a division by zero."
-    )
-
-
-def _missing_metric_at_end(
-    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
-) -> str | None:
-    """Say what a trial that ended by itself failed to report, if the search needed it."""
-    searcher = config_of(experiment).searcher
-    if isinstance(searcher, MissingSearcher):
-        return None
-    judged = searcher.judged_metrics
-    if trial.uses_operations and judged is not None:
-        return None
-    reported = read_summary(transaction.connection, trial.id).get("validation", {})
-    if not reported and judged is None:
-        # A script that does not validate is welcome to any search that needs nothing.
-        return None
-    missing = [name for name in judged or [searcher.metric] if name not in reported]
-    if not missing:
-        return None
-    named = " and ".join(f"`{name}`" for name in missing)
-    found = ", ".join(sorted(reported)) or "none"
-    return (
-        f"The search needs {named} in the validation metrics, but the code never reported it"
-        f" (reported: {found}). Hint: report it, or set `searcher.metric` and"
-        " `searcher.time_metric` to what is reported."
-    )

@@ -2,8 +2,10 @@
 
 from sqlalchemy import Connection, select
 
+from paceline.master.experiments._checkpoint_files import is_checkpoint_gone, note_deleted_files
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError
-from paceline.master.store import tables
+from paceline.master.store import Transaction, tables
 from paceline.messages.states import CheckpointState
 
 
@@ -24,6 +26,29 @@ def latest_checkpoint(connection: Connection, trial_id: int) -> tuple[str, int] 
         .limit(1)
     ).first()
     return None if row is None else (row.uuid, row.steps_completed)
+
+
+def usable_checkpoint(
+    changes: StateChanges, transaction: Transaction, trial_id: int, number: int
+) -> tuple[str, int] | None:
+    """Return a trial's newest checkpoint; those whose files are gone count as deleted.
+
+    A power cut can take a checkpoint of which the database has heard, if it comes before the
+    disk has it.
+    """
+    while (latest := latest_checkpoint(transaction.connection, trial_id)) is not None:
+        if not is_checkpoint_gone(transaction.connection, latest[0]):
+            break
+        note_deleted_files(transaction.connection, latest[0], {})
+        changes.note(
+            transaction,
+            trial_id,
+            number,
+            "WARNING",
+            f"The files of checkpoint {latest[0]} (step {latest[1]}) are gone; the trial goes"
+            " on from an earlier one, or from the beginning without one.",
+        )
+    return latest
 
 
 def check_checkpoint(connection: Connection, uuid: str) -> None:

@@ -57,6 +57,7 @@ from paceline.master.store._metric_rows import (
 )
 from paceline.master.store._paging import Order, Place
 from paceline.master.store._point_encoding import tagged
+from paceline.master.store._read_only_connections import open_read_only, read_version
 from paceline.master.store._recovery_rows import (
     ALL,
     ENDED,
@@ -82,9 +83,7 @@ from paceline.master.store._referenced_files import (
     KnownFiles,
     adopt_contexts,
     note_context,
-    open_copy,
     read_known_files,
-    read_version,
 )
 from paceline.master.store._row_counts import (
     ARCHIVED,
@@ -184,7 +183,7 @@ __all__ = [
     "num_waiting",
     "number_by_state",
     "numbers_of",
-    "open_copy",
+    "open_read_only",
     "primary_key",
     "raise_ids",
     "read_curve",

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from paceline.master.store._database import unreadable
+from paceline.master.store._read_only_connections import connect_to_read
 
 
 def copy_database(source: Path, target: Path) -> None:
@@ -33,14 +34,6 @@ def copy_database(source: Path, target: Path) -> None:
                 f"{str(source)!r} cannot be copied to {str(target)!r}: {error}"
             ) from error
         raise unreadable(source, error) from error
-
-
-def connect_to_read(path: Path) -> sqlite3.Connection:
-    """Return a connection that changes nothing of a database."""
-    # A database whose first change was interrupted can be read only once that is taken back.
-    mode = "rw" if path.with_name(f"{path.name}-journal").exists() else "ro"
-    address = f"file:{quote(str(path.absolute()))}?mode={mode}"
-    return sqlite3.connect(address, uri=True, timeout=30)
 
 
 def _fill_copy(reader: sqlite3.Connection, target: Path) -> None:

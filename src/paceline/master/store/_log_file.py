@@ -17,10 +17,10 @@ from paceline.master.store._log_filter import LogFilter, StoredLine, line_id
 from paceline.master.store._log_index import (
     RECORD_BYTES,
     LogBlock,
-    LogNeedles,
     make_index_record,
     read_index_record,
 )
+from paceline.master.store._log_search import LogNeedles
 from paceline.messages.attempts import LogEntry
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,16 @@
 """Queries for the files that the database refers to."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, NullPool, create_engine, insert, inspect, select, text
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy import Connection, insert, inspect, select, text
 
 from paceline.master.store import _tables as tables
-from paceline.master.store._database import Database, Transaction, unreadable
-from paceline.master.store._database_copy import connect_to_read
+from paceline.master.store._database import Database, Transaction
 from paceline.master.store._ids import new_id
+from paceline.master.store._read_only_connections import open_read_only, read_version
 
 # A larger database takes too long to read as a whole at each start.
 _MAX_CHECKED_BYTES = 2**30
@@ -42,7 +40,7 @@ def read_known_files(path: Path) -> KnownFiles | None:
     Raises:
         DatabaseVersionError: It is damaged, or no database of Paceline.
     """
-    with open_copy(path) as connection:
+    with open_read_only(path) as connection:
         if path.stat().st_size <= _MAX_CHECKED_BYTES:
             _check_pages(connection)
         if not inspect(connection).get_table_names():
@@ -76,35 +74,6 @@ def adopt_contexts(database: Database, digests: Iterable[str]) -> None:
         _note(transaction.connection, _NOTES_CONTEXTS)
 
     database.write(adopt).result()
-
-
-@contextmanager
-def open_copy(path: Path) -> Iterator[Connection]:
-    """Give a connection that reads a database of which no `Database` is made.
-
-    Raises:
-        DatabaseVersionError: It is damaged, or no database.
-    """
-    engine = _reader(path)
-    try:
-        with engine.connect() as connection:
-            yield connection
-    except (DatabaseError, sqlite3.DatabaseError) as error:
-        raise unreadable(path, getattr(error, "orig", error)) from error
-    finally:
-        engine.dispose()
-
-
-def read_version(connection: Connection) -> int | None:
-    """Return the schema version of a database, None if it has none that a master wrote."""
-    if not inspect(connection).get_table_names():
-        return None
-    found = connection.execute(tables.VERSION).scalar()
-    return int(found) if found is not None and str(found).isdecimal() else None
-
-
-def _reader(path: Path) -> Engine:
-    return create_engine("sqlite://", creator=lambda: connect_to_read(path), poolclass=NullPool)
 
 
 def _check_pages(connection: Connection) -> None:

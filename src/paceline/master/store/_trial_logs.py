@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from paceline._limits import integer_setting
+from paceline._environment_settings import integer_setting
 from paceline.master.store._log_file import (
     BLOCK_LINES,
     LogFile,

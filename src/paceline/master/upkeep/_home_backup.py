@@ -17,7 +17,7 @@ from paceline import faults
 from paceline.master.store import (
     check_copy,
     copy_database,
-    open_copy,
+    open_read_only,
     read_known_files,
     read_version,
     tables,
@@ -190,7 +190,7 @@ class _BackupWork:
         check_copy(copy)
         faults.reach("backup.database_copied")
         known = read_known_files(copy)
-        with open_copy(copy) as connection:
+        with open_read_only(copy) as connection:
             version = read_version(connection)
             if known is None or version is None:
                 raise BackupError(

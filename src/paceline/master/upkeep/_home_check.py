@@ -22,7 +22,7 @@ from paceline.master.store import (
     copy_database,
     find_log_damage,
     note_experiment,
-    open_copy,
+    open_read_only,
     read_version,
     tables,
 )
@@ -151,7 +151,7 @@ def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
     if problem is not None:
         return [Finding(kind="database", where=DATABASE, problem=problem)]
     pace = CheckPace()
-    with open_copy(home / DATABASE) as connection:
+    with open_read_only(home / DATABASE) as connection:
         version = read_version(connection)
         if version != tables.SCHEMA_VERSION:
             problem = (
@@ -181,7 +181,7 @@ def _database_problem(home: Path, *, is_quick: bool) -> str | None:
     if not database.exists() or database.stat().st_size == 0:
         return "is empty" if database.exists() else "is missing"
     try:
-        with open_copy(database) as connection:
+        with open_read_only(database) as connection:
             found = connection.execute(text(f"PRAGMA {'quick' if is_quick else 'integrity'}_check"))
             problems = [str(problem) for problem in found.scalars()]
             if problems != ["ok"]:
@@ -222,7 +222,7 @@ def _mend_database(home: Path, finding: Finding) -> Finding:
 
 def _mend_rows_of_home(home: Path, *, is_quick: bool) -> None:
     """Mend rows of the database, records and checkpoints that are gone."""
-    with open_copy(home / DATABASE) as connection:
+    with open_read_only(home / DATABASE) as connection:
         wrong = check_records(home, connection, lambda _: None)
         gone = check_checkpoints(
             home, connection, lambda _: None, CheckPace(), reads_bytes=not is_quick

@@ -18,8 +18,8 @@ from paceline._sealed_json import seal
 from paceline.journal import write_atomically
 from paceline.messages.attempts import MasterAddress
 from paceline.messages.nodes import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
+from paceline.runner._attempt_processes import AttemptProcesses
 from paceline.runner._checkpoint_place import place_checkpoints
-from paceline.runner._local_attempts import AttemptProcesses
 from paceline.runner._master_link import (
     MasterBackoff,
     MasterLink,

@@ -8,12 +8,12 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any, ClassVar
 
+from paceline.search._bracket_views import BracketPlan, BracketView
 from paceline.search._exact_division import as_fraction, floor_log, floor_power, rung_units
 from paceline.search._hyperparameter_space import Space
 from paceline.search._inputs_and_operations import Create, ExitReason, Operation
 from paceline.search._method_base import SearchMethod, TrialMaker, check_same_setup
 from paceline.search._method_config import SearchConfig, check_integer
-from paceline.search._search_views import BracketPlan, BracketView
 from paceline.search.methods._halving import HalvingMethod
 
 

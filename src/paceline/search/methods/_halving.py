@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from paceline.search._bracket_views import BracketPlan, BracketView, Decision, RungEntry, RungView
 from paceline.search._exact_division import keep_count
 from paceline.search._inputs_and_operations import ExitReason, Operation, Stop, Train
 from paceline.search._method_base import SearchMethod, TrialMaker, check_same_setup
-from paceline.search._search_views import BracketPlan, BracketView, Decision, RungEntry, RungView
 from paceline.search.methods._rung import Rung
 
 

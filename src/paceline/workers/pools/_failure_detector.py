@@ -18,7 +18,7 @@ from paceline.workers.pools._serve_calls import WorkerError
 from paceline.workers.pools._watchdog import HangWatch, WatchedRank
 from paceline.workers.processes._exit_as_error import left_error
 from paceline.workers.processes._rank_environment import NodeLayout
-from paceline.workers.processes._worker_spec import WorkerExit
+from paceline.workers.processes._worker_exit import WorkerExit
 
 # What the other ranks get to tell the same error.
 _SETTLE_S = 0.2

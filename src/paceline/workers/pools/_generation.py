@@ -22,16 +22,17 @@ from paceline.workers.pools._failure_detector import (
     PoolEnd,
     PoolSettings,
 )
+from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations_of_workers
 from paceline.workers.pools._serve_calls import read_error
 from paceline.workers.pools._thread_progress import Progress
 from paceline.workers.pools._watchdog import WatchedRank
-from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._local_worker_group import OnExit
 from paceline.workers.processes._process_facts import has_pending_signal
 from paceline.workers.processes._rank_environment import NodeLayout
 from paceline.workers.processes._signals import STACKS_SIGNAL
-from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess
+from paceline.workers.processes._worker_exit import WorkerExit
+from paceline.workers.processes._worker_spec import WorkerProcess
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from paceline.workers.pools._worker_pool import PendingCall, WorkerPool, checked_ranks
+from paceline.workers.pools._pending_call import PendingCall
+from paceline.workers.pools._worker_pool import WorkerPool, checked_ranks
 from paceline.workers.processes._exit_as_error import exit_as_error
 from paceline.workers.processes._worker_spec import WorkerProcess
 

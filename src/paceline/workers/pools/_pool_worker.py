@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 from paceline.workers._errors import Told
 from paceline.workers.pools._channel import ChannelFrame, DriverChannel, FrameKind
 from paceline.workers.pools._packed_call import PackedCall
+from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._serve_calls import WorkerError
 from paceline.workers.pools._thread_progress import Progress
 from paceline.workers.pools._watchdog import WatchedRank
-from paceline.workers.pools._worker_pool import PendingCall
-from paceline.workers.processes._worker_spec import WorkerExit
+from paceline.workers.processes._worker_exit import WorkerExit
 
 
 class Assignment(NamedTuple):

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._local_generation import LocalServingGroup
+from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._served_pool import ServedPool
-from paceline.workers.pools._worker_pool import PendingCall
 from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._rank_environment import NodeLayout
 from paceline.workers.processes._worker_program import CHANNEL_VARIABLE

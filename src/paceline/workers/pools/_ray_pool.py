@@ -10,7 +10,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
-from paceline.workers._errors import NodesDifferError, WorkerStartError
+from paceline.workers._errors import WorkerStartError
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._served_pool import ServedPool, check_at_least
 from paceline.workers.processes._leftover_processes import GROUP_VARIABLE
@@ -23,7 +23,7 @@ from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
 from paceline.workers.remote._ray_host_actors import HostActor, RayHosts
 from paceline.workers.remote._ray_host_process import HostOrder
-from paceline.workers.remote._ray_worker_actor import own_versions, version_differences
+from paceline.workers.remote._ray_node_versions import check_versions
 from paceline.workers.remote._ray_worker_group import RayGroup, RayGroupWorker
 from paceline.workers.remote._script_directory import ScriptSources, pack_script_directory
 
@@ -229,7 +229,7 @@ class RayPool(ServedPool):
         self, ray: Any, taken: Sequence[HostActor], sources: ScriptSources, deadline: float
     ) -> list[_Host]:
         """Return the actors and what they tell of their nodes."""
-        _check_versions([host.facts for host in taken])
+        check_versions([host.facts for host in taken])
         asked = [host.actor.mark_of.remote(sources.directory) for host in taken]
         marks = _get(ray, asked, deadline)
         return [
@@ -384,17 +384,6 @@ def _await_ends(
             end.close()
         raise
     return ends
-
-
-def _check_versions(told: Sequence[Mapping[str, Any]]) -> None:
-    own = own_versions()
-    for facts in told:
-        found = version_differences(own, facts["versions"])
-        if found:
-            raise NodesDifferError(
-                f"All nodes must have the driver's versions, but node {facts['address']} has"
-                f" {', '.join(found)}. Hint: install the same versions on all nodes."
-            )
 
 
 def _travelling_environment() -> dict[str, str]:

@@ -13,12 +13,13 @@ from paceline.workers.pools._begun_runs import BegunRuns
 from paceline.workers.pools._failure_detector import PoolSettings
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._packed_call import PackedCall, pack_worker_call
+from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._pool_worker import Assignment
 from paceline.workers.pools._serve_calls import driver_facts
 from paceline.workers.pools._shared_buffers import SharedBuffers
 from paceline.workers.pools._watchdog import WatchedRank
 from paceline.workers.pools._worker_call import WorkerCall
-from paceline.workers.pools._worker_pool import PendingCall, WorkerPool, checked_ranks
+from paceline.workers.pools._worker_pool import WorkerPool, checked_ranks
 from paceline.workers.processes._line_printer import LinePrinter
 from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._rank_environment import (

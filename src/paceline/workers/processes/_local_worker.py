@@ -11,7 +11,8 @@ from paceline.workers.processes._output_lines import LineSplitter
 from paceline.workers.processes._process_facts import children_that_handle, read_process
 from paceline.workers.processes._process_start import ProcessHandle
 from paceline.workers.processes._signals import STACKS_SIGNAL, signal_group
-from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers.processes._worker_exit import WorkerExit
+from paceline.workers.processes._worker_spec import WorkerProcess, WorkerSpec
 
 
 class LocalWorker:

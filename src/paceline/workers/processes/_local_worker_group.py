@@ -23,7 +23,8 @@ from paceline.workers.processes._process_facts import living_members, own_childr
 from paceline.workers.processes._process_start import Start, start_process
 from paceline.workers.processes._signals import signal_group
 from paceline.workers.processes._stopped_workers import StoppedWorkerWatch
-from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers.processes._worker_exit import WorkerExit
+from paceline.workers.processes._worker_spec import WorkerProcess, WorkerSpec
 
 logger = logging.getLogger(__name__)
 

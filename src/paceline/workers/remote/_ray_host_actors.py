@@ -19,7 +19,8 @@ from paceline.workers.remote._ray_cluster import (
     told_resources,
 )
 from paceline.workers.remote._ray_host_process import HostOrder
-from paceline.workers.remote._ray_worker_actor import COMPARED, make_worker_actor_class
+from paceline.workers.remote._ray_node_versions import COMPARED
+from paceline.workers.remote._ray_worker_actor import make_worker_actor_class
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ from paceline.workers.processes._leftover_processes import GROUP_VARIABLE
 from paceline.workers.processes._local_worker_group import LocalGroup
 from paceline.workers.processes._output_lines import OutputLine
 from paceline.workers.processes._rank_environment import NodeLayout, rank_environment
+from paceline.workers.processes._worker_exit import WorkerExit
 from paceline.workers.processes._worker_program import PROGRAM_FILE
-from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess, WorkerSpec
+from paceline.workers.processes._worker_spec import WorkerProcess, WorkerSpec
 from paceline.workers.remote._forwarder import Forwarder
 from paceline.workers.remote._listener import ListenerAddress, join_listener
 from paceline.workers.remote._script_directory import unpack_script_directory

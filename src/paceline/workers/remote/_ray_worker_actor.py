@@ -1,10 +1,7 @@
 """The Ray actor that holds a worker's resources and starts its process."""
 
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Sequence
 from typing import Any
-
-COMPARED = ("paceline", "torch")
 
 
 def make_worker_actor_class() -> Any:
@@ -80,27 +77,3 @@ def make_worker_actor_class() -> Any:
             return self.host.start()
 
     return PacelineWorker
-
-
-def own_versions() -> dict[str, str]:
-    """Return the versions of this process that those of the nodes must agree with."""
-    import platform
-
-    versions = {name: metadata.version(name) for name in COMPARED}
-    return {"Python": platform.python_version(), **versions}
-
-
-def version_differences(own: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Return one phrase for each version that differs from the driver's."""
-    return [
-        f"{name} {theirs.get(name, 'none')} instead of {version}"
-        for name, version in own.items()
-        if _public(name, theirs.get(name, "none")) != _public(name, version)
-    ]
-
-
-def _public(name: str, version: str) -> str:
-    """Return what of a version must agree: not the kind of build, nor Python's bug-fix release."""
-    if name == "Python":
-        return ".".join(version.split(".")[:2])
-    return version.partition("+")[0]

@@ -13,7 +13,8 @@ from paceline.workers.pools._channel import BlockingChannel, ChannelFrame, Frame
 from paceline.workers.processes._local_worker_group import OnExit
 from paceline.workers.processes._output_lines import OutputLine
 from paceline.workers.processes._output_reader import OnLine
-from paceline.workers.processes._worker_spec import WorkerExit, WorkerProcess
+from paceline.workers.processes._worker_exit import WorkerExit
+from paceline.workers.processes._worker_spec import WorkerProcess
 from paceline.workers.remote._request_server import MakeHandler, RequestServer
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from paceline.workers.runs._current_run import (
 )
 from paceline.workers.runs._outer_launcher_run_group import make_group
 from paceline.workers.runs._preemption_watch import PreemptionWatch, is_to_move, note_listener
+from paceline.workers.runs._rank_outcome import RankOutcome, WorkerFacts
 from paceline.workers.runs._report_gate import ReportGate, StoppedError
 from paceline.workers.runs._run_access import RunAccess, storage_holding
 from paceline.workers.runs._run_group import GroupSettings, TrainGroup
@@ -23,10 +24,8 @@ from paceline.workers.runs._run_spec import (
     UNSHARDED_VERSION,
     Instance,
     Job,
-    RankOutcome,
     RunSpec,
     StoredAt,
-    WorkerFacts,
     checked_metadata,
     checkpoint_uuid,
 )

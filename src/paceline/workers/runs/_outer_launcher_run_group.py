@@ -6,7 +6,8 @@ from collections.abc import Callable
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers.pools._outer_launcher_pool import JoinedPool
-from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
+from paceline.workers.pools._pending_call import PendingCall
+from paceline.workers.pools._worker_pool import WorkerPool
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._rank_environment import shards_of_launcher
 from paceline.workers.runs._run_group import GroupSettings, InlineGroup, TrainGroup

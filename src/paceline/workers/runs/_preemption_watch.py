@@ -12,7 +12,7 @@ import msgspec
 from paceline import core
 from paceline.journal import RunDirectory
 from paceline.workers.processes._signals import noted_signals
-from paceline.workers.processes._worker_spec import signal_name
+from paceline.workers.processes._worker_exit import signal_name
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._restart_policy import RestartPolicy
 from paceline.workers._worker_resources import WorkerSettings, num_gpus
 from paceline.workers.pools._inline_pool import InlinePool
-from paceline.workers.pools._worker_pool import PendingCall, WorkerPool
+from paceline.workers.pools._pending_call import PendingCall
+from paceline.workers.pools._worker_pool import WorkerPool
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._rank_environment import num_cores
 from paceline.workers.runs._run_spec import Instance, Job

@@ -116,32 +116,3 @@ class Instance(NamedTuple):
     def make(self) -> Any:
         """Return the instance."""
         return self.kind(*self.args, **self.kwargs)
-
-
-class WorkerFacts(NamedTuple):
-    """Facts about a worker, for the driver's table."""
-
-    node: str
-    pid: int
-    device: str
-    node_rank: int = 0
-
-
-class RankOutcome(NamedTuple):
-    """Outcome of the function on one rank.
-
-    Attributes:
-        value: What it returned.
-        num_reports: How often it reported.
-        num_saves: How often it saved a checkpoint.
-        num_pending: Of these, how many wait for parts of other ranks.
-        is_stopped: Whether the driver of a stepwise run has stopped it at a report.
-        is_preempted: Whether it has ended because it was told to make room.
-    """
-
-    value: Any
-    num_reports: int
-    num_saves: int
-    num_pending: int
-    is_stopped: bool = False
-    is_preempted: bool = False

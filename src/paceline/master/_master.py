@@ -32,7 +32,14 @@ from paceline.master.experiments import (
 from paceline.master.nodes import NodeExecutor, Nodes, StorageMarks, Transfers
 from paceline.master.scheduling import NodeSlots
 from paceline.master.starters import PoolDefinition, PoolRunners, Starter
-from paceline.master.store import Database, LogStore, Transaction, adopt_contexts, settle_cluster_id
+from paceline.master.store import (
+    Database,
+    ExperimentEncoder,
+    LogStore,
+    Transaction,
+    adopt_contexts,
+    settle_cluster_id,
+)
 from paceline.master.upkeep import Recorder
 from paceline.messages.attempts import MasterAddress
 from paceline.runner import SECRET_FILE_NAME
@@ -112,6 +119,7 @@ class Master:
         )
         self.searches = Searches()
         self.kept_names = NameCache()
+        self.encoded_experiments = ExperimentEncoder()
         self.search_views = SearchViews(self.database, self.searches)
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
         self.commands = Commands(self.changes, self._known_slots, self.secrets)

@@ -679,26 +679,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/slots": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * List Slots
-         * @description List the slots of all nodes and who uses them; those of lost nodes only if used.
-         */
-        get: operations["list_slots_api_v1_slots_get"];
-        put?: never;
-        post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
     "/api/v1/events": {
         parameters: {
             query?: never;
@@ -713,6 +693,26 @@ export interface paths {
          *     A browser that connects again says the last id by itself, which then goes before `after`.
          */
         get: operations["follow_events_api_v1_events_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/slots": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Slots
+         * @description List the slots of all nodes and who uses them; those of lost nodes only if used.
+         */
+        get: operations["list_slots_api_v1_slots_get"];
         put?: never;
         post?: never;
         delete?: never;
@@ -4178,35 +4178,6 @@ export interface operations {
             };
         };
     };
-    list_slots_api_v1_slots_get: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Slot"][];
-                };
-            };
-            /** @description What was wrong, with a `code`. */
-            "4XX": {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["Problem"];
-                };
-            };
-        };
-    };
     follow_events_api_v1_events_get: {
         parameters: {
             query?: {
@@ -4229,6 +4200,35 @@ export interface operations {
                 content: {
                     "application/json": unknown;
                     "text/event-stream": unknown;
+                };
+            };
+            /** @description What was wrong, with a `code`. */
+            "4XX": {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    list_slots_api_v1_slots_get: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Slot"][];
                 };
             };
             /** @description What was wrong, with a `code`. */

@@ -5,10 +5,11 @@ import time
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query, Request, Response
 
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, experiment_row, write_rows
@@ -32,7 +33,7 @@ from paceline.messages.attempts import (
 )
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
-router = APIRouter(tags=["attempts"], route_class=ReadingRoute)
+router = ApiRouter(tags=["attempts"], route_class=ReadingRoute)
 
 AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt's nodes, from 0.")]

@@ -5,11 +5,12 @@ from typing import Annotated
 from urllib.parse import quote
 
 import msgspec
-from fastapi import APIRouter, Path, Query
+from fastapi import Path, Query
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from sqlalchemy import select
 
 from paceline.master._master import Master
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, checkpoint_row, write_rows
@@ -23,7 +24,7 @@ from paceline.messages import resources
 from paceline.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
 from paceline.storage import storage_from
 
-router = APIRouter(tags=["checkpoints"], route_class=ReadingRoute)
+router = ApiRouter(tags=["checkpoints"], route_class=ReadingRoute)
 
 _PIECE_BYTES = 1024 * 1024
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from fastapi import APIRouter, Response
+from fastapi import Response
 
 from paceline.config import (
     ConfigError,
@@ -17,6 +17,7 @@ from paceline.config import (
     validate_config,
 )
 from paceline.master._master import Master
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._config_problem_lines import config_problems, syntax_problems
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
@@ -25,10 +26,12 @@ from paceline.master.api._row_helpers import MasterOf, experiment_row
 from paceline.messages import views
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, members, open_archive
 
-router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
+# In C where PyYAML was built with it: a tenth of the time.
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 @router.get("/experiments/{experiment_id}/config")
@@ -43,7 +46,7 @@ def read_config(experiment_id: ExperimentId, master: MasterOf) -> views.ConfigVi
     return views.ConfigView(
         submitted=submitted,
         resolved=shown,
-        resolved_yaml=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
+        resolved_yaml=yaml.dump(shown, Dumper=_DUMPER, sort_keys=False, allow_unicode=True),
     )
 
 

@@ -6,21 +6,22 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Request
 from fastapi import Path as PathParameter
+from fastapi import Request
 from fastapi.responses import FileResponse
 
 from paceline._atomic_files import replacing_atomically
 from paceline._private_files import open_private
 from paceline.journal import sync_directory
 from paceline.master.api._access_guard import IdentityOf
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.store import note_context
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, check_archive, is_shortage
 
-router = APIRouter(tags=["master"], route_class=ReadingRoute)
+router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 
 Digest = Annotated[str, PathParameter(pattern="^[0-9a-f]{64}$")]
 

@@ -7,13 +7,14 @@ from functools import lru_cache
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 from paceline.master._answer_headers import API_POLICY
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._scopes import PREFIX, Scopes
 
-router = APIRouter(include_in_schema=False)
+router = ApiRouter(include_in_schema=False)
 
 _STYLE = """
 :root { color-scheme: light dark; }

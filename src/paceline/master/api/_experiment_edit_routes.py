@@ -5,10 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from fastapi import APIRouter
-
 from paceline.config import ConfigError
 from paceline.master._master import Master
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import Action, ExperimentId, action_of, read_experiment
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
@@ -25,7 +24,7 @@ from paceline.master.experiments import (
 from paceline.messages import resources, views
 from paceline.runner import AttemptDirectory
 
-router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 
 @router.patch("/experiments/{experiment_id}")

@@ -3,14 +3,21 @@
 import json
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query, Response
 from sqlalchemy import Connection, Text, func, select
 
 from paceline.master._name_cache import NameCache
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._hyperparameter_routes import flat_space
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import Cursor, Limit, MasterOf, place_in_rows
+from paceline.master.api._row_helpers import (
+    Cursor,
+    Limit,
+    MasterOf,
+    page_of_encoded,
+    place_in_rows,
+)
 from paceline.master.store import (
     EXPERIMENTS,
     Condition,
@@ -18,22 +25,20 @@ from paceline.master.store import (
     all_metric_names,
     count_rows,
     encode_cursor,
-    experiment_views,
     list_rows,
     number_by_state,
     tables,
-    tagged,
 )
 from paceline.messages import resources, views
 from paceline.messages.states import ExperimentState
 
-router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _MAX_SPACES = 1000
 Names = Annotated[list[str], Query(max_length=100)]
 
 
-@router.get("/experiments")
+@router.get("/experiments", response_model=resources.Page[resources.Experiment])
 def list_experiments(
     master: MasterOf,
     limit: Limit = 100,
@@ -55,7 +60,7 @@ def list_experiments(
     sort_by: Annotated[str, Query(description="A field or one of those columns.")] = "id",
     order: Literal["asc", "desc"] = "desc",
     brief: Annotated[bool, Query(description="Leave `config` empty.")] = False,
-) -> resources.Page[resources.Experiment]:
+) -> Response:
     """List experiments, newest first unless told otherwise; the first page tells the total."""
     try:
         query = ExperimentQuery(
@@ -76,18 +81,13 @@ def list_experiments(
                 # Looking through all of them twice is dear.
                 is_whole = len(listed) <= limit
                 total = len(listed) if is_whole else count_rows(connection, query)
-            items = experiment_views(
-                connection,
-                [row.experiment for row in listed[:limit]],
-                values=[tagged(row.values) for row in listed[:limit]],
-                is_brief=brief,
-            )
+            items = master.encoded_experiments.encode(connection, listed[:limit], is_brief=brief)
     except ValueError as error:
         raise ApiError(422, "invalid_request", str(error)) from error
     more = None
     if len(listed) > limit:
         more = encode_cursor(f"{sort_by} {order}", *listed[limit - 1].position)
-    return resources.Page(items=items, next_cursor=more, total=total)
+    return page_of_encoded(items, more, total)
 
 
 @router.get("/experiment-columns")

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import Path, Query
 from sqlalchemy import select
 
 from paceline.config import validate_config
 from paceline.master._master import Master
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import (
@@ -25,13 +26,13 @@ from paceline.master.store import (
     Order,
     Transaction,
     config_of,
-    experiment_views,
+    experiment_view,
     tables,
 )
 from paceline.messages import resources, searches
 from paceline.search import preview
 
-router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 ExperimentId = Annotated[int, Path(ge=1, le=2**62)]
 Action = Literal["pause", "activate", "cancel", "kill", "archive", "unarchive"]
@@ -185,5 +186,5 @@ def context_path_exists(master: Master, digest: str) -> bool:
 def _read(master: Master, experiment_id: int) -> resources.Experiment:
     with master.database.read() as connection:
         row = experiment_row(connection, experiment_id)
-        view = experiment_views(connection, [row])[0]
+        view = experiment_view(connection, row)
     return view.model_copy(update={"notes": row.notes})

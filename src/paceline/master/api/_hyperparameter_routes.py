@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from sqlalchemy import Connection, Row, select
 
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
@@ -14,7 +15,7 @@ from paceline.master.api._row_helpers import MasterOf, experiment_row
 from paceline.master.store import config_of, sample_trials, tables, tagged
 from paceline.messages import views
 
-router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _LARGEST_TABLE = 10_000
 

@@ -5,15 +5,16 @@ from itertools import islice
 from math import inf
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import Depends, Path, Query
 from sqlalchemy import Connection, select
 
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, TrialId, experiment_row, trial_row
 from paceline.master.store import LogFilter, StoredLine, merge_lines, tables
 from paceline.messages import resources
 
-router = APIRouter(tags=["trials"], route_class=ReadingRoute)
+router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 Level = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _MAX_LINES = 10_000

@@ -5,12 +5,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy import func, select
 
 from paceline.master._master import Master
 from paceline.master._waiting_requests import wait_for
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
 from paceline.master.api._slot_routes import running_attempts
@@ -19,7 +20,7 @@ from paceline.master.store import EXPERIMENTS, num_slots_of, number_by_state, ta
 from paceline.messages import resources
 from paceline.messages.states import ExperimentState
 
-router = APIRouter(tags=["master"], route_class=ReadingRoute)
+router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 
 _KEEP_ALIVE_S = 15.0
 _EVENTS_PER_READ = 500

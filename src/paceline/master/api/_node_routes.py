@@ -5,11 +5,12 @@ import re
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import Path, Request, Response
 from sqlalchemy import Connection, Row, select
 
 from paceline.master._master import Master
 from paceline.master.api._access_guard import IdentityOf
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
@@ -27,7 +28,7 @@ from paceline.messages.nodes import (
 )
 from paceline.messages.states import LIVE_ATTEMPTS
 
-router = APIRouter(tags=["nodes"], route_class=ReadingRoute)
+router = ApiRouter(tags=["nodes"], route_class=ReadingRoute)
 
 NodeId = Annotated[int, Path(ge=1, le=2**62)]
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
@@ -190,7 +191,7 @@ def _live_attempts(connection: Connection) -> list[Row[Any]]:
     query = select(attempts).where(
         attempts.c.state.in_(LIVE_ATTEMPTS), attempts.c.node_id.is_not(None)
     )
-    return list(connection.execute(query.order_by(attempts.c.id)))
+    return list(connection.execute(query.order_by(attempts.c.id)).all())
 
 
 def _node_view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_views.Node:

@@ -3,10 +3,11 @@
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 from sqlalchemy import delete, insert
 
 from paceline.master._master import Master
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
@@ -18,7 +19,7 @@ from paceline.master.store import Transaction, tables
 from paceline.messages import node_views, queue_views
 from paceline.messages.nodes import LOCAL_NAME, LOCAL_NODE, NAME_PATTERN
 
-router = APIRouter(tags=["nodes"], route_class=ReadingRoute)
+router = ApiRouter(tags=["nodes"], route_class=ReadingRoute)
 
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
 SlotNumber = Annotated[int, Path(ge=0, le=2**31 - 1)]

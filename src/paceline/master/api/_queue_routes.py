@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from sqlalchemy import Connection, func, select
 
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
@@ -23,7 +24,7 @@ from paceline.master.scheduling import (
 from paceline.master.store import Transaction, tables
 from paceline.messages import queue_views, views
 
-router = APIRouter(tags=["queue"], route_class=ReadingRoute)
+router = ApiRouter(tags=["queue"], route_class=ReadingRoute)
 
 
 @router.get("/queue")
@@ -110,7 +111,7 @@ def _queued_trials(connection: Connection, ids: list[int]) -> dict[int, Any]:
         .where(trials.id.in_(ids))
         .group_by(trials.id)
     )
-    return {row.id: row for row in connection.execute(query)}
+    return {row.id: row for row in connection.execute(query).all()}
 
 
 def _queue_entry(

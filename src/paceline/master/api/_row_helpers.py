@@ -1,10 +1,11 @@
 """Helpers that several routes share."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Path, Query, Request, Response
+from pydantic_core import to_json
 from sqlalchemy import Connection, Row, Select, select
 
 from paceline.master._master import Master
@@ -91,6 +92,12 @@ def _is_key(value: Any) -> bool:
         or type(value) is float
         or (type(value) is int and -_MAX_INTEGER <= value <= _MAX_INTEGER)
     )
+
+
+def page_of_encoded(items: Sequence[bytes], next_cursor: str | None, total: int | None) -> Response:
+    """Return the answer of a `resources.Page` whose items are encoded already."""
+    last = to_json({"next_cursor": next_cursor, "total": total}).removeprefix(b"{")
+    return Response(b'{"items":[' + b",".join(items) + b"]," + last, media_type="application/json")
 
 
 def experiment_row(connection: Connection, experiment_id: int) -> Row[Any]:

@@ -3,15 +3,16 @@
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import Path, Request, Response
 
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.messages.runs import RunRecords, RunRegistration
 
 # The bulk passes here: bodies are decoded straight into structs, not through models.
-router = APIRouter(tags=["runs"], route_class=ReadingRoute)
+router = ApiRouter(tags=["runs"], route_class=ReadingRoute)
 
 RunId = Annotated[str, Path(min_length=1, max_length=128)]
 

@@ -10,17 +10,18 @@ from itertools import islice
 from typing import Annotated, Any
 from urllib.parse import unquote
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from fastapi.responses import StreamingResponse
 from sqlalchemy import Connection
 
 from paceline.master._master import Master
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, trial_row
 from paceline.master.store import Selection, iter_points
 
-router = APIRouter(tags=["trials"], route_class=ReadingRoute)
+router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 _ROWS_PER_READ = 16_384
 _SERIES = re.compile("([0-9]+)/([^/]+)/(.+)", re.DOTALL)

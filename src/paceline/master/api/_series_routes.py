@@ -5,10 +5,11 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from numpy.typing import NDArray
 from sqlalchemy import Connection
 
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, experiment_row
@@ -22,7 +23,7 @@ from paceline.master.store import (
 )
 from paceline.messages import views
 
-router = APIRouter(tags=["trials"], route_class=ReadingRoute)
+router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 
 @router.post("/metric-series", response_model=views.SeriesReply)

@@ -3,11 +3,12 @@
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from paceline.master._master import Master
 from paceline.master.api._access_guard import ConnectionOf, IdentityOf, cookie_name
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
@@ -15,7 +16,7 @@ from paceline.master.api._token_routes import require_token
 from paceline.master.auth import ADMIN, SIGN_IN_S, TooManyAttemptsError
 from paceline.messages import resources
 
-router = APIRouter(tags=["sign-in"], route_class=ReadingRoute)
+router = ApiRouter(tags=["sign-in"], route_class=ReadingRoute)
 
 _SIGN_IN_PATH = "/api/v1/sign-in"
 UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]

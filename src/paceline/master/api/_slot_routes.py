@@ -3,10 +3,10 @@
 from collections.abc import Collection
 from typing import Any
 
-from fastapi import APIRouter
 from sqlalchemy import Connection, Row, delete, insert, select
 
 from paceline.master._master import Master
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
 from paceline.master.experiments import drained_slots, live_attempts, read_pools
@@ -16,7 +16,7 @@ from paceline.messages import resources
 from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
 from paceline.messages.states import LIVE_ATTEMPTS
 
-router = APIRouter(tags=["master"], route_class=ReadingRoute)
+router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 
 
 @router.get("/slots")
@@ -65,7 +65,7 @@ def running_attempts(connection: Connection) -> list[Row[Any]]:
     """Return the attempts that may have slots."""
     attempts = tables.attempts
     query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS))
-    return list(connection.execute(query))
+    return list(connection.execute(query).all())
 
 
 def drain_slots(

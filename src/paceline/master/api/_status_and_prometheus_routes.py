@@ -3,11 +3,12 @@
 from typing import Any
 
 import psutil
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from paceline.master._master import Master
 from paceline.master._measurements import LAG_BOUNDS_S, REQUEST_BOUNDS_S
 from paceline.master._prometheus_text import CONTENT_TYPE, PrometheusText
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._master_routes import read_master
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
@@ -24,7 +25,7 @@ from paceline.master.store import (
 )
 from paceline.messages.status import MasterStatus
 
-router = APIRouter(tags=["master"], route_class=ReadingRoute)
+router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 
 _MIN_FREE_BYTES = 2**30
 _MANY_WRITES = 500

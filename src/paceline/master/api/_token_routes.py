@@ -3,16 +3,17 @@
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 
 from paceline.master.api._access_guard import AccessIdentity, IdentityOf
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
 from paceline.master.auth import StoredToken, TokenNameTakenError
 from paceline.messages import tokens
 
-router = APIRouter(tags=["tokens"], route_class=ReadingRoute)
+router = ApiRouter(tags=["tokens"], route_class=ReadingRoute)
 
 TokenId = Annotated[int, Path(ge=1, le=2**62)]
 

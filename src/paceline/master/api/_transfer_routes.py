@@ -8,9 +8,10 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import Header, Path, Query, Request, Response
 
 from paceline.master._master import Master
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
@@ -22,7 +23,7 @@ from paceline.storage import CheckpointWriteError
 
 Result = TypeVar("Result")
 
-router = APIRouter(tags=["attempts"], route_class=ReadingRoute)
+router = ApiRouter(tags=["attempts"], route_class=ReadingRoute)
 
 AttemptId = Annotated[int, Path(ge=1, le=2**62)]
 Uuid = Annotated[str, Path(pattern="^[0-9A-Za-z][0-9A-Za-z_-]{0,127}$")]

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from sqlalchemy import ColumnElement, Float, Text, case, cast, func, select
 
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
@@ -29,7 +30,7 @@ from paceline.master.store import (
 from paceline.messages import resources
 from paceline.messages.states import TrialState
 
-router = APIRouter(tags=["experiments"], route_class=ReadingRoute)
+router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 _trials = tables.trials.c
 _latest = cast(_trials.latest_metric, Text)

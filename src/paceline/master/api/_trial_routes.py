@@ -2,9 +2,9 @@
 
 import asyncio
 
-from fastapi import APIRouter
 from sqlalchemy import select
 
+from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import (
     MAX_PAGE,
@@ -31,7 +31,7 @@ from paceline.master.store import (
 )
 from paceline.messages import resources, times
 
-router = APIRouter(tags=["trials"], route_class=ReadingRoute)
+router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 
 @router.get("/trials/{trial_id}")
@@ -60,7 +60,7 @@ def list_environments(trial_id: TrialId, master: MasterOf) -> list[resources.Att
         source = experiment_row(connection, trial.experiment_id).source
         query = select(attempts.number, attempts.environment).where(attempts.trial_id == trial_id)
         found = []
-        for row in connection.execute(query.order_by(attempts.number)):
+        for row in connection.execute(query.order_by(attempts.number)).all():
             environment = read_environment(connection, row.environment)
             own = None if environment is None else environment.pop("source", None)
             found.append(

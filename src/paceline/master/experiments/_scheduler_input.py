@@ -100,14 +100,14 @@ def read_pools(connection: Connection) -> dict[str, PoolSettings]:
         row.name: PoolSettings(
             policy=PolicyName(row.policy), max_slots=row.max_slots, labels=row.labels
         )
-        for row in connection.execute(select(tables.pools))
+        for row in connection.execute(select(tables.pools)).all()
     }
 
 
 def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
     """Return the drained slots by node."""
     found: dict[int, set[int]] = {}
-    for row in connection.execute(select(tables.drained_slots)):
+    for row in connection.execute(select(tables.drained_slots)).all():
         found.setdefault(row.node_id, set()).add(row.slot)
     return {node_id: frozenset(slots) for node_id, slots in found.items()}
 
@@ -122,7 +122,7 @@ def live_attempts(connection: Connection) -> list[Row[Any]]:
         .exists()
     )
     query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
-    return list(connection.execute(query.order_by(attempts.c.id)))
+    return list(connection.execute(query.order_by(attempts.c.id)).all())
 
 
 def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import Connection, Row, bindparam, select, update
 
 from paceline import faults
 from paceline.master.experiments._search_operations import SearchOperations
@@ -35,6 +35,9 @@ from paceline.search import Exited, ExitReason
 faults.register("master.trial.ended")
 
 _LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
+# Asked for in most requests, so they are made once.
+_EXPERIMENT = select(tables.experiments).where(tables.experiments.c.id == bindparam("wanted"))
+_TRIAL = select(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
 
 
 class StateChanges:
@@ -71,9 +74,7 @@ class StateChanges:
         Raises:
             NotFoundError: There is none.
         """
-        row = connection.execute(
-            select(tables.experiments).where(tables.experiments.c.id == experiment_id)
-        ).first()
+        row = connection.execute(_EXPERIMENT, {"wanted": experiment_id}).first()
         if row is None:
             raise NotFoundError(f"There is no experiment {experiment_id}.")
         return row
@@ -85,9 +86,7 @@ class StateChanges:
         Raises:
             NotFoundError: There is none.
         """
-        row = connection.execute(
-            select(tables.trials).where(tables.trials.c.id == trial_id)
-        ).first()
+        row = connection.execute(_TRIAL, {"wanted": trial_id}).first()
         if row is None:
             raise NotFoundError(f"There is no trial {trial_id}.")
         return row

@@ -187,7 +187,7 @@ def _trial_ids(
             trials.experiment_id == experiment_id,
             trials.request_id.in_(request_ids[start : start + 500]),
         )
-        found |= {row.request_id: row.id for row in connection.execute(query)}
+        found |= {row.request_id: row.id for row in connection.execute(query).all()}
     return found
 
 

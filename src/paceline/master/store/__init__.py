@@ -6,7 +6,7 @@ from paceline.master.store._api_models import (
     checkpoint_views,
     decode_cursor,
     encode_cursor,
-    experiment_views,
+    experiment_view,
     trial_views,
 )
 from paceline.master.store._attempt_environments import (
@@ -32,6 +32,7 @@ from paceline.master.store._database import (
 )
 from paceline.master.store._database_copy import check_copy, copy_database
 from paceline.master.store._database_files import DatabaseLostError, DatabaseUnavailableError
+from paceline.master.store._encoded_experiments import ExperimentEncoder
 from paceline.master.store._experiment_list import (
     Condition,
     ExperimentQuery,
@@ -121,6 +122,7 @@ __all__ = [
     "DatabaseVersionError",
     "ENDED",
     "EXPERIMENTS",
+    "ExperimentEncoder",
     "ExperimentQuery",
     "GONE",
     "KnownFiles",
@@ -161,7 +163,7 @@ __all__ = [
     "drop_unused_environments",
     "encode_cursor",
     "encode_row",
-    "experiment_views",
+    "experiment_view",
     "find_log_damage",
     "forget_recorded",
     "has_points_beyond",

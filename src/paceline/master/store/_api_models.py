@@ -2,18 +2,17 @@
 
 import base64
 import json
-from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
-from sqlalchemy import Connection, Row, case, func, select
+from sqlalchemy import Connection, Row, Select, case, func, select
 
 from paceline.config import MissingSearcher, hide_secrets, searcher_section
 from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._attempt_members import read_members
+from paceline.master.store._many_ids import ids_parameter, many_ids
 from paceline.master.store._point_encoding import tagged
-from paceline.master.store._row_counts import ATTEMPTS, TRIALS, checkpoint_sizes, numbers_of
+from paceline.master.store._row_counts import NO_COUNTS, ExperimentCounts, counts_of_experiments
 from paceline.master.store._series_summaries import Summary, read_summary
 from paceline.master.store._stored_configs import config_of
 from paceline.messages import resources
@@ -21,63 +20,59 @@ from paceline.messages.nodes import LOCAL_NAME
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState
 
 
-def experiment_views(
-    connection: Connection,
-    rows: list[Row[Any]],
-    *,
-    values: Sequence[dict[str, Any]] = (),
-    is_brief: bool = False,
-) -> list[resources.Experiment]:
-    """Return experiments as the API shows them.
+def experiment_view(connection: Connection, row: Row[Any]) -> resources.Experiment:
+    """Return an experiment as the API shows it."""
+    counts = counts_of_experiments(connection, [row.id]).get(row.id, NO_COUNTS)
+    return experiment_model(row, counts, config=hide_secrets(row.config))
+
+
+def experiment_model(
+    row: Any, counts: ExperimentCounts, *, config: dict[str, Any], values: Any = None
+) -> resources.Experiment:
+    """Return a row of an experiment as the API shows it.
 
     Args:
-        connection: A connection to the database.
-        rows: The experiments.
-        values: The columns that a list shows of each, if any.
-        is_brief: Leave the configurations empty.
+        row: The row, or what has its columns.
+        counts: What is counted of the experiment.
+        config: The configuration that is shown.
+        values: The columns that a list shows besides, if any.
     """
-    ids = [row.id for row in rows]
-    num_trials = numbers_of(connection, TRIALS, ids)
-    num_running = numbers_of(connection, ATTEMPTS, ids, state=AttemptState.RUNNING)
-    stored = checkpoint_sizes(connection, ids)
-    return [
-        resources.Experiment(
-            id=row.id,
-            name=row.name,
-            description=row.description,
-            labels=row.labels,
-            state=row.state,
-            progress=row.progress,
-            created_at=row.created_at,
-            ended_at=row.ended_at,
-            # As it is stored: a list also shows what this version could not read.
-            searcher=row.config["searcher"]["name"],
-            metric=row.config["searcher"]["metric"],
-            smaller_is_better=row.config["searcher"]["smaller_is_better"],
-            has_rungs=searcher_section(row.config["searcher"]["name"]).has_rungs,
-            num_trials=num_trials.get(row.id, 0),
-            num_running=num_running.get(row.id, 0),
-            best_trial_id=row.best_trial_id,
-            best_metric=_number(row.best_metric),
-            error=row.error,
-            parent_trial_id=row.parent_trial_id,
-            config={} if is_brief else hide_secrets(row.config),
-            warnings=[*row.warnings, *_missing_method(row)],
-            is_unmanaged=row.external_id is not None,
-            run_dir=row.external_path,
-            is_archived=row.is_archived,
-            forked_from=row.forked_from,
-            has_code=row.context_digest is not None,
-            num_checkpoints=stored.get(row.id, (0, 0))[0],
-            checkpoint_bytes=stored.get(row.id, (0, 0))[1],
-            num_records_lost=row.num_records_lost,
-            values=shown,
-        )
-        for row, shown in zip(rows, values or repeat({}), strict=False)
-    ]
+    searcher = row.config["searcher"]
+    return resources.Experiment(
+        id=row.id,
+        name=row.name,
+        description=row.description,
+        labels=row.labels,
+        state=row.state,
+        progress=row.progress,
+        created_at=row.created_at,
+        ended_at=row.ended_at,
+        # As it is stored: a list also shows what this version could not read.
+        searcher=searcher["name"],
+        metric=searcher["metric"],
+        smaller_is_better=searcher["smaller_is_better"],
+        has_rungs=searcher_section(searcher["name"]).has_rungs,
+        num_trials=counts.num_trials,
+        num_running=counts.num_running,
+        best_trial_id=row.best_trial_id,
+        best_metric=_number(row.best_metric),
+        error=row.error,
+        parent_trial_id=row.parent_trial_id,
+        config=config,
+        warnings=[*row.warnings, *_missing_method(row)],
+        is_unmanaged=row.external_id is not None,
+        run_dir=row.external_path,
+        is_archived=row.is_archived,
+        forked_from=row.forked_from,
+        has_code=row.context_digest is not None,
+        num_checkpoints=counts.num_checkpoints,
+        checkpoint_bytes=counts.checkpoint_bytes,
+        num_records_lost=row.num_records_lost,
+        values=values or {},
+    )
 
 
-def _missing_method(experiment: Row[Any]) -> list[str]:
+def _missing_method(experiment: Any) -> list[str]:
     """Say that an experiment waits for its search method, if it does."""
     if experiment.ended_at is not None or experiment.external_id is not None:
         return []
@@ -140,7 +135,7 @@ def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attem
     attempts = tables.attempts
     query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
     nodes = tables.nodes.c
-    names = {row.id: row.name for row in connection.execute(select(nodes.id, nodes.name))}
+    names = {row.id: row.name for row in connection.execute(select(nodes.id, nodes.name)).all()}
     return [
         resources.Attempt(
             id=row.id,
@@ -158,7 +153,7 @@ def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attem
             nodes=_nodes_of(row, names),
             **_restarts_of(row),
         )
-        for row in connection.execute(query)
+        for row in connection.execute(query).all()
     ]
 
 
@@ -224,30 +219,38 @@ def decode_cursor(cursor: str) -> list[Any]:
 
 
 def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, ExperimentState]:
-    experiments = tables.experiments.c
-    query = select(experiments.id, experiments.state).where(experiments.id.in_(ids))
-    return {row.id: ExperimentState(row.state) for row in connection.execute(query)}
+    found = connection.execute(_EXPERIMENT_STATES, ids_parameter(ids)).all()
+    return {row.id: ExperimentState(row.state) for row in found}
 
 
 def _starts_of_trials(
     connection: Connection, trial_ids: list[int]
 ) -> dict[int, tuple[float | None, int]]:
     """Return when each trial that has attempts first started, and how many of them run."""
+    found = connection.execute(_STARTS_OF_TRIALS, ids_parameter(trial_ids)).all()
+    return {row[0]: (row[1], row[2]) for row in found}
+
+
+def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[int, str]:
+    found = connection.execute(_LATEST_CHECKPOINTS, ids_parameter(trial_ids)).all()
+    return {row.id: row.uuid for row in found if row.uuid is not None}
+
+
+def _starts_of_trials_query() -> Select[Any]:
     attempts = tables.attempts.c
     is_running = attempts.state == AttemptState.RUNNING.value
-    query = (
+    return (
         select(
             attempts.trial_id,
             func.min(attempts.started_at),
             func.sum(case((is_running, 1), else_=0)),
         )
-        .where(attempts.trial_id.in_(trial_ids))
+        .where(attempts.trial_id.in_(many_ids()))
         .group_by(attempts.trial_id)
     )
-    return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
 
 
-def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[int, str]:
+def _latest_checkpoints_query() -> Select[Any]:
     trials, checkpoints = tables.trials.c, tables.checkpoints.c
     # Of each trial the last one alone is read, however many there are.
     latest = (
@@ -264,8 +267,15 @@ def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[in
         .limit(1)
         .scalar_subquery()
     )
-    query = select(trials.id, latest.label("uuid")).where(trials.id.in_(trial_ids))
-    return {row.id: row.uuid for row in connection.execute(query) if row.uuid is not None}
+    return select(trials.id, latest.label("uuid")).where(trials.id.in_(many_ids()))
+
+
+# Made once, as `_row_counts` has its queries.
+_EXPERIMENT_STATES = select(tables.experiments.c.id, tables.experiments.c.state).where(
+    tables.experiments.c.id.in_(many_ids())
+)
+_STARTS_OF_TRIALS = _starts_of_trials_query()
+_LATEST_CHECKPOINTS = _latest_checkpoints_query()
 
 
 def _summaries(

@@ -24,9 +24,11 @@ from sqlalchemy import (
     literal,
     or_,
     select,
+    type_coerce,
 )
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._many_ids import ids_parameter, many_ids
 from paceline.master.store._paging import Order, Place
 from paceline.master.store._row_counts import ARCHIVED, EXPERIMENTS, TRIALS, number_by_state
 
@@ -63,6 +65,20 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
     .where(tables.counts.c.kind == TRIALS, tables.counts.c.experiment_id == _experiments.c.id)
     .scalar_subquery(),
 }
+
+JSON_COLUMNS = ("config", "labels", "warnings")
+# What a list shows. Of a row, the code's changes and the configuration as submitted may be large.
+_LISTED = select(
+    *(
+        _experiments.c[name]
+        for name in (
+            *("id", "name", "description", "state", "progress", "created_at", "ended_at", "error"),
+            *("best_trial_id", "best_metric", "parent_trial_id", "forked_from", "is_archived"),
+            *("external_id", "external_path", "context_digest", "num_records_lost"),
+        )
+    ),
+    *(type_coerce(_experiments.c[name], Text).label(name) for name in JSON_COLUMNS),
+).where(_experiments.c.id.in_(many_ids()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +122,10 @@ class ExperimentQuery:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A row of the list: the experiment, its values by column, and its place in the order."""
+    """A row of the list: the experiment, its values by column, and its place in the order.
+
+    What is stored as JSON is text in `experiment`.
+    """
 
     experiment: Row[Any]
     values: dict[str, Any]
@@ -130,11 +149,14 @@ def list_rows(
     found = _joined(select(_experiments.c.id, place.label("place")), query)
     order = Order((place, _experiments.c.id), query.is_descending)
     page = order.read(connection, found, after=after, limit=limit)
-    shown = [_told_column(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
-    statement = select(_experiments, *shown).where(_experiments.c.id.in_([one.id for one in page]))
-    if _names_best(query.columns):
-        statement = _with_best(statement)
-    rows = {row.id: row for row in connection.execute(statement)}
+    statement = _LISTED
+    if query.columns:
+        shown = [_told_column(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
+        statement = statement.add_columns(*shown)
+        if _names_best(query.columns):
+            statement = _with_best(statement)
+    ids = ids_parameter(one.id for one in page)
+    rows = {row.id: row for row in connection.execute(statement, ids).all()}
     return [
         Listed(
             rows[one.id],

@@ -32,4 +32,4 @@ def metric_names(
             .where(series.trial_id == trial_id, trials.experiment_id == experiment_id)
             .distinct()
         )
-    return sorted((row.group, row.key) for row in connection.execute(query))
+    return sorted((row.group, row.key) for row in connection.execute(query).all())

@@ -42,19 +42,19 @@ class Order:
         ]
         if isinstance(after, int):
             terms[0] = terms[0].nulls_last()
-            return list(connection.execute(query.order_by(*terms).offset(after).limit(limit)))
+            return [*connection.execute(query.order_by(*terms).offset(after).limit(limit)).all()]
         rows: list[Row[Any]] = []
         if after is None or after[0] is not None:
             # Those without the first key are no answer to a comparison.
             beyond = first.is_not(None) if after is None else self._beyond(after)
-            rows += connection.execute(query.where(beyond).order_by(*terms).limit(limit))
+            rows += connection.execute(query.where(beyond).order_by(*terms).limit(limit)).all()
         if len(rows) < limit and rest and _may_be_null(first):
             descending = self._is_missing_descending
             missing: ColumnElement[bool] = first.is_(None)
             if after is not None and after[0] is None:
                 missing = and_(missing, _beyond_page(rest, after[1:], descending))
             last = query.where(missing).order_by(*(_directed(key, descending) for key in rest))
-            rows += connection.execute(last.limit(limit - len(rows)))
+            rows += connection.execute(last.limit(limit - len(rows))).all()
         return rows
 
     @property

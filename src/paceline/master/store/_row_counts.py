@@ -6,11 +6,23 @@ these and adds its own.
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, MetaData, event, func, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    MetaData,
+    Select,
+    and_,
+    bindparam,
+    case,
+    event,
+    func,
+    select,
+)
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._many_ids import ids_parameter, many_ids
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
 
 EXPERIMENTS = "experiments"
@@ -144,11 +156,16 @@ def _add_triggers(_metadata: MetaData, connection: Connection, **_options: Any) 
 
 def number_by_state(connection: Connection, kind: str, experiment_id: int = 0) -> dict[str, int]:
     """Return how many rows of a kind there are in each state, in an experiment or in all."""
-    counts = tables.counts.c
-    query = select(counts.state, counts.number).where(
-        counts.kind == kind, counts.experiment_id == experiment_id, counts.number > 0
-    )
-    return {row.state: row.number for row in connection.execute(query)}
+    wanted = {"kind": kind, "experiment": experiment_id}
+    return {row.state: row.number for row in connection.execute(_NUMBER_BY_STATE, wanted).all()}
+
+
+# Made once: SQLAlchemy takes longer to make a query than SQLite to answer it.
+_NUMBER_BY_STATE = select(tables.counts.c.state, tables.counts.c.number).where(
+    tables.counts.c.kind == bindparam("kind"),
+    tables.counts.c.experiment_id == bindparam("experiment"),
+    tables.counts.c.number > 0,
+)
 
 
 def numbers_of(
@@ -161,7 +178,8 @@ def numbers_of(
     )
     if state is not None:
         query = query.where(counts.state == state.value)
-    return {row[0]: row[1] for row in connection.execute(query.group_by(counts.experiment_id))}
+    found = connection.execute(query.group_by(counts.experiment_id)).all()
+    return {row[0]: row[1] for row in found}
 
 
 def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tuple[int, int]]:
@@ -176,7 +194,54 @@ def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tu
         )
         .group_by(counts.experiment_id)
     )
-    return {row[0]: (row[1], row[2]) for row in connection.execute(query)}
+    return {row[0]: (row[1], row[2]) for row in connection.execute(query).all()}
+
+
+class ExperimentCounts(NamedTuple):
+    """What is counted of an experiment; its deleted checkpoints do not count."""
+
+    num_trials: int
+    num_running: int
+    num_checkpoints: int
+    checkpoint_bytes: int
+
+
+NO_COUNTS = ExperimentCounts(0, 0, 0, 0)
+
+
+def counts_of_experiments(
+    connection: Connection, ids: Iterable[int]
+) -> dict[int, ExperimentCounts]:
+    """Return the counts of some experiments; those of which nothing is counted are left out."""
+    found = connection.execute(_COUNTS_OF_EXPERIMENTS, ids_parameter(ids)).all()
+    return {row[0]: ExperimentCounts(*row[1:]) for row in found}
+
+
+def _counts_of_experiments() -> Select[Any]:
+    counts = tables.counts.c
+
+    def total(column: ColumnElement[int], *conditions: ColumnElement[bool]) -> ColumnElement[int]:
+        return func.sum(case((and_(*conditions), column), else_=0))
+
+    is_running = (counts.kind == ATTEMPTS, counts.state == AttemptState.RUNNING.value)
+    is_stored = (counts.kind == CHECKPOINTS, counts.state != CheckpointState.DELETED.value)
+    return (
+        select(
+            counts.experiment_id,
+            total(counts.number, counts.kind == TRIALS),
+            total(counts.number, *is_running),
+            total(counts.number, *is_stored),
+            total(counts.num_bytes, *is_stored),
+        )
+        .where(
+            counts.kind.in_([TRIALS, ATTEMPTS, CHECKPOINTS]),
+            counts.experiment_id.in_(many_ids()),
+        )
+        .group_by(counts.experiment_id)
+    )
+
+
+_COUNTS_OF_EXPERIMENTS = _counts_of_experiments()
 
 
 def num_waiting(connection: Connection) -> int:

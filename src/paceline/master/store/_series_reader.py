@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._many_ids import ids_parameter, many_ids
 from paceline.master.store._point_encoding import Points, decode_points
 
 POINT_BYTES = 8
@@ -95,7 +96,7 @@ def visible_series_pieces(
     limits = visible_series_limits(connection, selection.trial_id)
     chunked: dict[int, SeriesPiece] = {}
     tails: list[SeriesPiece] = []
-    for row in connection.execute(_series_query(selection)):
+    for row in connection.execute(_series_query(selection)).all():
         last_step = _least(limits.get(row.attempt), selection.up_to_step)
         if last_step is not None and row.first_step > last_step:
             continue
@@ -180,8 +181,9 @@ def _load_series(
     for start in range(0, len(ids), _ROWS_PER_LOAD):
         query = select(
             columns.id, columns.kind, columns.steps, columns.times, columns.value_bytes
-        ).where(columns.id.in_(ids[start : start + _ROWS_PER_LOAD]))
-        for row in connection.execute(query):
+        ).where(columns.id.in_(many_ids()))
+        wanted = ids_parameter(ids[start : start + _ROWS_PER_LOAD])
+        for row in connection.execute(query, wanted).all():
             points = decode_points(row.kind, row.steps, row.times, row.value_bytes)
             loaded.append((pieces[row.id], _cut_series(points, pieces[row.id])))
     return loaded

@@ -23,7 +23,7 @@ def sample_trials(
     everyone = select(tables.trials).where(trials.experiment_id == experiment_id)
     total = numbers_of(connection, TRIALS, [experiment_id]).get(experiment_id, 0)
     if total <= limit:
-        return list(connection.execute(everyone.order_by(trials.id).limit(limit))), total
+        return list(connection.execute(everyone.order_by(trials.id).limit(limit)).all()), total
     ids = select(trials.id).where(trials.experiment_id == experiment_id)
     by_metric = Order((trials.best_metric, trials.id), not smaller_is_better)
     chosen = {row.id for row in by_metric.read(connection, ids, limit=(limit + 1) // 2)}

@@ -2,10 +2,10 @@
 
 `make bench-data` installs the other libraries. BENCH_PEERS_PYTHON is a Python that has them.
 Without it, Paceline is measured alone. All shuffle, read the same samples, and take turns. Sets are
-so large that the start does not decide; the speed is that after the first batch. Who reads all
-files before it is fast by that, so that the speed with the start is given beside it. An epoch of a
-slow library ends after some seconds. litdata, MosaicML Streaming and WebDataset read copies of the
-samples in forms of their own, which were made before.
+so large that the start does not decide; the speed is that after the first batch. A library that
+reads all files before it is fast by that, so the speed with the start is given beside it. An epoch
+of a slow library ends after some seconds. litdata, MosaicML Streaming and WebDataset read copies of
+the samples in forms of their own, which were made before.
 
 "Cold": the files are not in the memory of the system, and nothing is kept of an earlier run.
 "Warm": once more, in a new process. The server of objects is a process of the same machine.

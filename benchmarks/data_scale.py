@@ -146,19 +146,21 @@ def read_all(config: dict[str, Any]) -> tuple[int, float, float]:
     from paceline import train
 
     loader = train.get_dataset().get_shard().to_torch(batch_size=256)
-    next(iter(data_set_of_one()))
+    read_one_sample()
     before, began, num_bytes = _peak_mb(), time.perf_counter(), 0
     for batch in loader:
         num_bytes += batch["x"].nbytes
     return num_bytes, time.perf_counter() - began, _peak_mb() - before
 
 
-def data_set_of_one() -> Any:
+def read_one_sample() -> None:
     """Read something small, so that all is imported."""
     from paceline import data
 
-    pq.write_table(pa.table({"x": [1.0]}), f"{os.getpid()}.parquet")
-    return data.read(f"{os.getpid()}.parquet").to_torch()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "one.parquet"
+        pq.write_table(pa.table({"x": [1.0]}), path)
+        next(iter(data.read(path).to_torch()))
 
 
 def _peak_mb() -> float:

@@ -4,6 +4,7 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -129,6 +130,7 @@ def test_attempt_lock_ends_with_a_killed_process(
     run = RunDirectory.create(tmp_path / "run", INFO)
     code = """
 import sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from paceline.journal import RunDirectory
 with RunDirectory(Path(sys.argv[1])).hold_attempt_lock():
@@ -198,3 +200,18 @@ def test_a_durable_write_that_fails_leaves_the_previous_file_and_nothing_else(
         write_atomically(path, b"new", is_durable=True)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_many_that_look_at_once_do_not_take_each_other_for_the_run(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", INFO)
+    with run.hold_attempt_lock():
+        pass
+    begin = threading.Barrier(8)
+
+    def look() -> bool:
+        begin.wait()
+        return any(run.is_alive() for _ in range(200))
+
+    with ThreadPoolExecutor(8) as threads:
+        looks = [threads.submit(look) for _ in range(8)]
+    assert not any(one.result() for one in looks)

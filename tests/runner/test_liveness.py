@@ -152,7 +152,7 @@ def test_runners_outlive_a_master_that_is_stopped_for_long(
 
 @pytest.mark.slow
 def test_what_a_whole_killed_tree_has_left_is_ended_by_the_next_master(
-    master: Any, tmp_path: Path
+    master: Any, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     """A process of another attempt, and one that only looks alike, live on."""
     master.start()
@@ -168,7 +168,7 @@ def test_what_a_whole_killed_tree_has_left_is_ended_by_the_next_master(
     host.wait(60)
     master.start()
     assert master.wait_for_end(trial.id)["state"] == "COMPLETED"
-    assert not is_running(trial.daemon)
+    wait_until(lambda: not is_running(trial.daemon))
     assert is_running(other)
     other.kill()
     other.wait()

@@ -6,7 +6,7 @@ from pydantic import Field
 
 
 def without_effect(reason: str) -> Any:
-    """Return a field that is accepted and ignored.
+    """Return a field of older configs that is accepted and ignored.
 
     Args:
         reason: Why it has no effect.

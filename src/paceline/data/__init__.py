@@ -3,7 +3,7 @@
 Importing this loads no torch.
 """
 
-from paceline.data._dataset import Dataset, Fold
+from paceline.data._dataset import Dataset
 from paceline.data._default_batches import collate_samples
 from paceline.data._errors import (
     DataChangedError,
@@ -11,6 +11,7 @@ from paceline.data._errors import (
     DataFormatError,
     DataNotFoundError,
 )
+from paceline.data._folds import Fold
 from paceline.data._open_datasets import read, read_images, write_index
 from paceline.data._stream_pieces import StreamPieces, stream_pieces
 

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline._argument_checks import check_function
+from paceline.data._folds import Fold
 from paceline.data._read_plan import Plan, Reader
 from paceline.data._sample_source import Source, is_iterable_only
 from paceline.data._sample_stages import MapBatchesStage, MapSamplesStage, Stage, StagedSource
@@ -30,18 +31,6 @@ from paceline.display import html_table
 
 _READ_AT_ONCE = 1024
 _STREAM_BUFFER = 10_000
-
-
-class Fold(NamedTuple):
-    """One way to part a data set for cross validation.
-
-    Attributes:
-        train: The samples of the other folds.
-        validation: The samples of this fold.
-    """
-
-    train: "Dataset"
-    validation: "Dataset"
 
 
 class Dataset:

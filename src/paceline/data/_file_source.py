@@ -27,10 +27,12 @@ _MEMORY_FACTOR = 1.25
 _WINDOW_BYTES = 16 * 1024 * 1024
 _WINDOW_ROWS = 1 << 18
 _THREADS = {True: 1, False: 2}
-# To give memory back takes as long as to read a megabyte or two, and more until it is filled again.
+# How much is loaded, in the form of the file and as samples together, until memory is given back.
+# The system takes its time to give it again: after each piece that cost a third of the speed.
 _GIVEN_BACK_BYTES = 32 * 1024 * 1024
 # Several threads may ask for the first samples.
 _making = threading.Lock()
+_loaded_bytes = 0
 
 
 class FileSource(Source):
@@ -52,8 +54,6 @@ class FileSource(Source):
         self._index = index
         self._ends: Any = np.cumsum(index.rows)
         self._made: tuple[int, ChunkCache, ConcatenatedPieces] | None = None
-        # Since memory was given back last; threads may miscount a little.
-        self._read_bytes = 0
         self.memory_bytes = MEMORY_BYTES
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,19 +172,8 @@ class FileSource(Source):
         chunk = self._index.chunk(number)
         payload = self._format.read_chunk(file, number - first, chunk)
         if not isinstance(self._place, DirectoryLocation):
-            self._give_back_memory(chunk.size + payload.num_bytes)
+            _note_loaded(chunk.size + payload.num_bytes)
         return payload
-
-    def _give_back_memory(self, num_bytes: int) -> None:
-        """Give back to the system what the bytes of files took; each thread would keep its own."""
-        self._read_bytes += num_bytes
-        if self._read_bytes < _GIVEN_BACK_BYTES:
-            return
-        self._read_bytes = 0
-        pa.default_memory_pool().release_unused()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 def _by_chunk(chunks: Any, rows: Any) -> Iterator[tuple[int, Any]]:
@@ -194,3 +183,19 @@ def _by_chunk(chunks: Any, rows: Any) -> Iterator[tuple[int, Any]]:
     rows = rows[np.argsort(chunks[rows], kind="stable")]
     needed, begins = np.unique(chunks[rows], return_index=True)
     yield from zip(needed.tolist(), np.split(rows, begins[1:]), strict=True)
+
+
+def _note_loaded(num_bytes: int) -> None:
+    """Give back to the system what files took, each time that enough was loaded by this process.
+
+    Each thread would keep its own. Threads may miscount a little.
+    """
+    global _loaded_bytes  # memory belongs to the process, not to a source
+    _loaded_bytes += num_bytes
+    if _loaded_bytes < _GIVEN_BACK_BYTES:
+        return
+    _loaded_bytes = 0
+    pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -25,7 +25,7 @@ _LAUNCH_ERROR_FILE = "launch_error.txt"
 # A run on another machine that gives no sign of life for longer is lost.
 HEARTBEAT_LIMIT_S = 60.0
 
-_LOCK_RETRIES = 5
+_LOCK_TRIES = 6
 _LOCK_PAUSE_S = 0.02
 # Ends the note of a checkpoint that another process commits.
 _PART = ".part"
@@ -238,13 +238,7 @@ class RunDirectory:
         The operating system releases it when the process dies, however it dies.
         """
         with self._lock_path.open("w") as file:
-            is_ours = _try_lock(file)
-            for _ in range(_LOCK_RETRIES):
-                if is_ours:
-                    break
-                # `is_alive` in another process takes the lock for a moment.
-                time.sleep(_LOCK_PAUSE_S)
-                is_ours = _try_lock(file)
+            is_ours = _try_lock(file, fcntl.LOCK_EX)
             _held.add(file)
             try:
                 yield is_ours
@@ -326,9 +320,12 @@ class RunDirectory:
         is_beating = self.is_beating_elsewhere()
         if is_beating is not None:
             return is_beating
-        # Ranks of earlier versions hold the last one.
-        paths = self._lock_path, self._info_path, self._ranks_lock_path
-        return any(map(_is_locked, paths))
+        if _is_locked(self._lock_path, fcntl.LOCK_SH):
+            return True
+        # Ranks share a lock, those of earlier versions the last one.
+        return any(
+            _is_locked(path, fcntl.LOCK_EX) for path in (self._info_path, self._ranks_lock_path)
+        )
 
 
 # A forked child, such as a data loader's worker, would hold the lock beyond its parent's death.
@@ -344,17 +341,20 @@ def _drop_held() -> None:
 os.register_at_fork(after_in_child=_drop_held)
 
 
-def _is_locked(path: Path) -> bool:
+def _is_locked(path: Path, kind: int) -> bool:
     try:
         with path.open("r") as file:
-            return not _try_lock(file)
+            return not _try_lock(file, kind)
     except FileNotFoundError:
         return False
 
 
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+def _try_lock(file: IO[str], kind: int) -> bool:
+    """Take a lock, which others may have for a moment to see whether somebody holds it."""
+    for number in range(_LOCK_TRIES if kind == fcntl.LOCK_EX else 1):
+        if number:
+            time.sleep(_LOCK_PAUSE_S)
+        with suppress(OSError):
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+    return False

@@ -171,9 +171,10 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How an attempt's entrypoint ended, as its runner saw it; also the content of `exit.json`.
 
     `code` is the verdict: 0 when all workers finished their work, even if one of them aborted
-    afterwards. `detail` says more where code and signal do not. `kind` is that of the error, None
-    if there is none, or if reason and code tell it. `time` is by the clock of the runner's machine,
-    and so is `sent_at`, which tells the master how wrong that clock is; None if it is not sent.
+    afterwards. `detail` says more where code and signal do not; `is_launch_error` if a launcher has
+    said there which rank failed first, and by what. `kind` is that of the error, None if there is
+    none, or if reason and code tell it. `time` is by the clock of the runner's machine, and so is
+    `sent_at`, which tells the master how wrong that clock is; None if it is not sent.
     """
 
     reason: ExitReason
@@ -181,6 +182,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     signal: int | None
     time: float
     detail: str | None = None
+    is_launch_error: bool = False
     kind: ErrorKind | None = None
     sent_at: float | None = None
 

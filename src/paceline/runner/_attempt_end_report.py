@@ -39,13 +39,14 @@ def make_attempt_end(
     code: int | None = None,
     signum: int | None = None,
     detail: str | None = None,
+    is_launch_error: bool = False,
     at: float | None = None,
     kind: ErrorKind | None = None,
 ) -> AttemptEnd:
     """Return how an attempt ended.
 
-    `at` is in seconds since the epoch, now by default. `kind` follows from reason and code by
-    default.
+    `is_launch_error` says that `detail` is a launcher's. `at` is in seconds since the epoch, now by
+    default. `kind` follows from reason and code by default.
     """
     return AttemptEnd(
         reason=reason,
@@ -53,6 +54,7 @@ def make_attempt_end(
         signal=signum,
         time=time.time() if at is None else at,
         detail=_sendable(detail),
+        is_launch_error=is_launch_error,
         kind=kind or kind_of_end(reason, code == 0),
     )
 

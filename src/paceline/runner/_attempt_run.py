@@ -223,10 +223,16 @@ class AttemptRun:
                 # Only a shell around it, or what came after, was ended by the signal.
                 return make_attempt_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
-        detail = _why_process_ended(exit_)
+        launch_error = None
         if self._group.has_others or (exit_.is_failure and kill_reason is None):
-            detail = self._directory.run.read_launch_error() or detail
-        return make_attempt_end(reason, code=exit_.code, signum=exit_.signal, detail=detail)
+            launch_error = self._directory.run.read_launch_error()
+        return make_attempt_end(
+            reason,
+            code=exit_.code,
+            signum=exit_.signal,
+            detail=launch_error or _why_process_ended(exit_),
+            is_launch_error=bool(launch_error),
+        )
 
     def _read_secrets(self) -> dict[str, str]:
         spec = self._spec

@@ -1,4 +1,4 @@
-"""Safetensors files, read and written piece by piece in memory of a fixed size."""
+"""Safetensors files, read and written piece by piece in memory of a fixed size, or as a whole."""
 
 import json
 import math

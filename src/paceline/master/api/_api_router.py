@@ -36,4 +36,4 @@ class ApiRouter(APIRouter):
     def _find_shapes(self) -> set[tuple[str, int]]:
         paths = [getattr(route, "path", "") for route in self.routes]
         self._long = {path.split("/")[1] for path in paths if path.endswith(_ANY_LENGTH)}
-        return {(path.split("/")[1], path.count("/")) for path in paths}
+        return {(path.split("/")[1], path.count("/")) for path in paths if path}

@@ -62,28 +62,28 @@ def list_experiments(
     brief: Annotated[bool, Query(description="Leave `config` empty.")] = False,
 ) -> Response:
     """List experiments, newest first unless told otherwise; the first page tells the total."""
-    try:
-        query = ExperimentQuery(
-            states=[one.value for one in state or ()],
-            search=search,
-            labels=label or (),
-            is_archived={"no": False, "only": True, "all": None}[archived],
-            conditions=[_list_condition(text) for text in where or ()],
-            columns=column or (),
-            sort_by=sort_by,
-            is_descending=order == "desc",
-        )
-        after = place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
-        with master.database.read() as connection:
+    after = place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
+    with master.database.read() as connection:
+        try:
+            query = ExperimentQuery(
+                states=[one.value for one in state or ()],
+                search=search,
+                labels=label or (),
+                is_archived={"no": False, "only": True, "all": None}[archived],
+                conditions=[_list_condition(text) for text in where or ()],
+                columns=column or (),
+                sort_by=sort_by,
+                is_descending=order == "desc",
+            )
             listed = list_rows(connection, query, after=after, limit=limit + 1)
             total = None
             if cursor is None:
                 # Looking through all of them twice is dear.
                 is_whole = len(listed) <= limit
                 total = len(listed) if is_whole else count_rows(connection, query)
-            items = master.encoded_experiments.encode(connection, listed[:limit], is_brief=brief)
-    except ValueError as error:
-        raise ApiError(422, "invalid_request", str(error)) from error
+        except ValueError as error:
+            raise ApiError(422, "invalid_request", str(error)) from error
+        items = master.encoded_experiments.encode(connection, listed[:limit], is_brief=brief)
     more = None
     if len(listed) > limit:
         more = encode_cursor(f"{sort_by} {order}", *listed[limit - 1].position)

@@ -1,4 +1,4 @@
-"""Routes of the master itself: health, slots, events, shutdown."""
+"""Routes of the master itself: health, events, shutdown."""
 
 import asyncio
 import time

@@ -17,9 +17,9 @@ from paceline.master.experiments._exit_decisions import (
     ExitDecision,
     judge_exit,
 )
-from paceline.master.experiments._searched_metric_errors import (
-    missing_metric_error,
-    nan_metric_error,
+from paceline.master.experiments._searched_metric_checks import (
+    describe_missing_metric,
+    describe_nan_metric,
 )
 from paceline.master.experiments._start_delays import (
     is_lost_runner,
@@ -64,8 +64,7 @@ def end_attempt(
         return
     attempts = tables.attempts
     end = msgspec.structs.replace(end, kind=_error_kind_of_end(end, attempt))
-    # On several nodes, the error of rank 0 may only answer that of another one.
-    error = attempt.error if attempt.members is None else None
+    error = _error_of_chief(attempt, end)
     stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
     del stored["sent_at"]
     connection.execute(
@@ -79,7 +78,7 @@ def end_attempt(
     )  # fmt: skip
     trial = changes.trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
-    facts = _facts_of_end(transaction, trial, attempt, config_of(experiment), end)
+    facts = _facts_of_end(transaction, trial, attempt, config_of(experiment), end, error)
     decision = judge_exit(facts)
     if decision.note:
         changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
@@ -104,6 +103,18 @@ def describe_attempt_end(end: AttemptEnd, error: str | None) -> str:
     return f"{how}: {details}" if details else how
 
 
+def _error_of_chief(attempt: Row[Any], end: AttemptEnd) -> str | None:
+    """Return what rank 0 has failed by, None if that may only answer the failure of another rank.
+
+    On several nodes, or if a launcher names another cause, it may.
+    """
+    if attempt.members is not None or not attempt.error:
+        return None
+    first_line = attempt.error.splitlines()[0]
+    is_answer = end.is_launch_error and first_line not in (end.detail or "")
+    return None if is_answer else attempt.error
+
+
 def _is_successful_end(end: AttemptEnd, outcome: str | None) -> bool:
     """Tell whether the code did its work.
 
@@ -126,6 +137,7 @@ def _facts_of_end(
     attempt: Row[Any],
     config: ExperimentConfig,
     end: AttemptEnd,
+    error: str | None,
 ) -> AttemptFacts:
     return AttemptFacts(
         trial_state=TrialState(trial.state),
@@ -148,12 +160,14 @@ def _facts_of_end(
         num_shortages=num_in_a_row(
             transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
         ),
-        is_repeated=_is_repeated_end(transaction, attempt, end),
-        text=describe_attempt_end(end, attempt.error if attempt.members is None else None),
+        is_repeated=_is_repeated_end(transaction, attempt, end, error),
+        text=describe_attempt_end(end, error),
     )
 
 
-def _is_repeated_end(transaction: Transaction, attempt: Row[Any], end: AttemptEnd) -> bool:
+def _is_repeated_end(
+    transaction: Transaction, attempt: Row[Any], end: AttemptEnd, error: str | None
+) -> bool:
     """Tell whether an attempt failed as the one before it did, and has stored no checkpoint.
 
     What was ended by a signal was lost, and may be luckier the next time.
@@ -162,7 +176,7 @@ def _is_repeated_end(transaction: Transaction, attempt: Row[Any], end: AttemptEn
         return False
     attempts, checkpoints = tables.attempts, tables.checkpoints
     before = transaction.connection.execute(
-        select(attempts.c.exit, attempts.c.error).where(
+        select(attempts.c.exit).where(
             attempts.c.trial_id == attempt.trial_id, attempts.c.number == attempt.number - 1
         )
     ).first()
@@ -171,7 +185,8 @@ def _is_repeated_end(transaction: Transaction, attempt: Row[Any], end: AttemptEn
     stored = select(checkpoints.c.uuid).where(
         checkpoints.c.trial_id == attempt.trial_id, checkpoints.c.attempt == attempt.number
     )
-    is_same = (before.exit["code"], before.error) == (end.code, attempt.error)
+    cause = before.exit.get("error") or before.exit.get("detail")
+    is_same = (before.exit["code"], cause) == (end.code, error or end.detail)
     return is_same and transaction.connection.execute(stored.limit(1)).first() is None
 
 
@@ -193,10 +208,10 @@ def _follow_end(
         return
     problem = None
     if decision.state is TrialState.COMPLETED and TrialState(trial.state) is TrialState.ACTIVE:
-        problem = missing_metric_error(transaction, trial, experiment)
+        problem = describe_missing_metric(transaction, trial, experiment)
     warning = problem
     if warning is None and decision.state is TrialState.COMPLETED:
-        warning = nan_metric_error(transaction, trial, experiment)
+        warning = describe_nan_metric(transaction, trial, experiment)
     if warning is not None:
         changes.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
     if problem is not None:

@@ -368,7 +368,7 @@ def _make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
         json_serializer=_dump_json,
         # An error of a statement is logged: it must not hold what was to be stored.
         hide_parameters=True,
-        json_deserializer=_load_json,
+        json_deserializer=load_json,
         **pool,
     )
 
@@ -387,7 +387,8 @@ def _make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
     return engine
 
 
-def _load_json(text: str) -> Any:
+def load_json(text: str) -> Any:
+    """Return what is stored in a JSON column."""
     try:
         return msgspec.json.decode(text)
     except msgspec.MsgspecError:

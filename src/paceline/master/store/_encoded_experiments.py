@@ -1,6 +1,6 @@
 """Experiments of a list as JSON."""
 
-import json
+import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 
 from paceline.config import hide_secrets
 from paceline.master.store._api_models import experiment_model
+from paceline.master.store._database import load_json
 from paceline.master.store._experiment_list import JSON_COLUMNS, Listed
 from paceline.master.store._point_encoding import tagged
 from paceline.master.store._row_counts import NO_COUNTS, ExperimentCounts, counts_of_experiments
@@ -30,6 +31,7 @@ class ExperimentEncoder:
     def __init__(self) -> None:
         self._kept: dict[bytes, bytes] = {}
         self._num_bytes = 0
+        self._lock = threading.Lock()
 
     def encode(
         self, connection: Connection, listed: Sequence[Listed], *, is_brief: bool
@@ -49,18 +51,26 @@ class ExperimentEncoder:
         encoded = self._kept.get(key)
         if encoded is None:
             encoded = _encode(listed, counts, is_brief=is_brief)
-            self._num_bytes += len(encoded) + _ENTRY_BYTES
-            if self._num_bytes > _LIMIT_BYTES:
-                self._kept.clear()
-                self._num_bytes = len(encoded) + _ENTRY_BYTES
-            self._kept[key] = encoded
+            self._keep(key, encoded)
         return encoded
+
+    def _keep(self, key: bytes, encoded: bytes) -> None:
+        num_bytes = len(encoded) + _ENTRY_BYTES
+        if num_bytes > _LIMIT_BYTES:
+            return
+        with self._lock:
+            if self._num_bytes + num_bytes > _LIMIT_BYTES:
+                self._kept.clear()
+                self._num_bytes = 0
+            if key not in self._kept:
+                self._kept[key] = encoded
+                self._num_bytes += num_bytes
 
 
 def _encode(listed: Listed, counts: ExperimentCounts, *, is_brief: bool) -> bytes:
     row = SimpleNamespace(**listed.experiment._mapping)
     for name in JSON_COLUMNS:
-        setattr(row, name, json.loads(getattr(row, name)))
+        setattr(row, name, load_json(getattr(row, name)))
     config = {} if is_brief else hide_secrets(row.config)
     model = experiment_model(row, counts, config=config, values=tagged(listed.values))
     return to_json(model, inf_nan_mode="null")

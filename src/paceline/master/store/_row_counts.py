@@ -5,7 +5,6 @@ these and adds its own.
 """
 
 from collections.abc import Iterable
-from enum import Enum
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -168,16 +167,12 @@ _NUMBER_BY_STATE = select(tables.counts.c.state, tables.counts.c.number).where(
 )
 
 
-def numbers_of(
-    connection: Connection, kind: str, ids: Iterable[int], *, state: Enum | None = None
-) -> dict[int, int]:
-    """Return how many rows of a kind, or of those in a state, some experiments have."""
+def numbers_of(connection: Connection, kind: str, ids: Iterable[int]) -> dict[int, int]:
+    """Return how many rows of a kind some experiments have."""
     counts = tables.counts.c
     query = select(counts.experiment_id, func.sum(counts.number)).where(
         counts.kind == kind, counts.experiment_id.in_(list(ids))
     )
-    if state is not None:
-        query = query.where(counts.state == state.value)
     found = connection.execute(query.group_by(counts.experiment_id)).all()
     return {row[0]: row[1] for row in found}
 

@@ -8,9 +8,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
@@ -25,6 +25,7 @@ from paceline.workers.pools._failure_detector import (
 from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations_of_workers
 from paceline.workers.pools._serve_calls import read_error
+from paceline.workers.pools._serving_group import ServingGroup
 from paceline.workers.pools._thread_progress import Progress
 from paceline.workers.pools._watchdog import WatchedRank
 from paceline.workers.processes._local_worker_group import OnExit
@@ -46,32 +47,6 @@ _STACKS_BEGIN_S = 10.0
 _STACKS_LOOK_S = 0.05
 # What a program returns.
 _NOTHING = pickle.dumps(None)
-
-
-class ServingGroup(Protocol):
-    """The workers of a generation as processes, wherever they are; see `LocalGroup`."""
-
-    @property
-    def processes(self) -> Sequence[WorkerProcess]:
-        """The workers' processes, in rank order."""
-
-    def start(self) -> None:
-        """Start all workers, or raise `WorkerStartError`."""
-
-    def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
-        """Send a signal to workers that still run, to all by default."""
-
-    def is_stopped(self, rank: int) -> bool:
-        """Tell whether a worker's process is stopped, as by SIGSTOP."""
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until what the workers have printed so far was delivered, but not for longer."""
-
-    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
-        """Begin what `stop` does, and return at once; `is_asked` if they were asked to leave."""
-
-    def stop(self, grace_s: float) -> Any:
-        """End all workers in bounded time, and deliver their output."""
 
 
 class Generation:

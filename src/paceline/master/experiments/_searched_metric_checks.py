@@ -1,4 +1,4 @@
-"""Errors of trials that never reported the searched metric, or never as a number."""
+"""Checks whether a trial has reported the searched metric, and as a number."""
 
 from typing import Any
 
@@ -8,7 +8,9 @@ from paceline.config import MissingSearcher
 from paceline.master.store import Transaction, config_of, read_summary
 
 
-def nan_metric_error(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> str | None:
+def describe_nan_metric(
+    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+) -> str | None:
     """Say that the searched metric was never a number, if a trial reported it so."""
     if trial.best_metric is not None or trial.latest_metric is None:
         return None
@@ -23,7 +25,7 @@ def nan_metric_error(transaction: Transaction, trial: Row[Any], experiment: Row[
     )
 
 
-def missing_metric_error(
+def describe_missing_metric(
     transaction: Transaction, trial: Row[Any], experiment: Row[Any]
 ) -> str | None:
     """Say what a trial that ended by itself failed to report, if the search needed it."""

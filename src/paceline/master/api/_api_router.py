@@ -14,8 +14,8 @@ _ANY_LENGTH = ":path}"
 class ApiRouter(APIRouter):
     """A router that knows how the paths of its routes begin, and how many parts they have.
 
-    FastAPI looks at each route of each router until one fits, which for most requests takes longer
-    than to answer them does.
+    FastAPI looks at each route of each router until one fits. Among many reads, that took an eighth
+    of the master's processor time.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -35,7 +35,7 @@ from paceline.search import Exited, ExitReason
 faults.register("master.trial.ended")
 
 _LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
-# Asked for in most requests, so they are made once.
+# Made once, as most requests need them.
 _EXPERIMENT = select(tables.experiments).where(tables.experiments.c.id == bindparam("wanted"))
 _TRIAL = select(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
 

@@ -1,6 +1,6 @@
 """Queries for the rows of many ids, which are one parameter.
 
-SQLAlchemy would make a query with a parameter for each id, which takes longer than to answer it.
+SQLAlchemy would make a query with a parameter for each id, and make it anew for each list.
 """
 
 import json

@@ -159,7 +159,7 @@ def number_by_state(connection: Connection, kind: str, experiment_id: int = 0) -
     return {row.state: row.number for row in connection.execute(_NUMBER_BY_STATE, wanted).all()}
 
 
-# Made once: SQLAlchemy takes longer to make a query than SQLite to answer it.
+# Made once, as most requests for lists need it.
 _NUMBER_BY_STATE = select(tables.counts.c.state, tables.counts.c.number).where(
     tables.counts.c.kind == bindparam("kind"),
     tables.counts.c.experiment_id == bindparam("experiment"),

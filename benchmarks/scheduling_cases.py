@@ -211,7 +211,7 @@ async def _poll(url: str, token: str, process: psutil.Process) -> tuple[list[flo
 async def _runner(host: str, port: int, token: str, number: int, counter: list[int]) -> None:
     """Do what `paceline runner` does while it has nothing to do."""
     import paceline
-    from paceline.messages.nodes import PROTOCOL
+    from paceline.messages.node_runners import PROTOCOL
 
     await asyncio.sleep(number * 0.02)
     reader, writer = await asyncio.open_connection(host, port)

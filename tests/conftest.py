@@ -228,7 +228,7 @@ def master_server() -> Iterator[MasterServer]:
 # What most commands load, and their libraries on the first use.
 _OF_COMMANDS = (
     *("paceline.cli._app", "paceline.cli._experiment_follower", "paceline.cli._console_output"),
-    *("paceline.client", "paceline.config", "paceline.display", "paceline.messages.resources"),
+    *("paceline.client", "paceline.config", "paceline.display", "paceline.messages.experiments"),
     *("certifi", "encodings.idna", "h11", "httpcore", "httpx", "pathspec"),
     *("pydantic.type_adapter", "typer._adapters", "yaml"),
 )

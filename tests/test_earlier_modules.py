@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline import core, search, testing, train
+from paceline.messages import experiments, metrics, node_runners, nodes_and_slots, trials
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,13 @@ from paceline import core, search, testing, train
         ("paceline.testing._fault_kinds", testing.Fault),
         ("paceline.train._preparing_functions", train.prepare_model),
         ("paceline.train._preparing_functions", train.get_dataset),
+        ("paceline.messages.resources", experiments.Experiment),
+        ("paceline.messages.resources", trials.Trial),
+        ("paceline.messages.resources", nodes_and_slots.Slot),
+        ("paceline.messages.views", experiments.ForkExperiment),
+        ("paceline.messages.views", metrics.Series),
+        ("paceline.messages.times", trials.TrialTime),
+        ("paceline.messages.nodes", node_runners.NodeFacts),
     ],
 )
 def test_a_pickle_that_names_an_earlier_module_loads(module: str, present: Any) -> None:

@@ -1,4 +1,4 @@
-"""Private modules of earlier versions, by which pickles may refer to public names."""
+"""Modules of earlier versions, by which pickles and scripts may refer to public names."""
 
 import sys
 from importlib import import_module
@@ -6,12 +6,28 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# The package that has the public names of a module today.
-_PACKAGES = {
-    "paceline.core._attempt_history": "paceline.core",
-    "paceline.search._search_views": "paceline.search",
-    "paceline.testing._fault_kinds": "paceline.testing",
-    "paceline.train._preparing_functions": "paceline.train",
+# The modules that have the public names of an earlier module today.
+_PRESENT_MODULES = {
+    "paceline.core._attempt_history": ["paceline.core"],
+    "paceline.messages.node_views": ["paceline.messages.nodes_and_slots"],
+    "paceline.messages.nodes": ["paceline.messages.node_runners"],
+    "paceline.messages.queue_views": ["paceline.messages.pools_and_queue"],
+    "paceline.messages.resources": [
+        f"paceline.messages.{name}"
+        for name in (
+            *("base", "checkpoints", "events", "experiments", "logs", "master_info", "metrics"),
+            *("nodes_and_slots", "sign_ins", "states", "trials"),
+        )
+    ],
+    "paceline.messages.status": ["paceline.messages.master_info"],
+    "paceline.messages.times": ["paceline.messages.trials"],
+    "paceline.messages.views": [
+        f"paceline.messages.{name}"
+        for name in ("configs", "experiments", "hyperparameters", "metrics", "pools_and_queue")
+    ],
+    "paceline.search._search_views": ["paceline.search"],
+    "paceline.testing._fault_kinds": ["paceline.testing"],
+    "paceline.train._preparing_functions": ["paceline.train"],
 }
 
 
@@ -20,7 +36,7 @@ class _EarlierModules:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, _EarlierModules) if name in _PACKAGES else None  # type: ignore[arg-type] # as documented
+        return ModuleSpec(name, _EarlierModules) if name in _PRESENT_MODULES else None  # type: ignore[arg-type] # as documented
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
@@ -28,8 +44,16 @@ class _EarlierModules:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        package = import_module(_PACKAGES[module.__name__])
-        vars(module)["__getattr__"] = lambda name: getattr(package, name)
+        name = module.__name__
+        present = [import_module(each) for each in _PRESENT_MODULES[name]]
+
+        def get(attribute: str) -> Any:
+            for each in present:
+                if hasattr(each, attribute):
+                    return getattr(each, attribute)
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+
+        vars(module)["__getattr__"] = get
 
 
 sys.meta_path.append(_EarlierModules)

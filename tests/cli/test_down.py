@@ -8,7 +8,7 @@ import pytest
 
 from paceline import client
 from paceline.cli import _master_process
-from paceline.messages.resources import RUNNER_GRACE_S
+from paceline.messages.master_info import RUNNER_GRACE_S
 
 
 @pytest.mark.parametrize(("keep_trials", "least_s"), [(False, 100 + RUNNER_GRACE_S), (True, 0)])

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from paceline.cli._event_feed import EventFeed
-from paceline.messages.resources import Event, Experiment
+from paceline.messages.events import Event
+from paceline.messages.experiments import Experiment
 from paceline.messages.states import ExperimentState
 
 HALVING = {"name": "adaptive_asha", "time_metric": "epochs", "max_time": 16}

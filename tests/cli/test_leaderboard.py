@@ -9,8 +9,8 @@ from rich.console import Console
 from paceline.cli._leaderboard_table import leaderboard_table
 from paceline.client import Trial
 from paceline.client._http_session import HttpSession
-from paceline.messages.resources import Trial as TrialData
 from paceline.messages.states import TrialState
+from paceline.messages.trials import Trial as TrialData
 
 
 def trial(number: int, metric: float, **hparams: Any) -> Trial:

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.cli import _console_output
 from paceline.cli._log_printing import format_log_line
-from paceline.messages.resources import LogLine
+from paceline.messages.logs import LogLine
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import paceline
 from paceline.master.experiments import Leases, _start_delays
 from paceline.master.store import tables
 from paceline.messages.attempts import runner_id
-from paceline.messages.nodes import PROTOCOL
+from paceline.messages.node_runners import PROTOCOL
 
 LEASE_S = 60.0
 FAILED = {"reason": "exited", "code": 3, "signal": None, "time": 1.0, "detail": None}

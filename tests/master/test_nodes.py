@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 import paceline
 from paceline.master.store import tables
-from paceline.messages.nodes import PROTOCOL, NodePoll
+from paceline.messages.node_runners import PROTOCOL, NodePoll
 
 LEASE_S = 60.0
 

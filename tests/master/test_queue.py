@@ -283,7 +283,7 @@ def test_a_shortage_on_one_node_holds_up_no_other(make_master: Callable[..., Any
         "python": "/p", "python_version": "3.11", "devices": ["cpu"], "device_kind": "CPU",
         "num_cores": 1, "memory_bytes": 1,
     }  # fmt: skip
-    from paceline.messages.nodes import PROTOCOL
+    from paceline.messages.node_runners import PROTOCOL
 
     session = master.http.post("/nodes", json=facts | {"protocol": PROTOCOL}).json()
     poll = {

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import paceline
-from paceline.messages.nodes import PROTOCOL
+from paceline.messages.node_runners import PROTOCOL
 
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
 

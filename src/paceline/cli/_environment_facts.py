@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.messages.resources import AttemptEnvironment
+    from paceline.messages.trials import AttemptEnvironment
 
 # Digits of a commit that people know it by.
 _SHORT = 10

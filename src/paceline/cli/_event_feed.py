@@ -12,9 +12,9 @@ from paceline.journal import decode_value
 from paceline.messages.states import FULLY_TRAINED, STOPPED_BY_SEARCH
 
 if TYPE_CHECKING:
-    from paceline.messages.resources import Event
-    from paceline.messages.resources import Experiment as ExperimentData
-    from paceline.messages.resources import Trial as TrialData
+    from paceline.messages.events import Event
+    from paceline.messages.experiments import Experiment as ExperimentData
+    from paceline.messages.trials import Trial as TrialData
 
 # How one of a time metric is called.
 _UNITS = {"batches": "batch", "epochs": "epoch", "records": "record", "steps": "step"}

@@ -24,7 +24,7 @@ from paceline.cli._fork_commands import download, fork
 
 if TYPE_CHECKING:
     from paceline.client import Client, Experiment
-    from paceline.messages.resources import Experiment as ExperimentData
+    from paceline.messages.experiments import Experiment as ExperimentData
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -8,7 +8,7 @@ from paceline.cli._command_options import ExperimentId, Json
 
 if TYPE_CHECKING:
     from paceline.client import Client, Experiment, Trial
-    from paceline.messages.resources import Experiment as ExperimentData
+    from paceline.messages.experiments import Experiment as ExperimentData
 
 _MOST_NODES = 10
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.client import Client, Experiment, Trial
-    from paceline.messages.resources import Event, LogLine
+    from paceline.messages.events import Event
+    from paceline.messages.logs import LogLine
 
 _INTERRUPTED = 130
 _PROGRESS_STEP = 0.1

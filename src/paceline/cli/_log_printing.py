@@ -9,7 +9,7 @@ import typer
 from paceline.cli._console_output import print_json_line
 
 if TYPE_CHECKING:
-    from paceline.messages.resources import LogLine
+    from paceline.messages.logs import LogLine
 
 _LEVEL_COLORS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")

@@ -18,7 +18,7 @@ from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline.client import MasterFile
-    from paceline.messages.status import MasterStatus
+    from paceline.messages.master_info import MasterStatus
 
 _FILE_POLL_S = 0.05
 _DEFAULT_PORT = 8080
@@ -316,7 +316,7 @@ def status(json: Json = False) -> None:
     from paceline.cli._connection import connect
     from paceline.cli._console_output import format_duration, print_facts, print_json
     from paceline.client import MasterUnreachableError, home_directory
-    from paceline.messages.status import MasterStatus
+    from paceline.messages.master_info import MasterStatus
 
     with connect() as client:
         try:

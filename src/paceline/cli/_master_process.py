@@ -208,7 +208,7 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
         timeout_s: Seconds that trials get for a checkpoint otherwise.
     """
     from paceline.client import Client, MasterUnreachableError, read_token
-    from paceline.messages.resources import RUNNER_GRACE_S
+    from paceline.messages.master_info import RUNNER_GRACE_S
 
     # A master that does not answer cannot be asked; one that does gets the time it was promised,
     # that for what it kills then, and a moment for its own end. A signal before would leave trials.

@@ -7,7 +7,7 @@ import typer
 from paceline.cli._command_options import Json
 
 if TYPE_CHECKING:
-    from paceline.messages.resources import Slot
+    from paceline.messages.nodes_and_slots import Slot
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show and drain the devices for trials."

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.messages.resources import Experiment as ExperimentData
-    from paceline.messages.resources import Trial as TrialData
+    from paceline.messages.experiments import Experiment as ExperimentData
     from paceline.messages.states import ExperimentState
+    from paceline.messages.trials import Trial as TrialData
 
 # The words of an experiment, and the stored states behind each.
 EXPERIMENT_WORDS: dict[str, tuple[str, ...]] = {

@@ -23,7 +23,7 @@ from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
     from paceline.client import Checkpoint, Trial
-    from paceline.messages.resources import Trial as TrialData
+    from paceline.messages.trials import Trial as TrialData
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change a trial.")
 

@@ -9,7 +9,7 @@ from paceline.client._errors import DownloadError
 from paceline.client._http_session import HttpSession
 
 if TYPE_CHECKING:
-    from paceline.messages.resources import Checkpoint as CheckpointData
+    from paceline.messages.checkpoints import Checkpoint as CheckpointData
     from paceline.messages.states import CheckpointState
 
 DownloadMode = Literal["auto", "direct", "master"]
@@ -65,7 +65,7 @@ class Checkpoint:
 
     def reload(self) -> "Checkpoint":
         """Read the checkpoint again and return it."""
-        from paceline.messages.resources import Checkpoint as CheckpointData
+        from paceline.messages.checkpoints import Checkpoint as CheckpointData
 
         self.data = self._session.get(f"checkpoints/{self.uuid}", CheckpointData)
         return self

@@ -16,9 +16,10 @@ from paceline.client._trial import Trial
 
 if TYPE_CHECKING:
     from paceline.config import ExperimentConfig
-    from paceline.messages.resources import Event, MasterInfo, Source
+    from paceline.messages.events import Event
+    from paceline.messages.experiments import Source
+    from paceline.messages.master_info import MasterInfo, MasterStatus
     from paceline.messages.searches import SearchPreview
-    from paceline.messages.status import MasterStatus
     from paceline.messages.tokens import CreatedToken, Token
 
 
@@ -59,7 +60,7 @@ class Client(ClusterClient):
 
     def master(self) -> "MasterInfo":
         """Return what the master is and how busy it is."""
-        from paceline.messages.resources import MasterInfo
+        from paceline.messages.master_info import MasterInfo
 
         return self._session.get("master", MasterInfo)
 
@@ -69,7 +70,7 @@ class Client(ClusterClient):
         A master of before tells less.
         """
         from paceline.client._errors import ApiError
-        from paceline.messages.status import MasterStatus
+        from paceline.messages.master_info import MasterStatus
 
         try:
             return self._session.get("status", MasterStatus)
@@ -85,14 +86,14 @@ class Client(ClusterClient):
             keep_trials: Leave running trials to go on without it.
             timeout_s: Seconds that trials get for a checkpoint otherwise.
         """
-        from paceline.messages.resources import Shutdown
+        from paceline.messages.master_info import Shutdown
 
         body = Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
         self._session.send("POST", "master/shutdown", content=body)
 
     def sign_in_link(self) -> str:
         """Return a link that signs a browser in, once."""
-        from paceline.messages.resources import SignInLink
+        from paceline.messages.sign_ins import SignInLink
 
         return self._session.call("POST", "sign-in-links", SignInLink).url
 
@@ -104,7 +105,7 @@ class Client(ClusterClient):
         """
         if len(password) < 8:
             raise ValueError("`password` must have at least 8 characters.")
-        from paceline.messages.resources import NewPassword
+        from paceline.messages.sign_ins import NewPassword
 
         body = NewPassword(password=password).model_dump_json().encode()
         self._session.send("PUT", f"users/{user}/password", content=body)
@@ -187,8 +188,8 @@ class Client(ClusterClient):
             ApiError: The master refused.
             MasterUnreachableError: No master answers.
         """
-        from paceline.messages.resources import CreateExperiment
-        from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.experiments import CreateExperiment
+        from paceline.messages.experiments import Experiment as ExperimentData
 
         checked = _load_config(config, overrides)
         if checked.environment.uv:
@@ -218,7 +219,7 @@ class Client(ClusterClient):
 
     def get_experiment(self, experiment_id: int) -> Experiment:
         """Return an experiment by its number."""
-        from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.experiments import Experiment as ExperimentData
 
         data = self._session.get(f"experiments/{experiment_id}", ExperimentData)
         return Experiment(self._session, data)
@@ -237,7 +238,7 @@ class Client(ClusterClient):
             limit: At most this many.
             archived: Whether those in the archive are left out, alone or among the others.
         """
-        from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.experiments import Experiment as ExperimentData
 
         pages = self._session.pages(
             "experiments", ExperimentData, limit=limit, state=state, archived=archived
@@ -246,13 +247,13 @@ class Client(ClusterClient):
 
     def get_trial(self, trial_id: int) -> Trial:
         """Return a trial by its number, with its summary and attempts."""
-        from paceline.messages.resources import Trial as TrialData
+        from paceline.messages.trials import Trial as TrialData
 
         return Trial(self._session, self._session.get(f"trials/{trial_id}", TrialData))
 
     def get_checkpoint(self, uuid: str) -> Checkpoint:
         """Return a checkpoint by its UUID."""
-        from paceline.messages.resources import Checkpoint as CheckpointData
+        from paceline.messages.checkpoints import Checkpoint as CheckpointData
 
         data = self._session.get(f"checkpoints/{uuid}", CheckpointData)
         return Checkpoint(self._session, data)
@@ -312,7 +313,7 @@ def _check_lock(directory: Path) -> None:
 
 def _git_source_of(directory: Path) -> "Source | None":
     from paceline.core import describe_source
-    from paceline.messages.resources import Source
+    from paceline.messages.experiments import Source
 
     found = describe_source(directory)
     return None if found is None else Source(**found)

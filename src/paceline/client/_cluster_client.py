@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Literal
 from paceline.client._http_session import HttpSession
 
 if TYPE_CHECKING:
-    from paceline.messages.node_views import Node
-    from paceline.messages.queue_views import Policy, Pool
-    from paceline.messages.resources import Slot
-    from paceline.messages.views import QueueEntry
+    from paceline.messages.nodes_and_slots import Node, Slot
+    from paceline.messages.pools_and_queue import Policy, Pool, QueueEntry
 
 
 class ClusterClient:
@@ -19,7 +17,7 @@ class ClusterClient:
 
     def slots(self) -> "list[Slot]":
         """Return the master's slots and who uses them."""
-        from paceline.messages.resources import Slot
+        from paceline.messages.nodes_and_slots import Slot
 
         return self._session.get("slots", list[Slot])
 
@@ -43,7 +41,7 @@ class ClusterClient:
 
     def nodes(self) -> "list[Node]":
         """Return the machines whose runners have registered, and what runs there."""
-        from paceline.messages.node_views import Node
+        from paceline.messages.nodes_and_slots import Node
 
         return self._session.get("nodes", list[Node])
 
@@ -74,7 +72,7 @@ class ClusterClient:
 
     def pools(self) -> "list[Pool]":
         """Return the pools that have nodes or settings."""
-        from paceline.messages.queue_views import Pool
+        from paceline.messages.pools_and_queue import Pool
 
         return self._session.get("pools", list[Pool])
 
@@ -97,7 +95,7 @@ class ClusterClient:
         Raises:
             ApiError: One of them is not possible.
         """
-        from paceline.messages.queue_views import SetPool
+        from paceline.messages.pools_and_queue import SetPool
 
         body = SetPool(policy=policy, max_slots=max_slots, labels=dict(labels or {}))
         self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
@@ -112,7 +110,7 @@ class ClusterClient:
 
     def queue(self, *, pool: str | None = None, limit: int = 100) -> "list[QueueEntry]":
         """Return the trials that wait for slots, the next one first, and why each waits."""
-        from paceline.messages.views import QueueEntry
+        from paceline.messages.pools_and_queue import QueueEntry
 
         return self._session.get("queue", list[QueueEntry], pool=pool, limit=limit)
 
@@ -135,13 +133,13 @@ class ClusterClient:
         Raises:
             ApiError: One of them has ended or waits in another pool, or not exactly one is given.
         """
-        from paceline.messages.queue_views import MoveExperiment
+        from paceline.messages.pools_and_queue import MoveExperiment
 
         body = MoveExperiment(experiment_id=experiment_id, ahead_of=ahead_of, behind=behind, to=to)
         self._session.send("POST", "queue/move", content=body.model_dump_json().encode())
 
     def _drain(self, path: str, finish: bool) -> None:
-        from paceline.messages.node_views import DrainNode
+        from paceline.messages.nodes_and_slots import DrainNode
 
         body = DrainNode(finish=finish).model_dump_json().encode()
         self._session.send("POST", path, content=body)

@@ -17,7 +17,7 @@ from paceline.client._http_session import HttpSession, raise_for_problem
 if TYPE_CHECKING:
     import httpx
 
-    from paceline.messages.resources import Event
+    from paceline.messages.events import Event
 
 # The master sends a comment line every few seconds; a longer silence is a dead connection.
 _SILENCE_S = 60.0
@@ -102,7 +102,7 @@ class EventStream:
         """Yield the events of one connection; returns when it breaks."""
         import httpx
 
-        from paceline.messages.resources import Event
+        from paceline.messages.events import Event
 
         # A look at the master first: it finds one that moved, and names a refused token.
         self._session.send("GET", "master")

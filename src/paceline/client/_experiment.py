@@ -14,11 +14,11 @@ from paceline.client._http_session import HttpSession
 from paceline.client._trial import Trial, _number_of_metric
 
 if TYPE_CHECKING:
-    from paceline.messages.resources import Experiment as ExperimentData
-    from paceline.messages.resources import LogLine
+    from paceline.messages.experiments import Experiment as ExperimentData
+    from paceline.messages.experiments import Loss
+    from paceline.messages.logs import LogLine
     from paceline.messages.searches import SearchView
     from paceline.messages.states import ExperimentState, ShownState
-    from paceline.messages.views import Loss
 
 # A master may be restarted while somebody waits for an experiment.
 _PATIENCE_S = 600.0
@@ -83,7 +83,7 @@ class Experiment:
 
     def reload(self) -> "Experiment":
         """Read the experiment again and return it."""
-        from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.experiments import Experiment as ExperimentData
 
         self.data = self._session.get(f"experiments/{self.id}", ExperimentData)
         return self
@@ -138,8 +138,8 @@ class Experiment:
             config: Fields of the configuration to change.
             activate: Whether the new experiment starts at once; else it is paused.
         """
-        from paceline.messages.resources import Experiment as ExperimentData
-        from paceline.messages.views import ForkExperiment
+        from paceline.messages.experiments import Experiment as ExperimentData
+        from paceline.messages.experiments import ForkExperiment
 
         body = ForkExperiment(config=config or {}, activate=activate)
         path = f"experiments/{self.id}/fork"
@@ -157,7 +157,7 @@ class Experiment:
             DownloadError: The directory holds files already, or a file lies outside of the code.
             ApiError: The master refused.
         """
-        from paceline.messages.views import CodeFile, ConfigView
+        from paceline.messages.configs import CodeFile, ConfigView
 
         target = Path(path)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -182,7 +182,7 @@ class Experiment:
 
     def loss(self) -> "Loss":
         """Return what `delete` would take away, and what stands in its way if something does."""
-        from paceline.messages.views import Loss
+        from paceline.messages.experiments import Loss
 
         return self._session.get(f"experiments/{self.id}/loss", Loss)
 
@@ -192,7 +192,7 @@ class Experiment:
         Returns:
             The files that could not be removed.
         """
-        from paceline.messages.views import Deletion
+        from paceline.messages.experiments import Deletion
 
         return self._session.call("DELETE", f"experiments/{self.id}", Deletion).left_behind
 
@@ -202,7 +202,7 @@ class Experiment:
         Args:
             config: Fields of the configuration to change; only for a `single` search.
         """
-        from paceline.messages.resources import ContinueExperiment
+        from paceline.messages.experiments import ContinueExperiment
 
         return self._command("continue", ContinueExperiment(config=config or {}))
 
@@ -240,7 +240,7 @@ class Experiment:
         self, *, sort_by: Literal["id", "metric"] = "id", limit: int | None = None
     ) -> list[Trial]:
         """Return the experiment's trials; by "metric", the best come first."""
-        from paceline.messages.resources import Trial as TrialData
+        from paceline.messages.trials import Trial as TrialData
 
         path = f"experiments/{self.id}/trials"
         pages = self._session.pages(path, TrialData, limit=limit, sort_by=sort_by)
@@ -250,7 +250,7 @@ class Experiment:
         self, *, sort_by: Literal["steps", "metric"] = "steps", limit: int | None = None
     ) -> list[Checkpoint]:
         """Return the checkpoints of all trials; by "metric", the best come first."""
-        from paceline.messages.resources import Checkpoint as CheckpointData
+        from paceline.messages.checkpoints import Checkpoint as CheckpointData
 
         path = f"experiments/{self.id}/checkpoints"
         pages = self._session.pages(path, CheckpointData, limit=limit, sort_by=sort_by)
@@ -287,7 +287,7 @@ class Experiment:
         Args:
             tail: Only this many lines before the end.
         """
-        from paceline.messages.resources import LogPage
+        from paceline.messages.logs import LogPage
 
         if tail is not None:
             path = f"experiments/{self.id}/logs"
@@ -305,15 +305,15 @@ class Experiment:
         return self._num_damaged_lines
 
     def _change(self, **fields: Any) -> "Experiment":
-        from paceline.messages.resources import Experiment as ExperimentData
-        from paceline.messages.views import EditExperiment
+        from paceline.messages.experiments import EditExperiment
+        from paceline.messages.experiments import Experiment as ExperimentData
 
         path, body = f"experiments/{self.id}", EditExperiment(**fields)
         self.data = self._session.call("PATCH", path, ExperimentData, body=body)
         return self
 
     def _command(self, verb: str, body: Any = None) -> "Experiment":
-        from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.experiments import Experiment as ExperimentData
 
         path = f"experiments/{self.id}/{verb}"
         self.data = self._session.call("POST", path, ExperimentData, body=body)

@@ -178,7 +178,7 @@ class HttpSession:
         self, path: str, model: type[Model], *, limit: int | None = None, **params: Any
     ) -> Iterator[Model]:
         """Yield the items of a paged list, at most `limit`."""
-        from paceline.messages.resources import Page
+        from paceline.messages.base import Page
 
         cursor: str | None = None
         left = limit
@@ -267,7 +267,7 @@ def raise_for_problem(response: "httpx.Response") -> None:
         return
     from pydantic import ValidationError
 
-    from paceline.messages.resources import Problem
+    from paceline.messages.base import Problem
 
     try:
         problem = Problem.model_validate_json(response.content)

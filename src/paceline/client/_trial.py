@@ -10,10 +10,11 @@ from paceline.client._http_session import HttpSession
 
 if TYPE_CHECKING:
     from paceline.client._experiment import Experiment
-    from paceline.messages.resources import AttemptEnvironment, LogLine, MetricRow
-    from paceline.messages.resources import Trial as TrialData
+    from paceline.messages.logs import LogLine
+    from paceline.messages.metrics import MetricRow
     from paceline.messages.states import ShownState, TrialState
-    from paceline.messages.times import TrialTime
+    from paceline.messages.trials import AttemptEnvironment, TrialTime
+    from paceline.messages.trials import Trial as TrialData
 
 _LOG_PAGE = 1000
 _FOLLOW_INTERVAL_S = 0.5
@@ -67,7 +68,7 @@ class Trial:
 
     def reload(self) -> "Trial":
         """Read the trial again, with its summary and attempts, and return it."""
-        from paceline.messages.resources import Trial as TrialData
+        from paceline.messages.trials import Trial as TrialData
 
         self.data = self._session.get(f"trials/{self.id}", TrialData)
         return self
@@ -75,14 +76,14 @@ class Trial:
     def experiment(self) -> "Experiment":
         """Return the trial's experiment."""
         from paceline.client._experiment import Experiment
-        from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.experiments import Experiment as ExperimentData
 
         data = self._session.get(f"experiments/{self.experiment_id}", ExperimentData)
         return Experiment(self._session, data)
 
     def time(self) -> "TrialTime":
         """Return what the trial's time went to, such as training, starts and lost work."""
-        from paceline.messages.times import TrialTime
+        from paceline.messages.trials import TrialTime
 
         return self._session.get(f"trials/{self.id}/time", TrialTime)
 
@@ -92,7 +93,7 @@ class Trial:
         A master of before tells of none.
         """
         from paceline.client._errors import ApiError
-        from paceline.messages.resources import AttemptEnvironment
+        from paceline.messages.trials import AttemptEnvironment
 
         try:
             return self._session.get(f"trials/{self.id}/environments", list[AttemptEnvironment])
@@ -103,7 +104,7 @@ class Trial:
 
     def kill(self) -> "Trial":
         """End the trial at once, without a checkpoint, and return it as it stands."""
-        from paceline.messages.resources import Trial as TrialData
+        from paceline.messages.trials import Trial as TrialData
 
         self.data = self._session.call("POST", f"trials/{self.id}/kill", TrialData)
         return self
@@ -118,8 +119,8 @@ class Trial:
             activate: Whether to start at once; otherwise the experiment waits, paused.
         """
         from paceline.client._experiment import Experiment
-        from paceline.messages.resources import ContinueTrial
-        from paceline.messages.resources import Experiment as ExperimentData
+        from paceline.messages.experiments import ContinueTrial
+        from paceline.messages.experiments import Experiment as ExperimentData
 
         body = ContinueTrial(config=config or {}, activate=activate)
         data = self._session.call("POST", f"trials/{self.id}/continue", ExperimentData, body=body)
@@ -132,7 +133,7 @@ class Trial:
             group: "training", "validation" or another reported group; None for all.
         """
         from paceline.journal import decode_value
-        from paceline.messages.resources import MetricRow
+        from paceline.messages.metrics import MetricRow
 
         path = f"trials/{self.id}/metrics"
         for name in sorted(self.reload().data.summary) if group is None else [group]:
@@ -186,7 +187,7 @@ class Trial:
                 return
 
     def _log_page(self, **params: Any) -> list["LogLine"]:
-        from paceline.messages.resources import LogPage
+        from paceline.messages.logs import LogPage
 
         page = self._session.get(f"trials/{self.id}/logs", LogPage, **params)
         self._num_damaged_lines = page.num_damaged
@@ -199,7 +200,7 @@ class Trial:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the trial's checkpoints."""
-        from paceline.messages.resources import Checkpoint as CheckpointData
+        from paceline.messages.checkpoints import Checkpoint as CheckpointData
 
         pages = self._session.pages(f"trials/{self.id}/checkpoints", CheckpointData)
         return [Checkpoint(self._session, data) for data in pages]

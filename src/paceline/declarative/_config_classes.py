@@ -8,7 +8,7 @@ import torch
 
 from paceline import _argument_checks as arguments
 from paceline._argument_checks import optional
-from paceline.declarative import _field_checks as checks
+from paceline.declarative import _config_field_checks as checks
 from paceline.declarative._config_object import OptionContainer, new_option, option
 from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
 

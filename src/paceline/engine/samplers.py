@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 T = TypeVar("T")
 
 
-class _Derived(Sampler[T]):
+class _DerivedSampler(Sampler[T]):
     """A sampler on top of another one."""
 
     def __init__(self, sampler: Any) -> None:
@@ -41,7 +41,7 @@ class _Derived(Sampler[T]):
             setter(epoch)
 
 
-class RepeatSampler(_Derived[T]):
+class RepeatSampler(_DerivedSampler[T]):
     """Repeat the samples of a sampler for ever; the length is that of one pass.
 
     Args:
@@ -66,7 +66,7 @@ class RepeatBatchSampler(RepeatSampler[list[int]]):
     """Repeat the batches of a batch sampler for ever; the length is that of one pass."""
 
 
-class DistributedSampler(_Derived[T]):
+class DistributedSampler(_DerivedSampler[T]):
     """Take every `num_workers`-th sample of a sampler, beginning with sample `rank`.
 
     Args:
@@ -101,7 +101,7 @@ class DistributedBatchSampler(DistributedSampler[list[int]]):
     """Take every `num_workers`-th batch of a batch sampler, beginning with batch `rank`."""
 
 
-class SkipSampler(_Derived[T]):
+class SkipSampler(_DerivedSampler[T]):
     """Leave out the first samples of a sampler, once; the length stays that of the sampler.
 
     Where a pass is shorter than that, the rest is left out of the passes that follow. Later
@@ -138,7 +138,7 @@ class SkipBatchSampler(SkipSampler[list[int]]):
     """Leave out the first batches of a batch sampler, once; the length stays the same."""
 
 
-class ReproducibleShuffleSampler(_Derived[T]):
+class ReproducibleShuffleSampler(_DerivedSampler[T]):
     """Shuffle the samples of a sampler by a seed, each pass in another order.
 
     Pass number n has the same order in every process and after a restart: without `set_epoch`

@@ -36,7 +36,7 @@ from paceline.master.api import create_app
 from paceline.master.executors import executor_named
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
 from paceline.master.starters import POOL_FILE, read_pool_file
-from paceline.messages.resources import Shutdown
+from paceline.messages.master_info import Shutdown
 from paceline.runner import ArchiveLimits
 from paceline.runner.node import find_devices
 

@@ -38,3 +38,7 @@ class Problem(Message):
     status: int
     code: str
     detail: str
+
+
+Number = float | dict[str, str]
+"""A float, or ``{"$float": "nan" | "inf" | "-inf"}``; `journal.decode_value` reads both."""

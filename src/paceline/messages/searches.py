@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from paceline.messages.resources import Message, Number, Request
+from paceline.messages.base import Message, Number, Request
 
 
 class RungEntry(Message):

@@ -4,7 +4,7 @@ from enum import Enum
 
 from pydantic import Field
 
-from paceline.messages.resources import Message, Request
+from paceline.messages.base import Message, Request
 
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
 

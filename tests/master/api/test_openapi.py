@@ -23,7 +23,7 @@ from hypothesis.errors import Unsatisfiable
 
 from paceline import __version__
 from paceline.master.api import describe
-from paceline.messages.nodes import PROTOCOL
+from paceline.messages.node_runners import PROTOCOL
 from paceline.storage import DirectoryStorage
 
 WEBUI = Path(__file__).parents[3] / "webui"

@@ -23,7 +23,7 @@ from paceline.master.starters import (
 )
 from paceline.master.starters._missing_runners import missing_runners, runner_groups
 from paceline.messages.attempts import MasterAddress
-from paceline.messages.nodes import PROTOCOL, NodeFacts, NodePoll
+from paceline.messages.node_runners import PROTOCOL, NodeFacts, NodePoll
 
 FILE = """
 pools:

@@ -46,7 +46,8 @@ from paceline.master.api._reading_route import NUM_THREADS, ReadingThreads
 from paceline.master.api._request_counts import RequestCounting
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web_ui_files import WebUi
-from paceline.messages.resources import Problem, Shutdown
+from paceline.messages.base import Problem
+from paceline.messages.master_info import Shutdown
 
 # Of two routes that fit a path, the first one answers: those with fixed names come first.
 _ROUTES = (

@@ -20,7 +20,7 @@ from paceline.master.experiments import (
     note_deleted_files,
 )
 from paceline.master.store import checkpoint_views, tables
-from paceline.messages import resources
+from paceline.messages.checkpoints import Checkpoint
 from paceline.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
 from paceline.storage import storage_from
 
@@ -32,7 +32,7 @@ Uuid = Annotated[str, Path(min_length=1, max_length=128)]
 
 
 @router.get("/checkpoints/{uuid}")
-def read_checkpoint(uuid: Uuid, master: MasterOf) -> resources.Checkpoint:
+def read_checkpoint(uuid: Uuid, master: MasterOf) -> Checkpoint:
     """Read one checkpoint."""
     with master.database.read() as connection:
         return checkpoint_views([checkpoint_row(connection, uuid)])[0]
@@ -46,7 +46,7 @@ async def delete_checkpoint(
         list[str] | None,
         Query(description="Delete only the files that a pattern matches, as in a .gitignore."),
     ] = None,
-) -> resources.Checkpoint:
+) -> Checkpoint:
     """Delete a checkpoint's files, or those that patterns match; it stays listed."""
     view = await asyncio.to_thread(read_checkpoint, uuid, master)
     await asyncio.to_thread(_check_unused, master, uuid)
@@ -89,9 +89,7 @@ def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
-def _delete_checkpoint_files(
-    checkpoint: resources.Checkpoint, globs: list[str] | None
-) -> dict[str, int]:
+def _delete_checkpoint_files(checkpoint: Checkpoint, globs: list[str] | None) -> dict[str, int]:
     """Delete files of a checkpoint, and return the sizes of those that are left."""
     uuid = checkpoint.uuid
     try:

@@ -5,28 +5,28 @@ from dataclasses import replace
 import yaml
 
 from paceline.config import ConfigError, compose_yaml
-from paceline.messages import views
+from paceline.messages.configs import ConfigProblem
 
 
-def config_problems(error: ConfigError, text: str) -> list[views.ConfigProblem]:
+def config_problems(error: ConfigError, text: str) -> list[ConfigProblem]:
     """Return what is wrong with the fields of a config."""
     root = compose_yaml(text)
     return [
-        views.ConfigProblem(
+        ConfigProblem(
             path=problem.path, message=str(problem), line=_line_in_config(root, problem.path)
         )
         for problem in error.problems
     ]
 
 
-def syntax_problems(error: ConfigError) -> list[views.ConfigProblem]:
+def syntax_problems(error: ConfigError) -> list[ConfigProblem]:
     """Return what is wrong with the text itself; the paths are `config:LINE`."""
     found = []
     for problem in error.problems:
         line = problem.path.rpartition(":")[2]
         number = int(line) if line.isdecimal() else None
         message = str(replace(problem, path="config"))
-        found.append(views.ConfigProblem(path="", message=message, line=number))
+        found.append(ConfigProblem(path="", message=message, line=number))
     return found
 
 

@@ -23,7 +23,7 @@ from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, experiment_row
-from paceline.messages import views
+from paceline.messages.configs import CheckedConfig, CodeFile, ConfigText, ConfigView
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, members, open_archive
 
 router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
@@ -33,7 +33,7 @@ _PIECE_BYTES = 1024 * 1024
 
 
 @router.get("/experiments/{experiment_id}/config")
-def read_config(experiment_id: ExperimentId, master: MasterOf) -> views.ConfigView:
+def read_config(experiment_id: ExperimentId, master: MasterOf) -> ConfigView:
     """Read an experiment's configuration as submitted and as resolved; secrets are `***`."""
     with master.database.read() as connection:
         row = experiment_row(connection, experiment_id)
@@ -41,7 +41,7 @@ def read_config(experiment_id: ExperimentId, master: MasterOf) -> views.ConfigVi
     submitted = row.submitted_config
     if submitted is not None and shown != row.config:
         submitted = hide_in_text(submitted)
-    return views.ConfigView(
+    return ConfigView(
         submitted=submitted,
         resolved=shown,
         resolved_yaml=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
@@ -49,12 +49,12 @@ def read_config(experiment_id: ExperimentId, master: MasterOf) -> views.ConfigVi
 
 
 @router.get("/experiments/{experiment_id}/files")
-def list_code(experiment_id: ExperimentId, master: MasterOf) -> list[views.CodeFile]:
+def list_code(experiment_id: ExperimentId, master: MasterOf) -> list[CodeFile]:
     """List the files of an experiment's code; none if it runs in a directory of its own."""
     path = _context_path(master, experiment_id)
     if path is None:
         return []
-    return [views.CodeFile(path=name, size=size) for name, size in _list_files(path)]
+    return [CodeFile(path=name, size=size) for name, size in _list_files(path)]
 
 
 @router.get(
@@ -84,17 +84,17 @@ def read_config_schema() -> dict[str, Any]:
 
 
 @router.post("/check-config")
-def check_config(request: views.ConfigText) -> views.CheckedConfig:
+def check_config(request: ConfigText) -> CheckedConfig:
     """Parse and check a configuration without creating anything; its problems are the answer."""
     try:
         data = parse_yaml(request.text, file_name="config")
     except ConfigError as error:
-        return views.CheckedConfig(config=None, problems=syntax_problems(error))
+        return CheckedConfig(config=None, problems=syntax_problems(error))
     try:
         checked = validate_config(data)
     except ConfigError as error:
-        return views.CheckedConfig(config=data, problems=config_problems(error, request.text))
-    return views.CheckedConfig(config=data, problems=[], warnings=list(checked.warnings))
+        return CheckedConfig(config=data, problems=config_problems(error, request.text))
+    return CheckedConfig(config=data, problems=[], warnings=list(checked.warnings))
 
 
 def _context_path(master: Master, experiment_id: int) -> Path | None:

@@ -21,7 +21,15 @@ from paceline.master.experiments import (
     edit_experiment,
     loss_of,
 )
-from paceline.messages import resources, views
+from paceline.messages.experiments import (
+    BulkAction,
+    BulkResult,
+    Deletion,
+    EditExperiment,
+    Experiment,
+    ForkExperiment,
+    Loss,
+)
 from paceline.runner import AttemptDirectory
 
 router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
@@ -29,8 +37,8 @@ router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
 @router.patch("/experiments/{experiment_id}")
 async def change_experiment(
-    experiment_id: ExperimentId, request: views.EditExperiment, master: MasterOf
-) -> resources.Experiment:
+    experiment_id: ExperimentId, request: EditExperiment, master: MasterOf
+) -> Experiment:
     """Change an experiment's name, description, labels or notes."""
     await write_rows(
         master,
@@ -41,8 +49,8 @@ async def change_experiment(
 
 @router.post("/experiments/{experiment_id}/fork", status_code=201)
 async def fork_experiment(
-    experiment_id: ExperimentId, request: views.ForkExperiment, master: MasterOf
-) -> resources.Experiment:
+    experiment_id: ExperimentId, request: ForkExperiment, master: MasterOf
+) -> Experiment:
     """Create an experiment with the code and the changed configuration of another one."""
     forked = await write_rows(
         master,
@@ -59,11 +67,11 @@ async def fork_experiment(
 
 
 @router.get("/experiments/{experiment_id}/loss")
-def read_loss(experiment_id: ExperimentId, master: MasterOf) -> views.Loss:
+def read_loss(experiment_id: ExperimentId, master: MasterOf) -> Loss:
     """Tell what deleting an experiment would take away, and whether it may be deleted."""
     with master.database.read() as connection:
         loss = loss_of(connection, experiment_id)
-    return views.Loss(
+    return Loss(
         num_trials=loss.num_trials,
         num_checkpoints=loss.num_checkpoints,
         checkpoint_bytes=loss.checkpoint_bytes,
@@ -73,13 +81,13 @@ def read_loss(experiment_id: ExperimentId, master: MasterOf) -> views.Loss:
 
 
 @router.delete("/experiments/{experiment_id}")
-async def remove_experiment(experiment_id: ExperimentId, master: MasterOf) -> views.Deletion:
+async def remove_experiment(experiment_id: ExperimentId, master: MasterOf) -> Deletion:
     """Delete an ended experiment with its trials, metrics, logs and checkpoints."""
-    return views.Deletion(left_behind=await _delete_experiment(master, experiment_id))
+    return Deletion(left_behind=await _delete_experiment(master, experiment_id))
 
 
 @router.post("/bulk-actions")
-async def act_on_experiments(request: views.BulkAction, master: MasterOf) -> list[views.BulkResult]:
+async def act_on_experiments(request: BulkAction, master: MasterOf) -> list[BulkResult]:
     """Carry one action out on several experiments; one that fails does not hold up the others."""
     results = []
     for experiment_id in dict.fromkeys(request.experiment_ids):
@@ -90,7 +98,7 @@ async def act_on_experiments(request: views.BulkAction, master: MasterOf) -> lis
                 error = f"Some files could not be deleted: {', '.join(left)}."
         except (NotFoundError, RefusedError, TransitionError, ConfigError) as refusal:
             error = str(refusal)
-        results.append(views.BulkResult(experiment_id=experiment_id, error=error))
+        results.append(BulkResult(experiment_id=experiment_id, error=error))
     return results
 
 

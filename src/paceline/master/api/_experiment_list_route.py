@@ -29,7 +29,9 @@ from paceline.master.store import (
     number_by_state,
     tables,
 )
-from paceline.messages import resources, views
+from paceline.messages.base import Page
+from paceline.messages.experiments import ColumnNames, Experiment
+from paceline.messages.metrics import MetricName
 from paceline.messages.states import ExperimentState
 
 router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
@@ -38,7 +40,7 @@ _MAX_SPACES = 1000
 Names = Annotated[list[str], Query(max_length=100)]
 
 
-@router.get("/experiments", response_model=resources.Page[resources.Experiment])
+@router.get("/experiments", response_model=Page[Experiment])
 def list_experiments(
     master: MasterOf,
     limit: Limit = 100,
@@ -91,13 +93,13 @@ def list_experiments(
 
 
 @router.get("/experiment-columns")
-def list_experiment_columns(master: MasterOf) -> views.ColumnNames:
+def list_experiment_columns(master: MasterOf) -> ColumnNames:
     """List the metrics and hyperparameters that can be columns of the experiment list."""
     with master.database.read() as connection:
         names = all_metric_names(connection)
         hparams = _hparam_names(connection, master.kept_names)
-    return views.ColumnNames(
-        metrics=[views.MetricName(group=group, name=name) for group, name in names],
+    return ColumnNames(
+        metrics=[MetricName(group=group, name=name) for group, name in names],
         hparams=hparams,
     )
 

@@ -29,7 +29,10 @@ from paceline.master.store import (
     experiment_view,
     tables,
 )
-from paceline.messages import resources, searches
+from paceline.messages import searches
+from paceline.messages.base import Page
+from paceline.messages.checkpoints import Checkpoint
+from paceline.messages.experiments import ContinueExperiment, CreateExperiment, Experiment
 from paceline.search import preview
 
 router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
@@ -39,9 +42,7 @@ Action = Literal["pause", "activate", "cancel", "kill", "archive", "unarchive"]
 
 
 @router.post("/experiments", status_code=201)
-async def create_experiment(
-    request: resources.CreateExperiment, master: MasterOf
-) -> resources.Experiment:
+async def create_experiment(request: CreateExperiment, master: MasterOf) -> Experiment:
     """Create an experiment; its context must have been uploaded before."""
     config = await asyncio.to_thread(validate_config, request.config)
     digest = request.context_digest
@@ -62,15 +63,15 @@ async def create_experiment(
 
 
 @router.get("/experiments/{experiment_id}")
-def read_experiment(experiment_id: ExperimentId, master: MasterOf) -> resources.Experiment:
+def read_experiment(experiment_id: ExperimentId, master: MasterOf) -> Experiment:
     """Read one experiment."""
     return _read(master, experiment_id)
 
 
 @router.post("/experiments/{experiment_id}/continue")
 async def continue_experiment(
-    experiment_id: ExperimentId, request: resources.ContinueExperiment, master: MasterOf
-) -> resources.Experiment:
+    experiment_id: ExperimentId, request: ContinueExperiment, master: MasterOf
+) -> Experiment:
     """Reopen an ended experiment."""
 
     def job(transaction: Transaction) -> None:
@@ -83,7 +84,7 @@ async def continue_experiment(
 @router.post("/experiments/{experiment_id}/{action}")
 async def act_on_experiment(
     experiment_id: ExperimentId, action: Action, master: MasterOf
-) -> resources.Experiment:
+) -> Experiment:
     """Pause, activate, cancel, kill, archive or unarchive an experiment."""
     job = action_of(master, action)
     await write_rows(master, lambda transaction: job(transaction, experiment_id))
@@ -97,7 +98,7 @@ def list_checkpoints(
     limit: Limit = 100,
     cursor: Cursor = None,
     sort_by: Annotated[Literal["steps", "metric"], Query()] = "steps",
-) -> resources.Page[resources.Checkpoint]:
+) -> Page[Checkpoint]:
     """List an experiment's checkpoints, the latest or the best first."""
     checkpoints = tables.checkpoints.c
     with master.database.read() as connection:
@@ -183,7 +184,7 @@ def context_path_exists(master: Master, digest: str) -> bool:
     return is_digest and (master.home.contexts_path / f"{digest}.tar.gz").exists()
 
 
-def _read(master: Master, experiment_id: int) -> resources.Experiment:
+def _read(master: Master, experiment_id: int) -> Experiment:
     with master.database.read() as connection:
         row = experiment_row(connection, experiment_id)
         view = experiment_view(connection, row)

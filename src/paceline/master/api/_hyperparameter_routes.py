@@ -13,7 +13,8 @@ from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, experiment_row
 from paceline.master.store import config_of, sample_trials, tables, tagged
-from paceline.messages import views
+from paceline.messages.hyperparameters import HparamAxis, HparamRow, HparamTable
+from paceline.messages.metrics import MetricName
 
 router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
@@ -28,7 +29,7 @@ def read_hyperparameters(
         str | None, Query(description="GROUP/NAME; its best value of each trial is told.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=_LARGEST_TABLE)] = _LARGEST_TABLE,
-) -> views.HparamTable:
+) -> HparamTable:
     """Read the hyperparameters of an experiment's trials and one metric, the oldest trial first.
 
     Of more than `limit` trials the best half are told, and others that are spread evenly.
@@ -50,7 +51,7 @@ def read_hyperparameters(
         )
     space = config_of(experiment).hyperparameters
     flat = [flat_values(space, row.hparams) for row in rows]
-    return views.HparamTable(
+    return HparamTable(
         metric=name,
         smaller_is_better=searcher.smaller_is_better,
         axes=_hyperparameter_axes(space, flat),
@@ -91,17 +92,17 @@ def _walk_space(space: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", entry
 
 
-def _metric_beside_hyperparameters(metric: str | None, searched: str) -> views.MetricName:
+def _metric_beside_hyperparameters(metric: str | None, searched: str) -> MetricName:
     if metric is None:
-        return views.MetricName(group="validation", name=searched)
+        return MetricName(group="validation", name=searched)
     group, _, name = metric.partition("/")
     if not group or not name:
         raise ApiError(422, "invalid_request", f"`metric` must be GROUP/NAME, but got {metric!r}.")
-    return views.MetricName(group=group, name=name)
+    return MetricName(group=group, name=name)
 
 
 def _best_values_for_hyperparameters(
-    connection: Connection, trial_ids: list[int], name: views.MetricName, smaller_is_better: bool
+    connection: Connection, trial_ids: list[int], name: MetricName, smaller_is_better: bool
 ) -> dict[int, float]:
     series = tables.series.c
     column = series.min if smaller_is_better else series.max
@@ -120,9 +121,7 @@ def _best_values_for_hyperparameters(
     return best
 
 
-def _hyperparameter_axes(
-    space: dict[str, Any], rows: list[dict[str, Any]]
-) -> list[views.HparamAxis]:
+def _hyperparameter_axes(space: dict[str, Any], rows: list[dict[str, Any]]) -> list[HparamAxis]:
     entries = flat_space(space)
     names = sorted(entries.keys() | {name for row in rows for name in row})
     axes = []
@@ -135,7 +134,7 @@ def _hyperparameter_axes(
         if is_log and minval is not None and maxval is not None:
             minval, maxval = base**minval, base**maxval
         axes.append(
-            views.HparamAxis(
+            HparamAxis(
                 name=name, type=kind, is_log=is_log, minval=minval, maxval=maxval,
                 is_varied=_is_varied_hyperparameter(row.get(name) for row in rows),
                 vals=told.get("vals"),
@@ -151,10 +150,8 @@ def _is_varied_hyperparameter(values: Iterator[Any]) -> bool:
     return any(text != first for text in texts)
 
 
-def _hyperparameter_row(
-    row: Row[Any], hparams: dict[str, Any], metric: float | None
-) -> views.HparamRow:
-    return views.HparamRow(
+def _hyperparameter_row(row: Row[Any], hparams: dict[str, Any], metric: float | None) -> HparamRow:
+    return HparamRow(
         trial_id=row.id,
         state=row.state,
         hparams=hparams,

@@ -12,7 +12,7 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, TrialId, experiment_row, trial_row
 from paceline.master.store import LogFilter, StoredLine, merge_lines, tables
-from paceline.messages import resources
+from paceline.messages.logs import LogLine, LogPage
 
 router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
@@ -45,7 +45,7 @@ def list_trial_logs(
     after: After = -1,
     limit: LineLimit = 1000,
     tail: Tail = None,
-) -> resources.LogPage:
+) -> LogPage:
     """List lines of a trial's output, oldest first."""
     with master.database.read() as connection:
         trial_row(connection, trial_id)
@@ -56,7 +56,7 @@ def list_trial_logs(
         lines = master.logs.read(trial_id, after=after, limit=limit + 1, only=only)
         more = str(lines[limit - 1].id) if len(lines) > limit else None
         lines = lines[:limit]
-    return resources.LogPage(
+    return LogPage(
         items=[log_view(trial_id, line) for line in lines],
         next_cursor=more,
         num_damaged=master.logs.num_damaged(trial_id),
@@ -70,7 +70,7 @@ def list_experiment_logs(
     only: Only,
     limit: LineLimit = 1000,
     tail: Tail = None,
-) -> resources.LogPage:
+) -> LogPage:
     """List lines of all trials of an experiment in order of time."""
     read: list[int] = []
     with master.database.read() as connection:
@@ -83,7 +83,7 @@ def list_experiment_logs(
         chosen = list(islice(lines, tail or limit))
     if tail is not None:
         chosen.reverse()
-    return resources.LogPage(
+    return LogPage(
         items=[log_view(trial_id, line) for trial_id, line in chosen],
         num_damaged=sum(map(master.logs.num_damaged, read)),
     )
@@ -119,9 +119,9 @@ def _log_ends(connection: Connection, experiment_id: int) -> Iterator[tuple[int,
     return ((trial_id, inf if time is None else time) for trial_id, time in rows)
 
 
-def log_view(trial_id: int, line: StoredLine) -> resources.LogLine:
+def log_view(trial_id: int, line: StoredLine) -> LogLine:
     """Return a line as the API shows it."""
-    return resources.LogLine(
+    return LogLine(
         id=line.id,
         trial_id=trial_id,
         attempt=line.attempt,

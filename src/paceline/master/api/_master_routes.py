@@ -17,7 +17,8 @@ from paceline.master.api._row_helpers import MasterOf
 from paceline.master.api._slot_routes import running_attempts
 from paceline.master.api._web_ui_files import has_web_ui
 from paceline.master.store import EXPERIMENTS, num_slots_of, number_by_state, tables
-from paceline.messages import resources
+from paceline.messages.events import Event
+from paceline.messages.master_info import MasterInfo, Shutdown
 from paceline.messages.states import ExperimentState
 
 router = ApiRouter(tags=["master"], route_class=ReadingRoute)
@@ -33,13 +34,13 @@ async def read_health(master: MasterOf) -> dict[str, str]:
 
 
 @router.get("/master")
-def read_master(master: MasterOf) -> resources.MasterInfo:
+def read_master(master: MasterOf) -> MasterInfo:
     """Tell what the master is and how busy it is."""
     with master.database.read() as connection:
         states = number_by_state(connection, EXPERIMENTS)
         used = sum(num_slots_of(row) for row in running_attempts(connection))
     nodes = master.reconciler.slots()
-    return resources.MasterInfo(
+    return MasterInfo(
         version=master.version,
         cluster_id=master.home.cluster_id,
         started_at=master.started_at,
@@ -52,9 +53,9 @@ def read_master(master: MasterOf) -> resources.MasterInfo:
 
 
 @router.post("/master/shutdown", status_code=202)
-async def shut_down(request: Request, wanted: resources.Shutdown) -> None:
+async def shut_down(request: Request, wanted: Shutdown) -> None:
     """Stop the master, after its attempts have left unless they are to be kept."""
-    stop: Callable[[resources.Shutdown], None] = request.app.state.shut_down
+    stop: Callable[[Shutdown], None] = request.app.state.shut_down
     stop(wanted)
 
 
@@ -104,11 +105,11 @@ def _newest_event(master: Master) -> int:
         return connection.execute(select(func.max(tables.events.c.id))).scalar() or 0
 
 
-def _read_events(master: Master, after: int, experiment_id: int | None) -> list[resources.Event]:
+def _read_events(master: Master, after: int, experiment_id: int | None) -> list[Event]:
     events = tables.events
     query = select(events).where(events.c.id > after).order_by(events.c.id)
     if experiment_id is not None:
         query = query.where(events.c.experiment_id == experiment_id)
     with master.database.read() as connection:
         rows = connection.execute(query.limit(_EVENTS_PER_READ))
-        return [resources.Event(**row._mapping) for row in rows]
+        return [Event(**row._mapping) for row in rows]

@@ -17,8 +17,7 @@ from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.api._slot_routes import drain_slots, resume_slots
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
 from paceline.master.store import Transaction, slots_by_node, tables
-from paceline.messages import node_views
-from paceline.messages.nodes import (
+from paceline.messages.node_runners import (
     LOCAL_NAME,
     LOCAL_NODE,
     NAME_PATTERN,
@@ -26,6 +25,7 @@ from paceline.messages.nodes import (
     NodePoll,
     NodeWork,
 )
+from paceline.messages.nodes_and_slots import DrainNode, Node, NodeState
 from paceline.messages.states import LIVE_ATTEMPTS
 
 router = ApiRouter(tags=["nodes"], route_class=ReadingRoute)
@@ -77,7 +77,7 @@ async def poll_node(
 
 
 @router.get("/nodes")
-def list_nodes(master: MasterOf) -> list[node_views.Node]:
+def list_nodes(master: MasterOf) -> list[Node]:
     """List the nodes but the master's own: their state, their slots, and what runs there."""
     with master.database.read() as connection:
         live = _live_attempts(connection)
@@ -85,7 +85,7 @@ def list_nodes(master: MasterOf) -> list[node_views.Node]:
 
 
 @router.post("/nodes/{name}/drain", status_code=204)
-async def drain_node(name: Name, wanted: node_views.DrainNode, master: MasterOf) -> None:
+async def drain_node(name: Name, wanted: DrainNode, master: MasterOf) -> None:
     """Place nothing more on a node; what runs there goes on elsewhere, or is finished.
 
     The master's own node is drained by all of its slots.
@@ -194,11 +194,11 @@ def _live_attempts(connection: Connection) -> list[Row[Any]]:
     return list(connection.execute(query.order_by(attempts.c.id)).all())
 
 
-def _node_view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> node_views.Node:
+def _node_view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> Node:
     own = [attempt for attempt in live if node.id in slots_by_node(attempt)]
     facts = node.facts
     seen_at = master.nodes.seen_at(node.id)
-    return node_views.Node(
+    return Node(
         id=node.id,
         name=node.name,
         state=_node_state(master, node, has_attempts=bool(own)),
@@ -218,9 +218,7 @@ def _node_view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> no
     )
 
 
-def _node_state(
-    master: Master, node: RegisteredNode, *, has_attempts: bool
-) -> node_views.NodeState:
+def _node_state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> NodeState:
     if master.nodes.is_lost(node.id):
         return "lost"
     if master.nodes.seen_at(node.id) is None or master.nodes.is_cut_off(node.id):

@@ -16,8 +16,9 @@ from paceline.master.experiments import read_cluster, read_pools
 from paceline.master.scheduling import PoolSettings
 from paceline.master.starters import PoolRunners
 from paceline.master.store import Transaction, tables
-from paceline.messages import node_views, queue_views
-from paceline.messages.nodes import LOCAL_NAME, LOCAL_NODE, NAME_PATTERN
+from paceline.messages.node_runners import LOCAL_NAME, LOCAL_NODE, NAME_PATTERN
+from paceline.messages.nodes_and_slots import DrainNode
+from paceline.messages.pools_and_queue import Pool, SetPool
 
 router = ApiRouter(tags=["nodes"], route_class=ReadingRoute)
 
@@ -26,7 +27,7 @@ SlotNumber = Annotated[int, Path(ge=0, le=2**31 - 1)]
 
 
 @router.get("/pools")
-def list_pools(master: MasterOf) -> list[queue_views.Pool]:
+def list_pools(master: MasterOf) -> list[Pool]:
     """List the pools that have nodes or settings, or whose runners the master starts."""
     with master.database.read() as connection:
         cluster = read_cluster(connection, master.reconciler.slots(), time.time())
@@ -38,7 +39,7 @@ def list_pools(master: MasterOf) -> list[queue_views.Pool]:
         ids = {node.node_id for node in nodes}
         settings = cluster.pools.get(name, PoolSettings())
         pools.append(
-            queue_views.Pool(
+            Pool(
                 name=name,
                 policy=settings.policy.value,
                 max_slots=settings.max_slots,
@@ -59,7 +60,7 @@ def list_pools(master: MasterOf) -> list[queue_views.Pool]:
 
 
 @router.put("/pools/{name}", status_code=204)
-async def set_pool(name: Name, wanted: queue_views.SetPool, master: MasterOf) -> None:
+async def set_pool(name: Name, wanted: SetPool, master: MasterOf) -> None:
     """Say how a pool is shared, and which nodes belong to it by their labels."""
 
     def job(transaction: Transaction) -> None:
@@ -86,9 +87,7 @@ async def reset_pool(name: Name, master: MasterOf) -> None:
 
 
 @router.post("/nodes/{name}/slots/{slot}/drain", status_code=204)
-async def drain_slot(
-    name: Name, slot: SlotNumber, wanted: node_views.DrainNode, master: MasterOf
-) -> None:
+async def drain_slot(name: Name, slot: SlotNumber, wanted: DrainNode, master: MasterOf) -> None:
     """Place nothing more on a slot; what runs there goes on elsewhere, or is finished."""
     node_id = _node_with_slot(master, name, slot)
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from paceline.config import ConfigError
 from paceline.master.experiments import NotFoundError, RefusedError, TransitionError
 from paceline.master.store import DatabaseUnavailableError
-from paceline.messages.resources import Problem
+from paceline.messages.base import Problem
 from paceline.search import SearchMethodError
 from paceline.storage import CheckpointError
 

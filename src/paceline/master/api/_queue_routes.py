@@ -22,7 +22,7 @@ from paceline.master.scheduling import (
     needs_node,
 )
 from paceline.master.store import Transaction, tables
-from paceline.messages import queue_views, views
+from paceline.messages.pools_and_queue import MoveExperiment, QueueEntry
 
 router = ApiRouter(tags=["queue"], route_class=ReadingRoute)
 
@@ -33,7 +33,7 @@ def list_queue(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     pool: Annotated[str | None, Query(max_length=63)] = None,
     trial_id: Annotated[int | None, Query(ge=1)] = None,
-) -> list[views.QueueEntry]:
+) -> list[QueueEntry]:
     """List the trials that wait for slots, the next one first, and why each waits.
 
     Pools that share by another policy than first come, first served come one after the other. With
@@ -64,7 +64,7 @@ def list_queue(
 
 
 @router.post("/queue/move", status_code=204)
-async def move_in_queue(request: queue_views.MoveExperiment, master: MasterOf) -> None:
+async def move_in_queue(request: MoveExperiment, master: MasterOf) -> None:
     """Change when an experiment gets slots, among those of its pool that are as important."""
     given = [one for one in (request.ahead_of, request.behind, request.to) if one is not None]
     if len(given) != 1:
@@ -121,7 +121,7 @@ def _queue_entry(
     now: float,
     addresses: Mapping[int, str],
     failure: str | None,
-) -> views.QueueEntry:
+) -> QueueEntry:
     """Return a waiting trial; `failure` says why its pool has no runner."""
     waiting, reason, behind = result.waiting, result.reason, result.behind
     _, name, created_at, ended_at = facts
@@ -129,7 +129,7 @@ def _queue_entry(
     detail = _queue_detail(cluster, settings, result, now, addresses)
     if failure is not None and needs_node(result):
         detail = f"{detail} {failure}"
-    return views.QueueEntry(
+    return QueueEntry(
         trial_id=waiting.trial_id,
         experiment_id=waiting.experiment_id,
         experiment_name=name,

@@ -20,7 +20,8 @@ from paceline.master.store import (
     encode_cursor,
     tables,
 )
-from paceline.messages import resources
+from paceline.messages.base import Page
+from paceline.messages.checkpoints import Checkpoint
 
 Result = TypeVar("Result")
 
@@ -95,7 +96,7 @@ def _is_key(value: Any) -> bool:
 
 
 def page_of_encoded(items: Sequence[bytes], next_cursor: str | None, total: int | None) -> Response:
-    """Return the answer of a `resources.Page` whose items are encoded already."""
+    """Return the answer of a `Page` whose items are encoded already."""
     last = to_json({"next_cursor": next_cursor, "total": total}).removeprefix(b"{")
     return Response(b'{"items":[' + b",".join(items) + b"]," + last, media_type="application/json")
 
@@ -126,7 +127,7 @@ def checkpoint_page(
     name: str,
     cursor: str | None,
     limit: int,
-) -> resources.Page[resources.Checkpoint]:
+) -> Page[Checkpoint]:
     """Return one page of checkpoints; `name` is that of the order, for the cursor."""
     after = place_in_rows(cursor, name, len(order.keys))
     rows = order.read(connection, query, after=after, limit=limit + 1)
@@ -134,4 +135,4 @@ def checkpoint_page(
     if len(rows) > limit:
         last = rows[limit - 1]._mapping
         more = encode_cursor(name, *(last[str(key.key)] for key in order.keys))
-    return resources.Page(items=checkpoint_views(rows[:limit]), next_cursor=more)
+    return Page(items=checkpoint_views(rows[:limit]), next_cursor=more)

@@ -21,13 +21,13 @@ from paceline.master.store import (
     sample_curve,
     smooth_at,
 )
-from paceline.messages import views
+from paceline.messages.metrics import MetricName, SeriesOf, SeriesReply, SeriesRequest
 
 router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 
-@router.post("/metric-series", response_model=views.SeriesReply)
-def read_metric_series(request: views.SeriesRequest, master: MasterOf) -> Response:
+@router.post("/metric-series", response_model=SeriesReply)
+def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
     """Read points of many series, each down-sampled so that no extreme is lost.
 
     With `smoothing_steps` each point also has the moving average of the whole series up to it.
@@ -43,16 +43,16 @@ def list_metric_names(
     experiment_id: ExperimentId,
     master: MasterOf,
     trial_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
-) -> list[views.MetricName]:
+) -> list[MetricName]:
     """List the metrics that an experiment's trials, or one of them, reported so far."""
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
         names = metric_names(connection, experiment_id, trial_id)
-    return [views.MetricName(group=group, name=name) for group, name in names]
+    return [MetricName(group=group, name=name) for group, name in names]
 
 
 def _read_series(
-    connection: Connection, wanted: views.SeriesOf, request: views.SeriesRequest
+    connection: Connection, wanted: SeriesOf, request: SeriesRequest
 ) -> dict[str, object]:
     selection = Selection(
         trial_id=wanted.trial_id, group=wanted.group, key=wanted.name, after_step=wanted.after_step

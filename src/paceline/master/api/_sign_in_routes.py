@@ -14,7 +14,7 @@ from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
 from paceline.master.api._token_routes import require_token
 from paceline.master.auth import ADMIN, SIGN_IN_S, TooManyAttemptsError
-from paceline.messages import resources
+from paceline.messages.sign_ins import Login, NewPassword, Session, SignInLink
 
 router = ApiRouter(tags=["sign-in"], route_class=ReadingRoute)
 
@@ -23,9 +23,9 @@ UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 
 
 @router.get("/session")
-def read_session(master: MasterOf, identity: IdentityOf) -> resources.Session:
+def read_session(master: MasterOf, identity: IdentityOf) -> Session:
     """Tell who is signed in, and whether a password could sign in; needs no sign-in."""
-    return resources.Session(
+    return Session(
         user=None if identity is None else identity.user,
         has_password=master.passwords.are_set(),
         scope=None if identity is None else identity.scope.value,
@@ -34,8 +34,8 @@ def read_session(master: MasterOf, identity: IdentityOf) -> resources.Session:
 
 @router.post("/login")
 def log_in(
-    request: resources.Login, response: Response, master: MasterOf, connection: ConnectionOf
-) -> resources.Session:
+    request: Login, response: Response, master: MasterOf, connection: ConnectionOf
+) -> Session:
     """Sign a browser in by a password that `paceline user set-password` gave."""
     try:
         is_known = master.passwords.check(request.user, request.password, connection.sender)
@@ -49,7 +49,7 @@ def log_in(
             " `paceline login` prints a link that signs in without.",
         )
     _set_cookie(response, master, request.user)
-    return resources.Session(user=request.user, has_password=True, scope="admin")
+    return Session(user=request.user, has_password=True, scope="admin")
 
 
 @router.get("/sign-in", status_code=303, response_class=RedirectResponse)
@@ -73,11 +73,11 @@ def follow_sign_in_link(
 
 
 @router.post("/sign-in-links", status_code=201)
-def create_sign_in_link(request: Request, master: MasterOf) -> resources.SignInLink:
+def create_sign_in_link(request: Request, master: MasterOf) -> SignInLink:
     """Make a link that signs a browser in, once."""
     token, expires_at = master.links.make()
     url = f"{request.url.scheme}://{request.headers['host']}{_SIGN_IN_PATH}?token={token}"
-    return resources.SignInLink(url=url, expires_at=expires_at)
+    return SignInLink(url=url, expires_at=expires_at)
 
 
 @router.post("/logout", status_code=204)
@@ -91,7 +91,7 @@ def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
 
 @router.put("/users/{name}/password", status_code=204)
 async def set_password(
-    name: UserName, request: resources.NewPassword, master: MasterOf, identity: IdentityOf
+    name: UserName, request: NewPassword, master: MasterOf, identity: IdentityOf
 ) -> None:
     """Give a user a password and end the user's sign-ins; needs a token."""
     require_token(identity)

@@ -12,15 +12,15 @@ from paceline.master.api._row_helpers import MasterOf
 from paceline.master.experiments import drained_slots, live_attempts, read_pools
 from paceline.master.scheduling import pool_of
 from paceline.master.store import Transaction, slots_by_node, tables
-from paceline.messages import resources
-from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
+from paceline.messages.node_runners import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
+from paceline.messages.nodes_and_slots import Slot
 from paceline.messages.states import LIVE_ATTEMPTS
 
 router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 
 
 @router.get("/slots")
-def list_slots(master: MasterOf) -> list[resources.Slot]:
+def list_slots(master: MasterOf) -> list[Slot]:
     """List the slots of all nodes and who uses them; those of lost nodes only if used."""
     with master.database.read() as connection:
         users = {
@@ -43,7 +43,7 @@ def list_slots(master: MasterOf) -> list[resources.Slot]:
         for facts in (node.facts,)
     ]
     return [
-        resources.Slot(
+        Slot(
             id=slot,
             node=name,
             device=device,

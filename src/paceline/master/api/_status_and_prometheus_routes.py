@@ -23,7 +23,7 @@ from paceline.master.store import (
     num_waiting,
     number_by_state,
 )
-from paceline.messages.status import MasterStatus
+from paceline.messages.master_info import MasterStatus
 
 router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 

@@ -27,8 +27,9 @@ from paceline.master.store import (
     tables,
     trial_views,
 )
-from paceline.messages import resources
+from paceline.messages.base import Page
 from paceline.messages.states import TrialState
+from paceline.messages.trials import Trial
 
 router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 
@@ -62,7 +63,7 @@ def list_trials(
         Literal["asc", "desc"] | None,
         Query(description="By default the metric's best first, and all else ascending."),
     ] = None,
-) -> resources.Page[resources.Trial]:
+) -> Page[Trial]:
     """List an experiment's trials by id unless told otherwise; the first page tells the total."""
     with master.database.read() as connection:
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
@@ -92,7 +93,7 @@ def list_trials(
     if len(rows) > limit:
         last = rows[limit - 1]
         more = encode_cursor(last.id) if by_id else encode_cursor(name, last.place, last.id)
-    return resources.Page(items=views, next_cursor=more, total=total)
+    return Page(items=views, next_cursor=more, total=total)
 
 
 def _trial_sort_key(sort_by: str) -> ColumnElement[Any]:

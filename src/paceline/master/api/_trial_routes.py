@@ -29,30 +29,34 @@ from paceline.master.store import (
     time_shares,
     trial_views,
 )
-from paceline.messages import resources, times
+from paceline.messages.base import Page
+from paceline.messages.checkpoints import Checkpoint
+from paceline.messages.experiments import ContinueTrial, Experiment
+from paceline.messages.metrics import MetricRow
+from paceline.messages.trials import AttemptEnvironment, Trial, TrialTime
 
 router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 
 @router.get("/trials/{trial_id}")
-def read_trial(trial_id: TrialId, master: MasterOf) -> resources.Trial:
+def read_trial(trial_id: TrialId, master: MasterOf) -> Trial:
     """Read one trial with its attempts and metric summaries."""
     with master.database.read() as connection:
         return trial_views(connection, [trial_row(connection, trial_id)], has_details=True)[0]
 
 
 @router.get("/trials/{trial_id}/time")
-def read_trial_time(trial_id: TrialId, master: MasterOf) -> times.TrialTime:
+def read_trial_time(trial_id: TrialId, master: MasterOf) -> TrialTime:
     """Read what the time of a trial went to."""
     with master.database.read() as connection:
         shares, until = time_shares(connection, trial_row(connection, trial_id))
-    return times.TrialTime(
+    return TrialTime(
         **shares.seconds(), total_s=shares.total_s, goodput=shares.goodput, until=until
     )
 
 
 @router.get("/trials/{trial_id}/environments")
-def list_environments(trial_id: TrialId, master: MasterOf) -> list[resources.AttemptEnvironment]:
+def list_environments(trial_id: TrialId, master: MasterOf) -> list[AttemptEnvironment]:
     """Read what the attempts of a trial ran in, the earliest first."""
     attempts = tables.attempts.c
     with master.database.read() as connection:
@@ -64,24 +68,20 @@ def list_environments(trial_id: TrialId, master: MasterOf) -> list[resources.Att
             environment = read_environment(connection, row.environment)
             own = None if environment is None else environment.pop("source", None)
             found.append(
-                resources.AttemptEnvironment(
-                    number=row.number, environment=environment, source=source or own
-                )
+                AttemptEnvironment(number=row.number, environment=environment, source=source or own)
             )
     return found
 
 
 @router.post("/trials/{trial_id}/kill")
-async def kill_trial(trial_id: TrialId, master: MasterOf) -> resources.Trial:
+async def kill_trial(trial_id: TrialId, master: MasterOf) -> Trial:
     """End a trial at once."""
     await write_rows(master, lambda transaction: master.commands.kill_trial(transaction, trial_id))
     return await asyncio.to_thread(read_trial, trial_id, master)
 
 
 @router.post("/trials/{trial_id}/continue", status_code=201)
-async def continue_trial(
-    trial_id: TrialId, request: resources.ContinueTrial, master: MasterOf
-) -> resources.Experiment:
+async def continue_trial(trial_id: TrialId, request: ContinueTrial, master: MasterOf) -> Experiment:
     """Create a `single` experiment that starts from the trial's latest checkpoint."""
     from paceline.master.api._experiment_routes import read_experiment
 
@@ -101,7 +101,7 @@ def list_metrics(
     group: str = "validation",
     limit: Limit = MAX_PAGE,
     cursor: Cursor = None,
-) -> resources.Page[resources.MetricRow]:
+) -> Page[MetricRow]:
     """List the rows of one metric group in step order; superseded rows are left out."""
     after = position_in_rows(cursor, [0])[0] if cursor is not None else -1
     with master.database.read() as connection:
@@ -109,7 +109,7 @@ def list_metrics(
         rows = read_rows(connection, trial_id, group, after_step=after, limit=limit + 1)
     more = encode_cursor(rows[limit - 1].step) if len(rows) > limit else None
     items = [
-        resources.MetricRow(
+        MetricRow(
             group=group,
             steps_completed=row.step,
             attempt=row.attempt,
@@ -118,13 +118,13 @@ def list_metrics(
         )
         for row in rows[:limit]
     ]
-    return resources.Page(items=items, next_cursor=more)
+    return Page(items=items, next_cursor=more)
 
 
 @router.get("/trials/{trial_id}/checkpoints")
 def list_trial_checkpoints(
     trial_id: TrialId, master: MasterOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
-) -> resources.Page[resources.Checkpoint]:
+) -> Page[Checkpoint]:
     """List a trial's checkpoints, the latest first."""
     checkpoints = tables.checkpoints.c
     keys = (checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid)

@@ -16,7 +16,7 @@ from paceline.master.experiments._attempt_control import read_control_of
 from paceline.master.experiments._runner_leases import DEFAULT_LEASE_S
 from paceline.master.store import config_of, num_slots_of, slots_by_node, tables
 from paceline.messages.attempts import AttemptSpec, StorageMark
-from paceline.messages.nodes import LOCAL_NAME
+from paceline.messages.node_runners import LOCAL_NAME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

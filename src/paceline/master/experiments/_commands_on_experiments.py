@@ -26,7 +26,7 @@ from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError
 from paceline.master.scheduling import NodeSlots, fits_nodes, in_pools
 from paceline.master.store import Transaction, config_of, new_id, tables
-from paceline.messages.nodes import DEFAULT_POOL
+from paceline.messages.node_runners import DEFAULT_POOL
 from paceline.messages.states import ExperimentState, TrialState
 from paceline.search import Started
 

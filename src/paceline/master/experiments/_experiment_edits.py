@@ -9,7 +9,7 @@ from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.scheduling import Waiting, moved
 from paceline.master.store import Transaction, config_of, tables
-from paceline.messages.nodes import DEFAULT_POOL
+from paceline.messages.node_runners import DEFAULT_POOL
 from paceline.messages.states import ExperimentState, TrialState
 
 

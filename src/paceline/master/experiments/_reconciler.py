@@ -53,7 +53,7 @@ from paceline.master.store import (
     tables,
 )
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.resources import RUNNER_GRACE_S
+from paceline.messages.master_info import RUNNER_GRACE_S
 from paceline.messages.states import (
     ErrorKind,
     ExitReason,

@@ -10,7 +10,7 @@ from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Database, Transaction
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.resources import RUNNER_GRACE_S
+from paceline.messages.master_info import RUNNER_GRACE_S
 from paceline.messages.states import ExitReason
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from paceline.master.scheduling import (
     in_pools,
 )
 from paceline.master.store import config_of, slots_by_node, tables
-from paceline.messages.nodes import DEFAULT_POOL
+from paceline.messages.node_runners import DEFAULT_POOL
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 
 _NUM_READ_AT_ONCE = 200

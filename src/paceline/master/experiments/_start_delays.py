@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import Connection, exists, select
 
 from paceline.master.store import tables
-from paceline.messages.nodes import LOCAL_NODE
+from paceline.messages.node_runners import LOCAL_NODE
 from paceline.messages.states import AttemptState, ErrorKind, ExitReason
 
 _FIRST_PAUSE_S = 1.0

@@ -8,7 +8,7 @@ from paceline.master.executors import AttemptStatus, Executor, Launch
 from paceline.master.nodes._node_registry import Nodes
 from paceline.master.store import Database, read_members, slots_by_node, tables
 from paceline.messages.attempts import runner_id, split_runner_id
-from paceline.messages.nodes import LOCAL_NODE
+from paceline.messages.node_runners import LOCAL_NODE
 from paceline.messages.states import AttemptState
 
 _MAX_KNOWN = 10_000

@@ -25,7 +25,7 @@ from paceline.master.nodes._registered_node import (
 )
 from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Database, Transaction, keep_ids, new_id, slots_by_node, tables
-from paceline.messages.nodes import NodeFacts, NodePoll, NodeSession
+from paceline.messages.node_runners import NodeFacts, NodePoll, NodeSession
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from paceline.master.experiments import StateChanges, end_runner, read_attempt
 from paceline.master.nodes._node_registry import Nodes
 from paceline.master.store import Database, Transaction, read_members, tables
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.nodes import NodeLaunch, NodePoll, NodeWork
+from paceline.messages.node_runners import NodeLaunch, NodePoll, NodeWork
 from paceline.messages.states import LIVE_ATTEMPTS, AttemptState, ExitReason
 
 # Of an attempt that ended so for the master, processes can be alive.

@@ -11,7 +11,7 @@ import paceline
 from paceline._errors import PicklableError
 from paceline._network_interfaces import LOOPBACK_HOSTS
 from paceline.master.scheduling import NodeSlots
-from paceline.messages.nodes import PROTOCOL, NodeFacts
+from paceline.messages.node_runners import PROTOCOL, NodeFacts
 
 
 class NodeRefusedError(PicklableError, RuntimeError):

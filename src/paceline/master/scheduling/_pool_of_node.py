@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from paceline.master.scheduling._scheduling_types import NodeSlots, PoolSettings
-from paceline.messages.nodes import DEFAULT_POOL
+from paceline.messages.node_runners import DEFAULT_POOL
 
 
 def pool_of(named: str, labels: Mapping[str, str], pools: Mapping[str, PoolSettings]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from paceline.messages.nodes import DEFAULT_POOL, LOCAL_NODE
+from paceline.messages.node_runners import DEFAULT_POOL, LOCAL_NODE
 
 DEFAULT_PRIORITY = 42
 """The priority of an experiment that names none; 1 is the most important one, 99 the least."""

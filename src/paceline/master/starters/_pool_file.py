@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from paceline.config import Section, read_yaml_file
 from paceline.master.starters._starter_base import Starter
 from paceline.master.starters._starter_registry import starter_named
-from paceline.messages.nodes import NAME_PATTERN
+from paceline.messages.node_runners import NAME_PATTERN
 
 POOL_FILE = "pools.yaml"
 

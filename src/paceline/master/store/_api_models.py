@@ -15,12 +15,15 @@ from paceline.master.store._point_encoding import tagged
 from paceline.master.store._row_counts import NO_COUNTS, ExperimentCounts, counts_of_experiments
 from paceline.master.store._series_summaries import Summary, read_summary
 from paceline.master.store._stored_configs import config_of
-from paceline.messages import resources
-from paceline.messages.nodes import LOCAL_NAME
+from paceline.messages.checkpoints import Checkpoint
+from paceline.messages.experiments import Experiment
+from paceline.messages.metrics import MetricSummary
+from paceline.messages.node_runners import LOCAL_NAME
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState
+from paceline.messages.trials import Attempt, AttemptExit, AttemptNode, Trial
 
 
-def experiment_view(connection: Connection, row: Row[Any]) -> resources.Experiment:
+def experiment_view(connection: Connection, row: Row[Any]) -> Experiment:
     """Return an experiment as the API shows it."""
     counts = counts_of_experiments(connection, [row.id]).get(row.id, NO_COUNTS)
     return experiment_model(row, counts, config=hide_secrets(row.config))
@@ -28,7 +31,7 @@ def experiment_view(connection: Connection, row: Row[Any]) -> resources.Experime
 
 def experiment_model(
     row: Any, counts: ExperimentCounts, *, config: dict[str, Any], values: Any = None
-) -> resources.Experiment:
+) -> Experiment:
     """Return a row of an experiment as the API shows it.
 
     Args:
@@ -38,7 +41,7 @@ def experiment_model(
         values: The columns that a list shows besides, if any.
     """
     searcher = row.config["searcher"]
-    return resources.Experiment(
+    return Experiment(
         id=row.id,
         name=row.name,
         description=row.description,
@@ -87,14 +90,14 @@ def _missing_method(experiment: Any) -> list[str]:
 
 def trial_views(
     connection: Connection, rows: list[Row[Any]], *, has_details: bool = False
-) -> list[resources.Trial]:
+) -> list[Trial]:
     """Return trials as the API shows them; with details for few of them only."""
     ids = [row.id for row in rows]
     started = _starts_of_trials(connection, ids)
     latest = _latest_checkpoints(connection, ids)
     experiment_states = _experiment_states(connection, {row.experiment_id for row in rows})
     return [
-        resources.Trial(
+        Trial(
             id=row.id,
             experiment_id=row.experiment_id,
             request_id=row.request_id,
@@ -130,14 +133,14 @@ def trial_views(
     ]
 
 
-def attempt_views(connection: Connection, trial_id: int) -> list[resources.Attempt]:
+def attempt_views(connection: Connection, trial_id: int) -> list[Attempt]:
     """Return a trial's attempts, oldest first."""
     attempts = tables.attempts
     query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
     nodes = tables.nodes.c
     names = {row.id: row.name for row in connection.execute(select(nodes.id, nodes.name)).all()}
     return [
-        resources.Attempt(
+        Attempt(
             id=row.id,
             trial_id=row.trial_id,
             number=row.number,
@@ -163,22 +166,22 @@ def _restarts_of(attempt: Row[Any]) -> dict[str, Any]:
     return {"restarts": len(causes), "last_restart_cause": causes[-1] if causes else None}
 
 
-def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[resources.AttemptNode]:
+def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[AttemptNode]:
     if members := read_members(attempt):
-        return [resources.AttemptNode(name=one.name, slots=one.slots) for one in members]
+        return [AttemptNode(name=one.name, slots=one.slots) for one in members]
     if attempt.run_attempt is not None:
         return []
     name = LOCAL_NAME
     if attempt.node_id is not None:
         forgotten = attempt.node_name or f"node {attempt.node_id}, which is forgotten"
         name = names.get(attempt.node_id, forgotten)
-    return [resources.AttemptNode(name=name, slots=attempt.slots)]
+    return [AttemptNode(name=name, slots=attempt.slots)]
 
 
-def checkpoint_views(rows: list[Row[Any]]) -> list[resources.Checkpoint]:
+def checkpoint_views(rows: list[Row[Any]]) -> list[Checkpoint]:
     """Return checkpoints with the searched metric at their step."""
     return [
-        resources.Checkpoint(
+        Checkpoint(
             uuid=row.uuid,
             trial_id=row.trial_id,
             experiment_id=row.experiment_id,
@@ -278,18 +281,16 @@ _STARTS_OF_TRIALS = _starts_of_trials_query()
 _LATEST_CHECKPOINTS = _latest_checkpoints_query()
 
 
-def _summaries(
-    connection: Connection, trial_id: int
-) -> dict[str, dict[str, resources.MetricSummary]]:
+def _summaries(connection: Connection, trial_id: int) -> dict[str, dict[str, MetricSummary]]:
     return {
         group: {key: _summary_model(summary) for key, summary in sorted(by_key.items())}
         for group, by_key in sorted(read_summary(connection, trial_id).items())
     }
 
 
-def _summary_model(summary: Summary) -> resources.MetricSummary:
+def _summary_model(summary: Summary) -> MetricSummary:
     mean = summary.sum / summary.num_numbers if summary.num_numbers else None
-    return resources.MetricSummary(
+    return MetricSummary(
         count=summary.count,
         last=tagged(summary.last),
         last_step=summary.last_step,
@@ -299,11 +300,11 @@ def _summary_model(summary: Summary) -> resources.MetricSummary:
     )
 
 
-def _exit_model(stored: dict[str, Any] | None) -> resources.AttemptExit | None:
+def _exit_model(stored: dict[str, Any] | None) -> AttemptExit | None:
     if stored is None:
         return None
     detail = stored.get("error") or stored.get("detail")
-    return resources.AttemptExit(
+    return AttemptExit(
         reason=stored["reason"],
         kind=stored.get("kind"),
         code=stored["code"],

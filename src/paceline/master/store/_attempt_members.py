@@ -6,7 +6,7 @@ import msgspec
 from sqlalchemy import Row
 
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.nodes import LOCAL_NODE
+from paceline.messages.node_runners import LOCAL_NODE
 from paceline.messages.states import AttemptState
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import paceline
 from paceline._checked_secrets import make_secret, read_secret
 from paceline.journal import write_atomically
-from paceline.messages.nodes import DEFAULT_POOL, PROTOCOL, NodeFacts
+from paceline.messages.node_runners import DEFAULT_POOL, PROTOCOL, NodeFacts
 from paceline.runner.node._slots_and_gpus import find_devices, gpu_names_of_node
 
 _KEY_FILE = "node_key"

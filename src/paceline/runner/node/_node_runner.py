@@ -17,7 +17,7 @@ from paceline._private_files import open_private
 from paceline._sealed_json import seal
 from paceline.journal import write_atomically
 from paceline.messages.attempts import MasterAddress
-from paceline.messages.nodes import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
+from paceline.messages.node_runners import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
 from paceline.runner._attempt_processes import AttemptProcesses
 from paceline.runner._checkpoint_place import place_checkpoints
 from paceline.runner._master_link import (

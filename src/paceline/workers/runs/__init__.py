@@ -10,12 +10,12 @@ from paceline.workers.runs._current_run import (
     is_pool_worker,
     leave_session,
 )
+from paceline.workers.runs._group_settings import GroupSettings
 from paceline.workers.runs._outer_launcher_run_group import make_group
 from paceline.workers.runs._preemption_watch import PreemptionWatch, is_to_move, note_listener
 from paceline.workers.runs._rank_outcome import RankOutcome, WorkerFacts
 from paceline.workers.runs._report_gate import ReportGate, StoppedError
 from paceline.workers.runs._run_access import RunAccess, storage_holding
-from paceline.workers.runs._run_group import GroupSettings, TrainGroup
 from paceline.workers.runs._run_spec import (
     FILES_FOLDER,
     METRICS_GROUP,
@@ -30,6 +30,7 @@ from paceline.workers.runs._run_spec import (
     checkpoint_uuid,
 )
 from paceline.workers.runs._torch_and_elastic_config import ElasticConfig, TorchConfig
+from paceline.workers.runs._train_group import TrainGroup
 
 __all__ = [
     "FILES_FOLDER",

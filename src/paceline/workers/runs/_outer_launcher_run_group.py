@@ -10,8 +10,9 @@ from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._worker_pool import WorkerPool
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._rank_environment import shards_of_launcher
-from paceline.workers.runs._run_group import GroupSettings, InlineGroup, TrainGroup
+from paceline.workers.runs._group_settings import GroupSettings
 from paceline.workers.runs._run_spec import Job
+from paceline.workers.runs._train_group import InlineGroup, TrainGroup
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,37 @@
-"""The model of the master's state as people look at it."""
+"""Models of the REST API on the master as a whole."""
 
-from paceline.messages.resources import MasterInfo
+from pydantic import Field
+
+from paceline.messages.base import Message, Request
+
+
+class MasterInfo(Message):
+    """What the master is and how busy it is."""
+
+    version: str
+    cluster_id: str
+    started_at: float
+    home: str
+    num_slots: int
+    num_slots_used: int
+    num_active_experiments: int
+    has_web_ui: bool = True
+
+
+# A runner that still holds on so long after it was told to kill is killed itself; a master that
+# stops waits so long for them.
+RUNNER_GRACE_S = 30.0
+
+
+class Shutdown(Request):
+    """Ask the master to stop.
+
+    `keep_trials` leaves running trials to their runners; otherwise they are told to checkpoint and
+    leave, are killed after `timeout_s` seconds, and go on when the master starts again.
+    """
+
+    keep_trials: bool = False
+    timeout_s: float = Field(default=30.0, ge=0)
 
 
 class MasterStatus(MasterInfo):

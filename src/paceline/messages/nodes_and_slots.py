@@ -1,10 +1,10 @@
-"""Models of the REST API for nodes."""
+"""Models of the REST API on nodes and their slots."""
 
 from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from paceline.messages.resources import Message, Request
+from paceline.messages.base import Message, Request
 
 NodeState: TypeAlias = Literal["ready", "away", "lost", "draining", "drained"]
 
@@ -39,3 +39,19 @@ class DrainNode(Request):
     """How a node is drained: by default its attempts store a checkpoint and go on elsewhere."""
 
     finish: bool = False
+
+
+class Slot(Message):
+    """One schedulable device and who uses it; `id` counts the slots of its node.
+
+    A drained one gets no attempts; one that it has may still be leaving.
+    """
+
+    id: int
+    node: str = "local"
+    pool: str = "default"
+    is_drained: bool = False
+    device: str
+    trial_id: int | None
+    experiment_id: int | None
+    attempt_id: int | None

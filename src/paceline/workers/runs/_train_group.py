@@ -4,74 +4,25 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._restart_policy import RestartPolicy
-from paceline.workers._worker_resources import WorkerSettings, num_gpus
+from paceline.workers._worker_resources import num_gpus
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._worker_pool import WorkerPool
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.processes._rank_environment import num_cores
-from paceline.workers.runs._run_spec import Instance, Job
-from paceline.workers.runs._torch_and_elastic_config import ElasticConfig, TorchConfig
+from paceline.workers.runs._function_in_worker import InWorker
+from paceline.workers.runs._group_settings import GroupSettings
+from paceline.workers.runs._run_spec import Job
 
 logger = logging.getLogger(__name__)
 
 # How far a run without an upper bound can grow: times the workers of its first start.
 _SHARDS_PER_WORKER = 2
-
-
-class InWorker:
-    """A function that a worker calls, by its name.
-
-    The driver does not import its module, as that may load torch.
-
-    Args:
-        module: The module.
-        name: The function.
-        func: A function of the user's that it is to call, whose script's names the worker needs.
-    """
-
-    def __init__(self, module: str, name: str, func: Any = None) -> None:
-        self._module = module
-        self._name = name
-        # The pool looks for it under the name that `functools.partial` has for it.
-        self.func = func
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        return getattr(import_module(self._module), self._name)(*args)
-
-
-@dataclass(slots=True, kw_only=True)
-class GroupSettings(WorkerSettings):
-    """Settings for the start and the set-up of workers.
-
-    Of a pair of numbers of workers, `num_workers` is the most, or the least if that is no bound; it
-    is 0 for functions that run in the driver's process.
-
-    Attributes:
-        functions: The module of the functions that they call.
-        limits: How many there may be; None if `num_workers` is 0.
-        config: How they meet.
-        preload: Modules besides that they need at once.
-        elastic: How to deal with workers that come and go.
-        hook: Called by each of them before anything else.
-        instance: What each of them makes.
-    """
-
-    functions: str
-    limits: ElasticLimits | None
-    config: TorchConfig
-    preload: Sequence[str] = ()
-    elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    hook: Callable[[], Any] | None = None
-    instance: Instance | None = None
 
 
 class TrainGroup(ElasticGroup):

@@ -1,12 +1,13 @@
-"""Models of the REST API for pools and the order in which experiments get slots."""
+"""Models of the REST API on pools and the order in which experiments get slots."""
 
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from paceline.messages.resources import Message, Request
+from paceline.messages.base import Message, Request
 
 Policy: TypeAlias = Literal["fifo", "priority", "fair_share"]
+
 
 Label = Annotated[str, Field(max_length=200)]
 
@@ -45,3 +46,34 @@ class MoveExperiment(Request):
     ahead_of: int | None = None
     behind: int | None = None
     to: Literal["front", "end"] | None = None
+
+
+class QueueEntry(Message):
+    """A trial that waits for slots, in the order in which they will be given, and why it waits.
+
+    `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
+    `priority` and `weight` are there if the policy of its pool asks for them.
+    """
+
+    trial_id: int
+    experiment_id: int
+    experiment_name: str
+    num_slots: int
+    waiting_since: float
+    reason: Literal[
+        "slots_in_use",
+        "behind_others",
+        "max_slots",
+        "too_large",
+        "pool_limit",
+        "preempting",
+        "pausing",
+        "starting",
+    ]
+    detail: str
+    pool: str = "default"
+    num_ahead: int = 0
+    behind_trial_id: int | None = None
+    behind_experiment_id: int | None = None
+    priority: int | None = None
+    weight: float | None = None

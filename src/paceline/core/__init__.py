@@ -79,6 +79,7 @@ from paceline.core._search_decision import DECISION_TIMEOUT_S
 from paceline.core._searcher_context import SearcherContext, SearcherOperation
 from paceline.core._send_to_trackers import TrackingGroup
 from paceline.core._sharded_checkpoint_checks import failing_together
+from paceline.core._shared_storage import check_shared_storage
 from paceline.core._storage_argument import GivenStorage, check_given_storage, given_storage
 from paceline.core._time_account import (
     CHECKPOINT,
@@ -146,6 +147,7 @@ __all__ = [
     "as_trackers",
     "begin_journal",
     "check_given_storage",
+    "check_shared_storage",
     "commit_checkpoint",
     "delete_checkpoint",
     "describe_error",

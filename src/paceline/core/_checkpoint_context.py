@@ -24,6 +24,7 @@ from paceline.core._sharded_checkpoint_checks import (
     merged_metadata,
     source_of_rank,
 )
+from paceline.core._shared_storage import check_shared_storage
 from paceline.core._time_account import CHECKPOINT, ScriptTimes
 from paceline.journal import (
     CheckpointFilesDeleted,
@@ -257,10 +258,16 @@ class CheckpointContext:
     def parts(self, on_committed: Callable[[CheckpointStored], None]) -> CheckpointParts:
         """Return what stores checkpoints of all ranks in the background; for front doors.
 
+        All ranks call this together.
+
         Args:
             on_committed: Called on the chief with the record of each that was committed, in any
                 thread.
+
+        Raises:
+            ValueError: The ranks are on several machines that do not all see the storage.
         """
+        check_shared_storage(self._storage, self._distributed)
 
         def commit(uuid: str, metadata: dict[str, Any]) -> None:
             checked, num_shards = _checked_metadata(metadata), self._distributed.size

@@ -1,12 +1,24 @@
 """Batches of samples where the user gives no `collate`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 _HINT = (
     " Hint: `map` makes them alike, such as images of one size, or a number in place of None; or"
     " `collate` of `to_torch` (`collate_fn` of a DataLoader) makes a batch of a list of samples."
 )
+
+
+def _load_and_collate(samples: list[Any]) -> Any:
+    # The first batch loads torch; an import statement would cost something with every batch.
+    global _default_collate
+    from torch.utils.data import default_collate
+
+    _default_collate = default_collate
+    return default_collate(samples)
+
+
+_default_collate: Callable[[list[Any]], Any] = _load_and_collate
 
 
 def collate_samples(samples: Any) -> Any:
@@ -19,10 +31,8 @@ def collate_samples(samples: Any) -> Any:
         ValueError: Arrays have different shapes, or dictionaries different keys.
         TypeError: Values such as None are in no tensor.
     """
-    from torch.utils.data import default_collate
-
     try:
-        return default_collate(samples)
+        return _default_collate(samples)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = _batch_reason("a sample", list(samples))
         if reason is None:

@@ -34,7 +34,7 @@ from paceline.master.scheduling import NodeSlots
 from paceline.master.starters import PoolDefinition, PoolRunners, Starter
 from paceline.master.store import (
     Database,
-    ExperimentEncoder,
+    EncodingCache,
     LogStore,
     Transaction,
     adopt_contexts,
@@ -119,7 +119,7 @@ class Master:
         )
         self.searches = Searches()
         self.kept_names = NameCache()
-        self.encoded_experiments = ExperimentEncoder()
+        self.encodings = EncodingCache()
         self.search_views = SearchViews(self.database, self.searches)
         self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
         self.commands = Commands(self.changes, self._known_slots, self.secrets)

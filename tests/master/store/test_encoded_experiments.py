@@ -10,9 +10,10 @@ from sqlalchemy import insert, update
 
 from paceline.master.store import (
     Database,
-    ExperimentEncoder,
+    EncodingCache,
     ExperimentQuery,
-    _encoded_experiments,
+    _encoding_cache,
+    encode_experiments,
     list_rows,
     tables,
 )
@@ -62,10 +63,11 @@ def listed(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-def _told(database: Database, encoder: ExperimentEncoder, **options: Any) -> list[dict[str, Any]]:
+def _told(database: Database, cache: EncodingCache, **options: Any) -> list[dict[str, Any]]:
     with database.read() as connection:
         rows = list_rows(connection, ExperimentQuery(**options), limit=10)
-        return [json.loads(one) for one in encoder.encode(connection, rows, is_brief=True)]
+        encoded = encode_experiments(connection, rows, cache, is_brief=True)
+        return [json.loads(one) for one in encoded]
 
 
 def _change(database: Database, values: dict[str, Any]) -> None:
@@ -78,12 +80,12 @@ def _change(database: Database, values: dict[str, Any]) -> None:
 def test_a_change_shows_at_once(
     listed: Database, values: dict[str, Any], told: dict[str, Any]
 ) -> None:
-    encoder = ExperimentEncoder()
-    other, before = _told(listed, encoder)
-    assert _told(listed, encoder) == [other, before]
+    cache = EncodingCache()
+    other, before = _told(listed, cache)
+    assert _told(listed, cache) == [other, before]
     _change(listed, values)
-    assert _told(listed, encoder) == [other, {**before, **told}]
-    assert _told(listed, ExperimentEncoder()) == [other, {**before, **told}]
+    assert _told(listed, cache) == [other, {**before, **told}]
+    assert _told(listed, EncodingCache()) == [other, {**before, **told}]
 
 
 def test_every_listed_column_has_a_change_above(listed: Database) -> None:
@@ -95,8 +97,8 @@ def test_every_listed_column_has_a_change_above(listed: Database) -> None:
 
 
 def test_what_is_counted_of_an_experiment_shows_at_once(listed: Database) -> None:
-    encoder = ExperimentEncoder()
-    other, before = _told(listed, encoder)
+    cache = EncodingCache()
+    other, before = _told(listed, cache)
     added: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (tables.trials, {"id": 1, "request_id": "r", "hparams": {}, "seed": 0}, {"num_trials": 1}),
         (
@@ -115,24 +117,24 @@ def test_what_is_counted_of_an_experiment_shows_at_once(listed: Database) -> Non
         statement = insert(table).values(experiment_id=1, state="RUNNING", created_at=1.0, **row)
         listed.write(lambda changes, job=statement: changes.connection.execute(job)).result()
         before |= told
-        assert _told(listed, encoder) == [other, before]
+        assert _told(listed, cache) == [other, before]
 
 
 def test_the_values_of_columns_show_at_once(listed: Database) -> None:
-    encoder = ExperimentEncoder()
-    assert [one["values"] for one in _told(listed, encoder, columns=["best_metric"])] == [
+    cache = EncodingCache()
+    assert [one["values"] for one in _told(listed, cache, columns=["best_metric"])] == [
         {"best_metric": None}
     ] * 2
     _change(listed, {"best_metric": 0.5})
-    assert _told(listed, encoder, columns=["best_metric"])[1]["values"] == {"best_metric": 0.5}
+    assert _told(listed, cache, columns=["best_metric"])[1]["values"] == {"best_metric": 0.5}
 
 
 def test_a_brief_list_has_no_configuration_and_another_one_no_secret(listed: Database) -> None:
-    encoder = ExperimentEncoder()
+    cache = EncodingCache()
     with listed.read() as connection:
         rows = list_rows(connection, ExperimentQuery(), limit=1)
         for is_brief in (True, False, True):
-            (one,) = encoder.encode(connection, rows, is_brief=is_brief)
+            (one,) = encode_experiments(connection, rows, cache, is_brief=is_brief)
             config = json.loads(one)["config"]
             assert (config == {}) is is_brief
             assert "secret" not in str(config)
@@ -141,11 +143,11 @@ def test_a_brief_list_has_no_configuration_and_another_one_no_secret(listed: Dat
 def test_what_is_kept_stays_within_its_bytes(
     listed: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_encoded_experiments, "_LIMIT_BYTES", 20_000)
-    encoder = ExperimentEncoder()
+    monkeypatch.setattr(_encoding_cache, "_LIMIT_BYTES", 20_000)
+    cache = EncodingCache()
     for number in range(50):
         _change(listed, {"description": str(number) * 500})
-        assert _told(listed, encoder)[1]["description"] == str(number) * 500
-        kept = sum(map(len, encoder._kept.values()))
+        assert _told(listed, cache)[1]["description"] == str(number) * 500
+        kept = sum(map(len, cache._kept.values()))
         assert kept < 20_000
-    assert len(encoder._kept) > 1
+    assert len(cache._kept) > 1

@@ -152,13 +152,16 @@ class ShardedData:
 
     def _with_notes(self, batches: Iterator[Any], plan: ShardBatchSampler) -> Iterator[Any]:
         """Yield batches; errors of reading name the samples."""
-        num_read = 0
+        num_begun = 0
         try:
-            for batch in batches:
-                num_read += 1
-                yield batch
+            while True:
+                num_begun += 1
+                # No name holds a batch here, so that its memory is free for the next one.
+                yield next(batches)
+        except StopIteration:
+            return
         except Exception as error:
-            failed = next(islice(plan, num_read, None), [])
+            failed = next(islice(plan, num_begun - 1, None), [])
             note_samples(error, self._loader.dataset, failed)
             raise
 

@@ -6,6 +6,7 @@ are summed when the backward pass ends. Where that cannot be, they are refused.
 
 import logging
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The attribute by which the hook of an optimizer is known again.
+_MARK = "_paceline_watches_steps"
 _INSTEAD = "Hint: context.backward(loss), then context.step_optimizer(optimizer)."
 
 
@@ -117,9 +120,9 @@ class WatchedUserCalls(GradientSync):
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Notice the steps of an optimizer."""
         hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        if hooks is None or any(isinstance(hook, _BeforeStep) for hook in hooks.values()):
+        if hooks is None or any(hasattr(hook, _MARK) for hook in hooks.values()):
             return
-        optimizer.register_step_pre_hook(_BeforeStep(self))
+        optimizer.register_step_pre_hook(_hook_before_step(self))
 
     def note_backward(self) -> None:
         """Note that the context runs a backward pass."""
@@ -339,16 +342,12 @@ class WatchedUserCalls(GradientSync):
         )
 
 
-class _BeforeStep:
-    """The hook of an optimizer, which does not keep what it tells alive."""
+def _hook_before_step(calls: WatchedUserCalls) -> Callable[..., Any]:
+    """Return the hook of an optimizer, which does not keep what it tells alive."""
+    calls_of = weakref.ref(calls)
 
-    def __init__(self, calls: WatchedUserCalls) -> None:
-        self._calls = weakref.ref(calls)
-
-    def __call__(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
-        calls = self._calls()
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        calls = calls_of()
         if calls is None:
             return None
         if calls.is_context_calling:
@@ -356,6 +355,9 @@ class _BeforeStep:
             calls.is_context_calling = calls.has_ranks
             return None
         return calls.before_step(optimizer, args, kwargs)
+
+    setattr(before_step, _MARK, True)
+    return before_step
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -25,6 +25,7 @@ from paceline.master.store import (
     all_metric_names,
     count_rows,
     encode_cursor,
+    encode_experiments,
     list_rows,
     number_by_state,
     tables,
@@ -85,7 +86,7 @@ def list_experiments(
                 total = len(listed) if is_whole else count_rows(connection, query)
         except ValueError as error:
             raise ApiError(422, "invalid_request", str(error)) from error
-        items = master.encoded_experiments.encode(connection, listed[:limit], is_brief=brief)
+        items = encode_experiments(connection, listed[:limit], master.encodings, is_brief=brief)
     more = None
     if len(listed) > limit:
         more = encode_cursor(f"{sort_by} {order}", *listed[limit - 1].position)

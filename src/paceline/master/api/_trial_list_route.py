@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import Query
+from fastapi import Query, Response
 from sqlalchemy import ColumnElement, Float, Text, case, cast, func, select
 
 from paceline.master.api._api_router import ApiRouter
@@ -14,18 +14,20 @@ from paceline.master.api._row_helpers import (
     Limit,
     MasterOf,
     experiment_row,
+    page_of_encoded,
     place_in_rows,
     position_in_rows,
 )
 from paceline.master.store import (
+    LISTED_TRIAL_COLUMNS,
     TRIALS,
     Order,
     config_of,
     encode_cursor,
+    encode_trials,
     json_path,
     number_by_state,
     tables,
-    trial_views,
 )
 from paceline.messages.base import Page
 from paceline.messages.states import TrialState
@@ -49,7 +51,7 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
 }
 
 
-@router.get("/experiments/{experiment_id}/trials")
+@router.get("/experiments/{experiment_id}/trials", response_model=Page[Trial])
 def list_trials(
     experiment_id: ExperimentId,
     master: MasterOf,
@@ -63,7 +65,7 @@ def list_trials(
         Literal["asc", "desc"] | None,
         Query(description="By default the metric's best first, and all else ascending."),
     ] = None,
-) -> Page[Trial]:
+) -> Response:
     """List an experiment's trials by id unless told otherwise; the first page tells the total."""
     with master.database.read() as connection:
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
@@ -85,15 +87,15 @@ def list_trials(
             position_in_rows(cursor, [0]) if by_id and cursor else place_in_rows(cursor, name, 2)
         )
         rows = Order(keys, is_descending, is_missing_descending=False).read(
-            connection, select(tables.trials, *keys[:-1]).where(*conditions),
+            connection, select(*LISTED_TRIAL_COLUMNS, *keys[:-1]).where(*conditions),
             after=after, limit=limit + 1,
         )  # fmt: skip
-        views = trial_views(connection, rows[:limit])
+        items = encode_trials(connection, rows[:limit], master.encodings)
     more = None
     if len(rows) > limit:
         last = rows[limit - 1]
         more = encode_cursor(last.id) if by_id else encode_cursor(name, last.place, last.id)
-    return Page(items=views, next_cursor=more, total=total)
+    return page_of_encoded(items, more, total)
 
 
 def _trial_sort_key(sort_by: str) -> ColumnElement[Any]:

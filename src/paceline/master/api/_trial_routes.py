@@ -27,7 +27,7 @@ from paceline.master.store import (
     tables,
     tagged,
     time_shares,
-    trial_views,
+    trial_view,
 )
 from paceline.messages.base import Page
 from paceline.messages.checkpoints import Checkpoint
@@ -42,7 +42,7 @@ router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 def read_trial(trial_id: TrialId, master: MasterOf) -> Trial:
     """Read one trial with its attempts and metric summaries."""
     with master.database.read() as connection:
-        return trial_views(connection, [trial_row(connection, trial_id)], has_details=True)[0]
+        return trial_view(connection, trial_row(connection, trial_id))
 
 
 @router.get("/trials/{trial_id}/time")

@@ -7,7 +7,7 @@ from paceline.master.store._api_models import (
     decode_cursor,
     encode_cursor,
     experiment_view,
-    trial_views,
+    trial_view,
 )
 from paceline.master.store._attempt_environments import (
     drop_unused_environments,
@@ -32,7 +32,9 @@ from paceline.master.store._database import (
 )
 from paceline.master.store._database_copy import check_copy, copy_database
 from paceline.master.store._database_files import DatabaseLostError, DatabaseUnavailableError
-from paceline.master.store._encoded_experiments import ExperimentEncoder
+from paceline.master.store._encoded_experiments import encode_experiments
+from paceline.master.store._encoded_trials import LISTED_TRIAL_COLUMNS, encode_trials
+from paceline.master.store._encoding_cache import EncodingCache
 from paceline.master.store._experiment_list import (
     Condition,
     ExperimentQuery,
@@ -122,7 +124,10 @@ __all__ = [
     "DatabaseVersionError",
     "ENDED",
     "EXPERIMENTS",
-    "ExperimentEncoder",
+    "EncodingCache",
+    "LISTED_TRIAL_COLUMNS",
+    "encode_experiments",
+    "encode_trials",
     "ExperimentQuery",
     "GONE",
     "KnownFiles",
@@ -208,7 +213,7 @@ __all__ = [
     "tables",
     "tagged",
     "time_shares",
-    "trial_views",
+    "trial_view",
     "trim_summaries",
     "watch_rows",
 ]

@@ -2,7 +2,8 @@
 
 import base64
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, Select, case, func, select
 
@@ -88,49 +89,79 @@ def _missing_method(experiment: Any) -> list[str]:
     ]
 
 
-def trial_views(
-    connection: Connection, rows: list[Row[Any]], *, has_details: bool = False
-) -> list[Trial]:
-    """Return trials as the API shows them; with details for few of them only."""
+class TrialFacts(NamedTuple):
+    """What other tables tell of a trial: its experiment, its attempts, its newest checkpoint."""
+
+    experiment_state: str
+    started_at: float | None
+    is_running: bool
+    latest_checkpoint: str | None
+
+
+def trial_view(connection: Connection, row: Row[Any]) -> Trial:
+    """Return a trial as the API shows it by itself, with all details."""
+    return trial_model(
+        row,
+        trial_facts(connection, [row])[row.id],
+        metadata=row.metadata,
+        alerts=row.alerts or [],
+        summary=_summaries(connection, row.id),
+        attempts=attempt_views(connection, row.id),
+    )
+
+
+def trial_facts(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, TrialFacts]:
+    """Return what other tables tell of trials, by id."""
     ids = [row.id for row in rows]
     started = _starts_of_trials(connection, ids)
     latest = _latest_checkpoints(connection, ids)
     experiment_states = _experiment_states(connection, {row.experiment_id for row in rows})
-    return [
-        Trial(
-            id=row.id,
-            experiment_id=row.experiment_id,
-            request_id=row.request_id,
-            state=row.state,
-            experiment_state=experiment_states[row.experiment_id],
-            is_running=row.id in started and started[row.id][1] > 0,
-            hparams=row.hparams,
-            seed=row.seed,
-            restarts=row.restarts,
-            retries=row.retries,
-            num_attempts=row.num_attempts,
-            steps_completed=row.steps_completed,
-            progress=row.progress,
-            status=row.status,
-            best_metric=_number(row.best_metric),
-            best_step=row.best_step,
-            latest_metric=row.latest_metric,
-            created_at=row.created_at,
-            started_at=started[row.id][0] if row.id in started else None,
-            ended_at=row.ended_at,
-            stop_reason=row.stop_reason,
-            error=row.error,
-            error_kind=row.error_kind,
-            latest_checkpoint=latest.get(row.id),
-            target_length=row.target_length,
-            num_records_lost=row.num_records_lost,
-            metadata=row.metadata if has_details else None,
-            alerts=(row.alerts or []) if has_details else [],
-            summary=_summaries(connection, row.id) if has_details else {},
-            attempts=attempt_views(connection, row.id) if has_details else [],
+    facts = {}
+    for row in rows:
+        started_at, num_running = started.get(row.id, (None, 0))
+        facts[row.id] = TrialFacts(
+            experiment_states[row.experiment_id], started_at, num_running > 0, latest.get(row.id)
         )
-        for row in rows
-    ]
+    return facts
+
+
+def trial_model(row: Any, facts: TrialFacts, **details: Any) -> Trial:
+    """Return a row of a trial as the API shows it.
+
+    Args:
+        row: The row, or what has its columns.
+        facts: What other tables tell of it.
+        details: The fields that a list leaves out.
+    """
+    return Trial(
+        id=row.id,
+        experiment_id=row.experiment_id,
+        request_id=row.request_id,
+        state=row.state,
+        experiment_state=ExperimentState(facts.experiment_state),
+        is_running=facts.is_running,
+        hparams=row.hparams,
+        seed=row.seed,
+        restarts=row.restarts,
+        retries=row.retries,
+        num_attempts=row.num_attempts,
+        steps_completed=row.steps_completed,
+        progress=row.progress,
+        status=row.status,
+        best_metric=_number(row.best_metric),
+        best_step=row.best_step,
+        latest_metric=row.latest_metric,
+        created_at=row.created_at,
+        started_at=facts.started_at,
+        ended_at=row.ended_at,
+        stop_reason=row.stop_reason,
+        error=row.error,
+        error_kind=row.error_kind,
+        latest_checkpoint=facts.latest_checkpoint,
+        target_length=row.target_length,
+        num_records_lost=row.num_records_lost,
+        **details,
+    )
 
 
 def attempt_views(connection: Connection, trial_id: int) -> list[Attempt]:
@@ -221,9 +252,9 @@ def decode_cursor(cursor: str) -> list[Any]:
     return position
 
 
-def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, ExperimentState]:
+def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, str]:
     found = connection.execute(_EXPERIMENT_STATES, ids_parameter(ids)).all()
-    return {row.id: ExperimentState(row.state) for row in found}
+    return {row.id: row.state for row in found}
 
 
 def _starts_of_trials(

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable
 
+from paceline.core import check_shared_storage
+from paceline.storage import storage_from
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._outer_launcher_group import JoinedGroup
 from paceline.workers.pools._outer_launcher_pool import JoinedPool
@@ -47,8 +49,11 @@ class OuterLauncherRunGroup(JoinedGroup, TrainGroup):
 
     def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
         """Run a train function here, and return the end of all ranks."""
+        distributed, spec = self.joined_pool.distributed, job.spec
+        if not spec.storage_per_node:
+            check_shared_storage(storage_from(spec.storage), distributed)
         # None begins to write before all know what was there already.
-        self.joined_pool.distributed.allgather(None)
+        distributed.allgather(None)
         return self.ask("run_job", (job, on_report))
 
     def _make_pool(self) -> WorkerPool:

@@ -44,7 +44,9 @@ def read_config(experiment_id: ExperimentId, master: MasterOf) -> ConfigView:
     return ConfigView(
         submitted=submitted,
         resolved=shown,
-        resolved_yaml=yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
+        resolved_yaml=master.encodings.encoded(
+            ("config as YAML", shown), lambda: _encode_yaml(shown)
+        ).decode(),
     )
 
 
@@ -95,6 +97,10 @@ def check_config(request: ConfigText) -> CheckedConfig:
     except ConfigError as error:
         return CheckedConfig(config=data, problems=config_problems(error, request.text))
     return CheckedConfig(config=data, problems=[], warnings=list(checked.warnings))
+
+
+def _encode_yaml(config: dict[str, Any]) -> bytes:
+    return bytes(yaml.safe_dump(config, sort_keys=False, allow_unicode=True, encoding="utf-8"))
 
 
 def _context_path(master: Master, experiment_id: int) -> Path | None:

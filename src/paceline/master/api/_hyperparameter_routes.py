@@ -4,8 +4,9 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from fastapi import Query
-from sqlalchemy import Connection, Row, select
+from fastapi import Query, Response
+from pydantic_core import to_json
+from sqlalchemy import Connection, select
 
 from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import ExperimentId
@@ -13,7 +14,7 @@ from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, experiment_row
 from paceline.master.store import config_of, sample_trials, tables, tagged
-from paceline.messages.hyperparameters import HparamAxis, HparamRow, HparamTable
+from paceline.messages.hyperparameters import HparamAxis, HparamTable
 from paceline.messages.metrics import MetricName
 
 router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
@@ -21,7 +22,7 @@ router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
 _LARGEST_TABLE = 10_000
 
 
-@router.get("/experiments/{experiment_id}/hyperparameters")
+@router.get("/experiments/{experiment_id}/hyperparameters", response_model=HparamTable)
 def read_hyperparameters(
     experiment_id: ExperimentId,
     master: MasterOf,
@@ -29,7 +30,7 @@ def read_hyperparameters(
         str | None, Query(description="GROUP/NAME; its best value of each trial is told.")
     ] = None,
     limit: Annotated[int, Query(ge=1, le=_LARGEST_TABLE)] = _LARGEST_TABLE,
-) -> HparamTable:
+) -> Response:
     """Read the hyperparameters of an experiment's trials and one metric, the oldest trial first.
 
     Of more than `limit` trials the best half are told, and others that are spread evenly.
@@ -51,21 +52,35 @@ def read_hyperparameters(
         )
     space = config_of(experiment).hyperparameters
     flat = [flat_values(space, row.hparams) for row in rows]
-    return HparamTable(
+    table = HparamTable(
         metric=name,
         smaller_is_better=searcher.smaller_is_better,
         axes=_hyperparameter_axes(space, flat),
         num_trials=num_trials,
         is_sampled=num_trials > len(rows),
-        rows=[
-            _hyperparameter_row(row, hparams, values.get(row.id))
-            for row, hparams in zip(rows, flat, strict=True)
-        ],
+        rows=[],
+    )
+    # As dictionaries: thousands of models would take longer than all the rest.
+    shown = [
+        {
+            "trial_id": row.id,
+            "state": row.state,
+            "hparams": hparams,
+            "steps_completed": row.steps_completed,
+            "metric": tagged(values.get(row.id)),
+        }
+        for row, hparams in zip(rows, flat, strict=True)
+    ]
+    return Response(
+        to_json({**table.model_dump(), "rows": shown}, inf_nan_mode="null"),
+        media_type="application/json",
     )
 
 
 def flat_values(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters under flat names; a map that is one value stays one."""
+    if not any(isinstance(value, dict) for value in hparams.values()):
+        return hparams
     return dict(_walk_values(space, hparams, ""))
 
 
@@ -148,13 +163,3 @@ def _is_varied_hyperparameter(values: Iterator[Any]) -> bool:
     texts = (json.dumps(value, sort_keys=True, default=str) for value in values)
     first = next(texts, None)
     return any(text != first for text in texts)
-
-
-def _hyperparameter_row(row: Row[Any], hparams: dict[str, Any], metric: float | None) -> HparamRow:
-    return HparamRow(
-        trial_id=row.id,
-        state=row.state,
-        hparams=hparams,
-        steps_completed=row.steps_completed,
-        metric=tagged(metric),
-    )

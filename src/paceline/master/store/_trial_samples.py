@@ -2,12 +2,17 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, Select, select
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._many_ids import ids_parameter, many_ids
 from paceline.master.store._paging import Order
 from paceline.master.store._row_counts import TRIALS, numbers_of
 
+_trials = tables.trials.c
+_SAMPLED: Select[Any] = select(
+    _trials.id, _trials.state, _trials.hparams, _trials.steps_completed, _trials.best_metric
+)
 _FACTOR, _RANGE = 2_654_435_761, 2**32
 
 
@@ -16,11 +21,13 @@ def sample_trials(
 ) -> tuple[list[Row[Any]], int]:
     """Return up to `limit` trials in order of id, and how many there are.
 
+    The rows have id, state, hyperparameters, completed steps and best metric.
+
     Of more trials half are those with the best metric, and the others are chosen by a hash of their
     ids, so that they are spread evenly and mostly the same at the next call.
     """
     trials = tables.trials.c
-    everyone = select(tables.trials).where(trials.experiment_id == experiment_id)
+    everyone = _SAMPLED.where(trials.experiment_id == experiment_id)
     total = numbers_of(connection, TRIALS, [experiment_id]).get(experiment_id, 0)
     if total <= limit:
         return list(connection.execute(everyone.order_by(trials.id).limit(limit)).all()), total
@@ -32,5 +39,7 @@ def sample_trials(
     spread = ids.where((trials.id * _FACTOR) % _RANGE < share)
     for trial_id in connection.execute(spread.limit(limit - len(chosen))).scalars():
         chosen.add(trial_id)
-    rows = connection.execute(select(tables.trials).where(trials.id.in_(sorted(chosen))))
+    rows = connection.execute(
+        _SAMPLED.where(trials.id.in_(many_ids())), ids_parameter(sorted(chosen))
+    )
     return sorted(rows, key=lambda row: row.id), total

@@ -19,6 +19,8 @@ from step_loops import ON_CPU
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import pytorch
+from paceline.core import read_checkpoints
+from paceline.journal import RunDirectory
 
 Times = dict[str, list[float]]
 
@@ -79,7 +81,7 @@ class SavingTrial(pytorch.PyTorchTrial):
         self.optimizer = context.wrap_optimizer(warm_adam(self.model))
         self.times: Times = {"own bytes": [sum(t.nbytes for t in self.own_tensors())]}
         self.peak = MemoryPeak(ON_CPU)
-        self.num_stored = 0
+        self.num_stored = self.num_saved = 0
         self.buffer = torch.ones(int(self.times["own bytes"][0]) // 4)
         self.target = torch.ones_like(self.buffer)
         self.end = 0.0
@@ -108,6 +110,7 @@ class SavingTrial(pytorch.PyTorchTrial):
             if way == "paceline":
                 self.add(way, time.perf_counter() - self.end)
                 self.num_stored += 1
+                self.num_saved += 1
                 self.finish(way, self.end, self.is_stored)
             else:
                 self.save(way)
@@ -142,8 +145,14 @@ class SavingTrial(pytorch.PyTorchTrial):
         self.times.setdefault(name, []).append(value)
 
     def is_stored(self) -> bool:
-        """Tell whether all checkpoints so far are committed."""
-        return len(self.context.core.checkpoint.storage.list()) >= self.num_stored
+        """Tell whether the newest checkpoint is committed.
+
+        The chief sees it in its journal: to ask the store again and again would keep it busy. The
+        others wait for the chief.
+        """
+        if self.context.distributed.rank:
+            return True
+        return len(read_checkpoints(RunDirectory(self.context.core.run_dir))) >= self.num_saved
 
     def finish(self, way: str, begin: float, is_done: Callable[[], bool]) -> None:
         """Wait until all ranks' parts are stored, and keep the time and the memory."""

@@ -2,11 +2,13 @@
 
 import json
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.engine import (
     StateFormatError,
@@ -90,7 +92,6 @@ def test_optimizer_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_tied_weights_are_stored_once_and_plain_safetensors_reads_them(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model[1].weight = model[0].weight
@@ -126,3 +127,48 @@ def test_random_state_survives_the_files(tmp_path: Path) -> None:
     torch.manual_seed(1)
     restore_random_state(load_state(tmp_path, "rng"))
     assert (random.random(), numpy.random.rand(), torch.rand(1), numpy.random.randn()) == drawn
+
+
+def test_tensors_that_are_sent_from_memory_make_a_file_with_the_same_tensors(
+    tmp_path: Path,
+) -> None:
+    kinds = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64)
+    torch.manual_seed(0)
+    state: dict[str, Any] = {
+        "many": [torch.randn(size) for size in range(300)],
+        "kinds": [torch.randn(7).to(kind) for kind in kinds],
+        "large": torch.randn(400_000),
+        "view": torch.randn(1000, 3).t(),
+        "empty": torch.empty(0, 3),
+        "number": torch.tensor(True),
+    }
+    state["tied"] = state["large"]
+    sent = []
+
+    def send(name: str, size: int, pieces: Iterable[memoryview]) -> None:
+        found = [bytes(piece) for piece in pieces]
+        sent.append((name, [len(each) for each in found]))
+        assert sum(map(len, found)) == size
+        (tmp_path / name).write_bytes(b"".join(found))
+
+    save_state(state, tmp_path, "part", send)
+    [(name, sizes)] = sent
+    assert name == "part.safetensors"
+    # The many small ones came together.
+    assert len(sizes) < 6
+    other = tmp_path / "other"
+    other.mkdir()
+    save_state(state, other, "part")
+    assert (tmp_path / "part.json").read_text() == (other / "part.json").read_text()
+    found, expected = load_file(tmp_path / name), load_file(other / name)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+        assert found[key].untyped_storage().tolist() == tensor.untyped_storage().tolist()
+    # A small file is written, and one with a type that only the library knows.
+    save_state({"small": torch.ones(3)}, tmp_path, "small", send)
+    save_state([torch.ones(2_000_000).to(torch.float8_e8m0fnu)], tmp_path, "new", send)
+    assert len(sent) == 1
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {
+        "part.safetensors", "small.safetensors", "new.safetensors",
+    }  # fmt: skip

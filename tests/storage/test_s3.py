@@ -36,15 +36,35 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", "1")
 
 
-def store(storage: CheckpointStorage, uuid: str, content: bytes = b"weights") -> None:
+def store(
+    storage: CheckpointStorage,
+    uuid: str,
+    content: bytes = b"weights",
+    *,
+    is_from_memory: bool = False,
+) -> None:
     with storage.store_path(uuid, rank=0) as path:
-        (path / "model").write_bytes(content)
+        if is_from_memory:
+            send = storage.file_sender(path)
+            assert send is not None
+            half = len(content) // 2
+            view = memoryview(content)
+            send("model", len(content), [view[:half], view[half:]])
+        else:
+            (path / "model").write_bytes(content)
     storage.commit(uuid, {"steps_completed": 3})
 
 
-def test_a_large_file_goes_in_parts_and_comes_back(s3: str, tmp_path: Path) -> None:
+FROM = pytest.mark.parametrize("is_from_memory", [False, True], ids=["file", "memory"])
+
+
+@FROM
+def test_a_large_file_goes_in_parts_and_comes_back(
+    s3: str, tmp_path: Path, is_from_memory: bool
+) -> None:
     storage = storage_from(s3)
-    store(storage, "one", LARGE)
+    store(storage, "one", LARGE, is_from_memory=is_from_memory)
+    assert storage.verify("one").resources == {"model": len(LARGE)}
     storage.download("one", tmp_path)
     assert (tmp_path / "model").read_bytes() == LARGE
     assert storage.url == s3
@@ -64,12 +84,13 @@ def test_storages_of_one_bucket_do_not_see_each_other(s3: str) -> None:
 @pytest.mark.parametrize(
     ("status", "code"), [("500 Oops", "InternalError"), ("503 Busy", "SlowDown")]
 )
+@FROM
 def test_a_server_that_fails_some_times_is_asked_again(
-    s3: str, faulty: Any, status: str, code: str
+    s3: str, faulty: Any, status: str, code: str, is_from_memory: bool
 ) -> None:
     storage = storage_from(s3)
     faulty.answer(status, code, when="PUT", times=3)
-    store(storage, "one", LARGE)
+    store(storage, "one", LARGE, is_from_memory=is_from_memory)
     assert faulty.num_faults == 3
     storage.verify("one")
 
@@ -106,12 +127,14 @@ LARGE_ERRORS = [
     + [pytest.param(len(LARGE), *error, marks=pytest.mark.slow) for error in LARGE_ERRORS[:3]]
     + [(len(LARGE), *error) for error in LARGE_ERRORS[3:]],
 )
+@FROM
 def test_what_cannot_be_sent_is_an_error_that_names_it_and_earlier_checkpoints_stay(
     s3: str,
     faulty: Any,
     fault: Callable[[Any], None],
     reason: str,
     size: int,
+    is_from_memory: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storage = storage_from(s3)
@@ -120,7 +143,7 @@ def test_what_cannot_be_sent_is_an_error_that_names_it_and_earlier_checkpoints_s
     # A busy machine may be late with what works, before and after.
     monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", "1")
     with pytest.raises(CheckpointWriteError) as told:
-        store(storage_from(s3), "two", LARGE[:size])
+        store(storage_from(s3), "two", LARGE[:size], is_from_memory=is_from_memory)
     assert faulty.num_faults
     text = str(told.value)
     assert "Rank 0 could not store 'model' of checkpoint two" in text
@@ -146,8 +169,9 @@ def test_a_store_that_is_away_at_the_beginning_is_an_error_of_writing(s3: str, f
 
 
 @pytest.mark.parametrize("stuck", [0, 2])
+@FROM
 def test_a_stuck_upload_of_one_rank_is_its_error_alone(
-    s3: str, faulty: Any, stuck: int, monkeypatch: pytest.MonkeyPatch
+    s3: str, faulty: Any, stuck: int, is_from_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(storage_from(s3), "before")
     # Long enough for what is not stuck.
@@ -159,7 +183,12 @@ def test_a_stuck_upload_of_one_rank_is_its_error_alone(
     def store_part(rank: int) -> None:
         try:
             with storage.store_shard("one", rank) as path:
-                (path / f"of_{rank}").write_bytes(LARGE[: 9_000_000 * (rank == stuck) + 5])
+                content = LARGE[: 9_000_000 * (rank == stuck) + 5]
+                send = storage.file_sender(path)
+                if is_from_memory and send is not None:
+                    send(f"of_{rank}", len(content), [memoryview(content)])
+                else:
+                    (path / f"of_{rank}").write_bytes(content)
         except CheckpointError as error:
             errors[rank] = error
 
@@ -180,8 +209,9 @@ def test_a_stuck_upload_of_one_rank_is_its_error_alone(
     assert storage.list() == ["before"]
 
 
+@FROM
 def test_a_file_and_a_checkpoint_have_a_time_limit_too(
-    s3: str, faulty: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    s3: str, faulty: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_from_memory: bool
 ) -> None:
     """Each request is answered in time, but there are many."""
     monkeypatch.setattr("paceline.storage._bucket_by_obstore._PARTS_AT_ONCE", 1)
@@ -195,13 +225,14 @@ def test_a_file_and_a_checkpoint_have_a_time_limit_too(
         match=r"could not store 'model' of checkpoint two.* after 2 s only . of its 3 parts were"
         " read to be sent. Hint: PACELINE_STORE_FILE_TIMEOUT_S allows more time",
     ):
-        store(storage, "two", LARGE)
+        store(storage, "two", LARGE, is_from_memory=is_from_memory)
     monkeypatch.delenv("PACELINE_STORE_FILE_TIMEOUT_S")
     monkeypatch.setenv("PACELINE_STORE_CHECKPOINT_TIMEOUT_S", "2")
-    for name in ("model_0", "model_1", "model_2"):
-        (tmp_path / name).touch()
+    # Four are sent at once.
+    for number in range(12):
+        (tmp_path / f"model_{number}").touch()
     with pytest.raises(
-        CheckpointWriteError, match="After 2 s only . of the rank's 3 files were stored in s3:"
+        CheckpointWriteError, match="After 2 s only [1-8] of the rank's 12 files were stored in s3:"
     ):
         storage.copy_in("three", tmp_path)
     faulty.pass_on()
@@ -209,6 +240,63 @@ def test_a_file_and_a_checkpoint_have_a_time_limit_too(
     monkeypatch.setenv("PACELINE_STORE_CHECKPOINT_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match="`PACELINE_STORE_CHECKPOINT_TIMEOUT_S` must be a number"):
         store(storage, "two")
+
+
+def test_what_is_sent_from_memory_needs_no_room_for_temporary_files(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    storage = storage_from(s3)
+    sizes = []
+
+    def pieces() -> Any:
+        for begin in range(0, len(LARGE), 1_000_000):
+            sizes.append(sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()))
+            yield memoryview(LARGE)[begin : begin + 1_000_000]
+
+    with storage.store_shard("one", 0) as path:
+        (path / "facts").write_text("{}")
+        send = storage.file_sender(path)
+        assert send is not None
+        send("model", len(LARGE), pieces())
+        assert [each.name for each in path.iterdir()] == ["facts"]
+    assert max(sizes) == 2
+    assert storage.commit("one", {}).resources == {"facts": 2, "model": len(LARGE)}
+
+
+def test_a_file_that_was_sent_is_there_once_and_named_like_others(s3: str) -> None:
+    storage = storage_from(s3)
+
+    def store_twice() -> None:
+        with storage.store_shard("one", 2) as path:
+            send = storage.file_sender(path)
+            assert send is not None
+            with pytest.raises(ValueError, match="named like those of the commit protocol"):
+                send("manifest.json", 1, [memoryview(b"a")])
+            send("model", 1, [memoryview(b"a")])
+            (path / "model").write_bytes(b"b")
+
+    with pytest.raises(ValueError, match="must have each file once, but 'model' is there"):
+        store_twice()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_was_sent_is_removed_if_the_block_fails(s3: str, rank: int) -> None:
+    storage = storage_from(s3)
+    assert isinstance(storage, ObjectStorage)
+    with storage.store_shard("one", 1) as path:
+        (path / "other").write_bytes(b"a")
+
+    def break_off() -> None:
+        with storage.store_shard("one", rank) as path:
+            send = storage.file_sender(path)
+            assert send is not None
+            send("model", 1, [memoryview(b"a")])
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        break_off()
+    assert [each.key for each in storage.objects("one/")] == ["one/other", "one/rank-1.done"]
 
 
 def test_two_writers_of_one_checkpoint_are_kept_apart(s3: str, faulty: Any) -> None:

@@ -42,6 +42,7 @@ from paceline.storage._retention_rules import (
 )
 from paceline.storage._storage_registry import added_schemes, is_added_scheme, scheme_of
 from paceline.storage._storage_setting import checkpoint_at, storage_from
+from paceline.storage._upload import FileSender
 
 __all__ = [
     "MANIFEST_NAME",
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointWriteError",
     "DirectoryStorage",
     "FileEntry",
+    "FileSender",
     "IncomingCheckpoint",
     "Kept",
     "Manifest",

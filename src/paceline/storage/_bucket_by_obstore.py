@@ -3,7 +3,7 @@
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +26,15 @@ from paceline.storage._errors import (
     CheckpointWriteError,
 )
 from paceline.storage._manifest import FileEntry
-from paceline.storage._object_storage_base import ObjectStorage, StoredObject
-from paceline.storage._upload import Upload, UploadLimits, limit_hint
+from paceline.storage._object_storage_base import ObjectStorage, ShardUpload, StoredObject
+from paceline.storage._upload import (
+    FileSender,
+    FileUpload,
+    MemoryUpload,
+    Upload,
+    UploadLimits,
+    limit_hint,
+)
 
 Client: TypeAlias = S3Store | AzureStore
 
@@ -57,6 +64,7 @@ class BucketStorage(ObjectStorage):
     """
 
     scheme: str
+    _small_file_bytes = _PART_BYTES
     # What a user calls it, and how its errors tell that there is none.
     _kind = "bucket"
     _missing: str
@@ -70,6 +78,8 @@ class BucketStorage(ObjectStorage):
         self._bucket = bucket
         self._prefix = prefix
         self._made: tuple[int, Client] | None = None
+        # What is being stored, by the directory of its other files.
+        self._uploads: dict[Path, ShardUpload] = {}
 
     @classmethod
     def from_url(cls, url: str) -> "BucketStorage":
@@ -112,14 +122,42 @@ class BucketStorage(ObjectStorage):
         self._send(key, file, UploadLimits.from_environment().file_s)
 
     def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
-        part_bytes = max(_PART_BYTES, -(-file.stat().st_size // _LARGEST_PARTS))
-        with (
-            Upload(file, part_bytes, timeout_s) as upload,
-            self._errors(f"{key!r} ({upload.size} bytes) must be stored", upload=upload),
-        ):
+        with FileUpload(file, _part_bytes(file.stat().st_size), timeout_s) as upload:
+            return self._put_upload(key, upload)
+
+    @contextmanager
+    def _taking_pieces(self, directory: Path, upload: ShardUpload) -> Iterator[None]:
+        self._uploads[directory] = upload
+        try:
+            yield
+        finally:
+            del self._uploads[directory]
+
+    def file_sender(self, directory: Path) -> FileSender:
+        """Return what sends a file from memory, in parts at once if it is large."""
+        upload = self._uploads[directory]
+
+        def send(name: str, size: int, pieces: Iterable[memoryview]) -> None:
+            def put(key: str, timeout_s: float) -> FileEntry:
+                read = MemoryUpload(pieces, size, _part_bytes(size), timeout_s)
+                return self._put_upload(key, read)
+
+            upload.send(name, put)
+
+        return send
+
+    def _put_upload(self, key: str, upload: FileUpload | MemoryUpload) -> FileEntry:
+        with self._errors(f"{key!r} ({upload.size} bytes) must be stored", upload=upload):
             source: Any = upload
+            if isinstance(upload, MemoryUpload) and upload.num_parts == 1:
+                # An iterator would be sent in parts, which takes three requests.
+                source = b"".join(upload)
             obstore.put(
-                self._client, key, source, chunk_size=part_bytes, max_concurrency=_PARTS_AT_ONCE
+                self._client,
+                key,
+                source,
+                chunk_size=_part_bytes(upload.size),
+                max_concurrency=_PARTS_AT_ONCE,
             )
             return upload.entry()
 
@@ -255,6 +293,10 @@ class BucketStorage(ObjectStorage):
             return "the server is not reached: ", f" Hint: {self._server_hint}"
         hint = next((hint for words, hint in self._hints.items() if words in text), "")
         return "", f" Hint: {hint}" if hint else ""
+
+
+def _part_bytes(size: int) -> int:
+    return max(_PART_BYTES, -(-size // _LARGEST_PARTS))
 
 
 def _part_of(text: str, upload: Upload) -> str:

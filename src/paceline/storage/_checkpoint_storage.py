@@ -12,6 +12,7 @@ import msgspec
 
 from paceline.storage._errors import CheckpointCorruptError, CheckpointNotFoundError
 from paceline.storage._manifest import FileEntry, Manifest, Selector, ShardDone
+from paceline.storage._upload import FileSender
 
 UuidList: TypeAlias = list[str]
 RankList: TypeAlias = list[int]
@@ -85,6 +86,18 @@ class CheckpointStorage(ABC):
             FileExistsError: The rank, or another one, has stored such a file already.
             CheckpointWriteError: The files cannot be written.
         """
+
+    def file_sender(self, directory: Path) -> FileSender | None:
+        """Return what stores a large file from memory, without a copy of it on this machine's disk.
+
+        Args:
+            directory: What `store_path` or `store_shard` yields, within its block.
+
+        Returns:
+            The function, which stores a file as if it were in the directory; None if files must
+            be written there.
+        """
+        return None
 
     @abstractmethod
     def discard(self, uuid: str) -> None:

@@ -2,8 +2,10 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +40,7 @@ from paceline.storage._temporary_directories import temporary_directory
 from paceline.storage._upload import UploadLimits, limit_hint
 
 _CHUNK_BYTES = 8 * 1024 * 1024
+_FILES_AT_ONCE = 4
 # Before the UUIDs of checkpoints that are not whole, each the key of an empty object.
 _OPEN = ".open/"
 
@@ -61,6 +64,9 @@ class ObjectStorage(CheckpointStorage):
     methods, `url` and `from_url`; an object that was put must be there for all processes, as a
     whole, once `put` returns.
     """
+
+    # The files up to this size are put several at once.
+    _small_file_bytes = -1
 
     @abstractmethod
     def put(self, key: str, file: Path) -> None:
@@ -122,10 +128,28 @@ class ObjectStorage(CheckpointStorage):
     def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
         """Yield a temporary directory, whose files are put afterwards."""
         self._check_new(uuid, rank)
-        with temporary_directory() as path:
-            with _durable_files.durable_write_errors(uuid, path):
-                yield path
-            self._put_all(uuid, rank, path)
+        upload = ShardUpload(self.url, uuid, rank)
+        try:
+            with temporary_directory() as path:
+                with (
+                    _durable_files.durable_write_errors(uuid, path),
+                    self._taking_pieces(path, upload),
+                ):
+                    yield path
+                self._put_all(upload, path)
+        except CheckpointError:
+            # What a store keeps that does not answer is swept later.
+            raise
+        except BaseException:
+            with suppress(CheckpointError):
+                self.remove([f"{uuid}/{name}" for name in upload.entries])
+            raise
+
+    def _taking_pieces(
+        self, directory: Path, upload: "ShardUpload"
+    ) -> AbstractContextManager[None]:
+        """Return a context in which `file_sender` knows a directory; for stores that have one."""
+        return nullcontext()
 
     def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
         """Put a directory's files; links to regular files as what they refer to."""
@@ -135,30 +159,33 @@ class ObjectStorage(CheckpointStorage):
                 f"A checkpoint must be stored from a directory, but got {str(source)!r}."
             )
         self._check_new(uuid, rank)
-        self._put_all(uuid, rank, source, follow_links=True)
+        self._put_all(ShardUpload(self.url, uuid, rank), source, follow_links=True)
 
-    def _put_all(self, uuid: str, rank: int, source: Path, *, follow_links: bool = False) -> None:
-        limits = UploadLimits.from_environment()
-        began = time.monotonic()
-        faults.reach("storage.begun")
-        entries: dict[str, FileEntry] = {}
+    def _put_all(self, upload: "ShardUpload", source: Path, *, follow_links: bool = False) -> None:
+        """Put what is in a directory besides what was sent, and the list of all."""
+        uuid, rank = upload.uuid, upload.rank
         names = check_file_names(_durable_files.list_files(source, follow_links=follow_links))
+        num_files = len(upload.entries) + len(names)
+
+        def send(name: str) -> None:
+            upload.send(name, partial(self._send, file=source / name), num_files)
+
+        # A large file goes in several requests at once by itself; of small ones, several go.
+        small = [n for n in names if (source / n).stat().st_size <= self._small_file_bytes]
         for name in names:
-            if entries:
-                faults.reach("storage.between_files")
-            left_s = began + limits.checkpoint_s - time.monotonic()
-            with _naming_object(uuid, rank, repr(name)):
-                if left_s <= 0:
-                    raise CheckpointWriteError(
-                        f"After {limits.checkpoint_s:g} s only {len(entries)} of the rank's"
-                        f" {len(names)} files were stored in {self.url}."
-                        f" {limit_hint('checkpoint')}"
-                    )
-                entries[name] = self._send(
-                    f"{uuid}/{name}", source / name, min(limits.file_s, left_s)
-                )
+            if name not in small:
+                send(name)
+        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="paceline-store") as pool:
+            sent = [pool.submit(send, name) for name in small]
+            try:
+                for each in sent:
+                    each.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
         faults.reach("storage.before_done")
-        done = encode_with_checksum(ShardDone(rank=rank, files=entries))
+        done = encode_with_checksum(
+            ShardDone(rank=rank, files=dict(sorted(upload.entries.items())))
+        )
         with _naming_object(uuid, rank, "the list of its files"):
             try:
                 self._put_new(f"{uuid}/{done_name(rank)}", done)
@@ -336,6 +363,59 @@ class ObjectStorage(CheckpointStorage):
         """Return the UUIDs whose manifest is there."""
         split = (each.key.partition("/") for each in self.objects(""))
         return sorted(uuid for uuid, _, name in split if name == MANIFEST_NAME)
+
+
+class ShardUpload:
+    """One rank's files of a checkpoint on their way to a store.
+
+    Args:
+        url: The store.
+        uuid: The checkpoint.
+        rank: The rank.
+
+    Attributes:
+        entries: The files that are there, by name.
+    """
+
+    def __init__(self, url: str, uuid: str, rank: int) -> None:
+        self.uuid = uuid
+        self.rank = rank
+        self.entries: dict[str, FileEntry] = {}
+        self._url = url
+        self._limits = UploadLimits.from_environment()
+        self._began: float | None = None
+
+    def send(self, name: str, send: Callable[..., FileEntry], num_files: int | None = None) -> None:
+        """Send a file by a function, which is given its key and how many seconds it has.
+
+        Args:
+            name: The file's name in the checkpoint.
+            send: The function; the arguments are `key` and `timeout_s`.
+            num_files: The number of all files, if it is known.
+
+        Raises:
+            CheckpointWriteError: It cannot be stored, or the time for the checkpoint is over.
+            ValueError: There is such a file already.
+        """
+        check_file_names([name])
+        if name in self.entries:
+            raise ValueError(f"A checkpoint must have each file once, but {name!r} is there.")
+        if self._began is None:
+            self._began = time.monotonic()
+            faults.reach("storage.begun")
+        if self.entries:
+            faults.reach("storage.between_files")
+        left_s = self._began + self._limits.checkpoint_s - time.monotonic()
+        with _naming_object(self.uuid, self.rank, repr(name)):
+            if left_s <= 0:
+                of_all = "" if num_files is None else f"{num_files} "
+                raise CheckpointWriteError(
+                    f"After {self._limits.checkpoint_s:g} s only {len(self.entries)} of the rank's"
+                    f" {of_all}files were stored in {self._url}. {limit_hint('checkpoint')}"
+                )
+            self.entries[name] = send(
+                key=f"{self.uuid}/{name}", timeout_s=min(self._limits.file_s, left_s)
+            )
 
 
 def _stored_before(uuid: str, rank: int) -> FileExistsError:

@@ -3,9 +3,9 @@
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 
@@ -14,33 +14,70 @@ from paceline.storage._manifest import FileEntry
 
 _DEFAULTS_S = {"PART": 60.0, "FILE": 1800.0, "CHECKPOINT": 3600.0}
 
+FileSender: TypeAlias = Callable[[str, int, Iterable[memoryview]], None]
+"""Stores a file of a checkpoint from memory: its name, its size in bytes and its pieces in order.
+
+The memory must stay as it is until this returns.
+"""
+
 
 class Upload:
+    """What is sent to a store, in parts, within a time.
+
+    Args:
+        size: The size in bytes.
+        part_bytes: The size of the parts in which it is sent.
+        timeout_s: After how many seconds reading raises TimeoutError.
+
+    Attributes:
+        size: As given.
+        num_parts: How many parts it has.
+        timeout_s: As given.
+        is_late: Whether the time was over.
+    """
+
+    def __init__(self, size: int, part_bytes: int, timeout_s: float) -> None:
+        self.size = size
+        self.num_parts = max(1, -(-size // part_bytes))
+        self.timeout_s = timeout_s
+        self.is_late = False
+        self._part_bytes = part_bytes
+        self._deadline = time.monotonic() + timeout_s
+        self._hasher = xxhash.xxh3_128()
+        self._num_hashed = 0
+
+    @property
+    def num_sent(self) -> int:
+        """How many parts were read by the client."""
+        return self._num_hashed // self._part_bytes
+
+    def entry(self) -> FileEntry:
+        """Return the size and digest of what was read, once all of it was."""
+        return FileEntry(self._num_hashed, self._hasher.hexdigest())
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            self.is_late = True
+            raise TimeoutError(f"{self.num_sent} of {self.num_parts} parts were sent in time.")
+
+    def _note(self, data: bytes | memoryview) -> None:
+        self._hasher.update(data)
+        self._num_hashed += len(data)
+
+
+class FileUpload(Upload):
     """A file that a client reads in order; use it in a `with` statement.
 
     Args:
         path: The file.
         part_bytes: The size of the parts in which it is sent.
         timeout_s: After how many seconds reading raises TimeoutError.
-
-    Attributes:
-        size: The size of the file in bytes.
-        num_parts: How many parts it has.
-        timeout_s: As given.
-        is_late: Whether the time was over.
     """
 
     def __init__(self, path: Path, part_bytes: int, timeout_s: float) -> None:
-        self.size = path.stat().st_size
-        self.num_parts = max(1, -(-self.size // part_bytes))
-        self.timeout_s = timeout_s
-        self.is_late = False
+        super().__init__(path.stat().st_size, part_bytes, timeout_s)
         self._path = path
-        self._part_bytes = part_bytes
-        self._deadline = time.monotonic() + timeout_s
         self._file = path.open("rb")
-        self._hasher = xxhash.xxh3_128()
-        self._num_hashed = 0
 
     def read(self, size: int = -1) -> bytes:
         """Return the next piece.
@@ -48,12 +85,9 @@ class Upload:
         Raises:
             TimeoutError: The time is over.
         """
-        if time.monotonic() > self._deadline:
-            self.is_late = True
-            raise TimeoutError(f"{self.num_sent} of {self.num_parts} parts were sent in time.")
+        self._check_time()
         data = self._file.read(size)
-        self._hasher.update(data)
-        self._num_hashed += len(data)
+        self._note(data)
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -64,23 +98,48 @@ class Upload:
         """Return the place in the file."""
         return self._file.tell()
 
-    @property
-    def num_sent(self) -> int:
-        """How many parts were read by the client."""
-        return self._num_hashed // self._part_bytes
-
     def entry(self) -> FileEntry:
         """Return the size and digest of what was read, once all of it was."""
         if self._num_hashed != self.size:
             # The client has read some of it again.
             return _durable_files.digest_file(self._path)
-        return FileEntry(self.size, self._hasher.hexdigest())
+        return super().entry()
 
-    def __enter__(self) -> "Upload":
+    def __enter__(self) -> "FileUpload":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+class MemoryUpload(Upload):
+    """Pieces of memory that a client reads once, in order.
+
+    Args:
+        pieces: The pieces.
+        size: The bytes of all of them.
+        part_bytes: The size of the parts in which they are sent.
+        timeout_s: After how many seconds reading raises TimeoutError.
+    """
+
+    def __init__(
+        self, pieces: Iterable[memoryview], size: int, part_bytes: int, timeout_s: float
+    ) -> None:
+        super().__init__(size, part_bytes, timeout_s)
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Yield the pieces, none larger than a part.
+
+        Raises:
+            TimeoutError: The time is over.
+        """
+        for piece in self._pieces:
+            for begin in range(0, len(piece), self._part_bytes):
+                self._check_time()
+                part = piece[begin : begin + self._part_bytes]
+                self._note(part)
+                yield part
 
 
 class UploadLimits(NamedTuple):

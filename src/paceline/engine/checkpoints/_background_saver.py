@@ -15,6 +15,7 @@ from paceline.core import StoreFailures
 from paceline.engine.checkpoints._host_copies import HostCopies
 from paceline.engine.formats._json_and_safetensors import save_state
 from paceline.engine.state._sharded_tensor_pieces import parts_with_shard
+from paceline.storage import FileSender
 from paceline.workers import num_cores
 
 # A thread that wakes keeps the interpreter to itself for some milliseconds, unless it then waits.
@@ -68,6 +69,7 @@ class CheckpointSaver:
         parts: dict[str, Any],
         destination: Destination,
         write_more: Callable[[Path], None] = lambda path: None,
+        sender_for: Callable[[Path], FileSender | None] = lambda path: None,
     ) -> None:
         """Copy the state and store it: one file pair per part.
 
@@ -76,6 +78,7 @@ class CheckpointSaver:
             destination: Where to write, such as `core.CheckpointContext.store_path` returns; it is
                 entered in the thread.
             write_more: Called in the thread with the directory before the commit.
+            sender_for: Returns what stores large files of the directory from memory, or None.
         """
         self.settle()
         self._copies.copy(parts)
@@ -85,7 +88,7 @@ class CheckpointSaver:
             )
             self._thread.start()
         is_stored = threading.Event()
-        self._jobs.put(partial(self._store, destination, write_more, is_stored))
+        self._jobs.put(partial(self._store, destination, write_more, sender_for, is_stored))
         self._is_stored = is_stored
 
     def check(self) -> None:
@@ -113,6 +116,7 @@ class CheckpointSaver:
         self,
         destination: Destination,
         write_more: Callable[[Path], None],
+        sender_for: Callable[[Path], FileSender | None],
         is_stored: threading.Event,
     ) -> None:
         try:
@@ -120,8 +124,9 @@ class CheckpointSaver:
             time.sleep(_HEAD_START_S)
             parts = parts_with_shard(self._copies.result(), self._rank)
             with destination as (path, _):
+                send = sender_for(path)
                 for name, state in parts.items():
-                    save_state(state, path, name)
+                    save_state(state, path, name, send)
                 write_more(path)
             self._failures.note_stored()
         except BaseException as error:  # raised in the training thread

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from paceline.engine.tensors._safetensors_file import TensorFile, write_whole_tensors
+from paceline.engine.tensors._safetensors_file import (
+    TensorFile,
+    tensor_file_pieces,
+    write_whole_tensors,
+)
 from paceline.engine.tensors._stored_tensors import (
     ShardedTensor,
     ShardFiles,
@@ -22,9 +26,11 @@ from paceline.engine.tensors._stored_tensors import (
     whole,
 )
 from paceline.journal import decode_value, encode_float
+from paceline.storage import FileSender
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
 _SHARDED = "$sharded"
+_LEAST_SENT_BYTES = 1024 * 1024
 
 _ARRAY_DTYPES = frozenset(
     ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -35,8 +41,15 @@ class StateFormatError(TypeError):
     """Raised when a state holds something that the safe format does not know."""
 
 
-def save_state(state: Any, directory: Path, name: str) -> None:
+def save_state(state: Any, directory: Path, name: str, send: FileSender | None = None) -> None:
     """Write ``<name>.json`` and, if there are tensors, ``<name>.safetensors``.
+
+    Args:
+        state: The state.
+        directory: Where the files are to be.
+        name: The name of the part.
+        send: Stores the tensors from memory, so that they are not in the directory; see
+            `CheckpointStorage.file_sender`.
 
     Raises:
         StateFormatError: A value is no tensor, array, number, string, boolean, None, list, tuple
@@ -45,8 +58,15 @@ def save_state(state: Any, directory: Path, name: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     tree = _state_to_json(state, "", tensors, {})
     (directory / f"{name}.json").write_text(json.dumps(tree, allow_nan=False))
-    if tensors:
-        write_whole_tensors(tensors, directory / f"{name}.safetensors")
+    if not tensors:
+        return
+    file_name = f"{name}.safetensors"
+    pieces = None if send is None else tensor_file_pieces(tensors)
+    # Small files go to the store several at once, from the directory.
+    if send is None or pieces is None or pieces[0] < _LEAST_SENT_BYTES:
+        write_whole_tensors(tensors, directory / file_name)
+    else:
+        send(file_name, *pieces)
 
 
 def is_storable(state: Any) -> bool:

@@ -5,7 +5,8 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT_BYTES = 8
+# Smaller pieces of a file are copied together, up to so many bytes.
+_SMALL_BYTES = 64 * 1024
+_JOINED_BYTES = 1024 * 1024
 
 
 class TensorFile:
@@ -130,12 +134,43 @@ def write_tensor_file(
         FileExistsError: It is there already.
         ValueError: A type is not supported.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    shapes = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
+    order, beginning, _ = _layout_of_file(shapes, {"__metadata__": dict(metadata)})
+    with path.open("xb") as file:
+        file.write(beginning)
+        for name in order:
+            for block in tensors[name][2]:
+                file.write(_bytes_of(block.contiguous()))
+
+
+def tensor_file_pieces(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[int, Iterator[memoryview]] | None:
+    """Return the size and the pieces of a safetensors file; large tensors are not copied.
+
+    Args:
+        tensors: Contiguous tensors of the CPU, which must stay as they are.
+
+    Returns:
+        None if a type is one that only the library knows.
+    """
+    if not {tensor.dtype for tensor in tensors.values()} <= _NAMES.keys():
+        return None
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    order, beginning, num_bytes = _layout_of_file(shapes, {})
+    blocks = chain([memoryview(beginning)], (_bytes_of(tensors[name]) for name in order))
+    return len(beginning) + num_bytes, _without_small_ones(blocks)
+
+
+def _layout_of_file(
+    shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], header: dict[str, Any]
+) -> tuple[Sequence[str], bytes, int]:
+    """Return the order of the tensors in a file, the file's beginning, and the bytes behind it."""
     # Large elements first, so that all of them are aligned.
-    order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+    order = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)
     end = 0
     for name in order:
-        dtype, shape, _ = tensors[name]
+        dtype, shape = shapes[name]
         if dtype not in _NAMES:
             raise ValueError(
                 f"The type of a tensor must be one that safetensors knows, but {name!r} is of"
@@ -145,11 +180,29 @@ def write_tensor_file(
         header[name] = {"dtype": _NAMES[dtype], "shape": [*shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            for block in tensors[name][2]:
-                file.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return order, len(text).to_bytes(8, "little") + text, end
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _without_small_ones(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Join pieces that are small, of which a state may have thousands."""
+    small = bytearray()
+    for piece in pieces:
+        if len(piece) < _SMALL_BYTES:
+            small += piece
+            if len(small) < _JOINED_BYTES:
+                continue
+        if small:
+            yield memoryview(small)
+            small = bytearray()
+        if len(piece) >= _SMALL_BYTES:
+            yield piece
+    if small:
+        yield memoryview(small)
 
 
 def write_whole_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -108,7 +108,7 @@ class RankCheckpoints:
         destination = self._parts.store(
             metadata["uuid"], {**known, **metadata}, num_parts=num_parts
         )
-        self._saver.save(parts, destination, write_more)
+        self._saver.save(parts, destination, write_more, self._storage.file_sender)
 
     def settle(self) -> None:
         """Wait until this rank's newest part is stored."""

@@ -130,7 +130,8 @@ class TrainingCheckpoints:
         self._num_saves += 1
         self.continuous.note_begun()
         uuid = str(uuid5(self._series, str(self._num_saves)))
-        self._saver.save(parts, begin(self._parts.store(uuid, metadata)), write_more)
+        destination = begin(self._parts.store(uuid, metadata))
+        self._saver.save(parts, destination, write_more, self._core.checkpoint.storage.file_sender)
 
     def store(self, loop: TrainingLoop) -> None:
         """Store a checkpoint unless this step has one, and wait until it exists.

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -292,3 +293,25 @@ def test_what_a_worker_started_is_found_after_its_supervisor_was_killed(
         supervisor.kill()
     assert kill_leftover(int(pgid), float(start_time)) >= 1
     assert living_members(int(pgid)) == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_lack_of_threads_is_an_error_that_leaves_no_worker(
+    rank: int, make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_unless(thread: threading.Thread) -> None:
+        if thread.name == f"paceline-worker-{rank}":
+            # What Python raises at the limit of the user or of the container.
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless)
+    group = make_group(*(f"echo $$ > {tmp_path}/{i}; exec sleep 600" for i in range(3)), shell=True)
+    begin = time.monotonic()
+    with pytest.raises(WorkerStartError, match="could not be started: can't start new thread"):
+        group.start()
+    assert time.monotonic() - begin < 60
+    pids = [int(path.read_text()) for path in tmp_path.iterdir() if path.read_text()]
+    assert not any(map(_is_alive, pids))

@@ -1,6 +1,7 @@
 """Workers that are processes on this machine."""
 
 import logging
+import queue
 import secrets
 import signal
 import threading
@@ -274,11 +275,26 @@ class LocalGroup:
                         # be told, and has nothing to lose yet.
                         worker.send(signal.SIGKILL)
                         break
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             self._start_error = error
             self.signal(signal.SIGKILL)
 
     def _spawn(self, spec: WorkerSpec) -> LocalWorker:
+        # First, as nobody would see the end of a process for which no thread can be started.
+        started = queue.SimpleQueue[LocalWorker | None]()
+        watcher = threading.Thread(
+            target=self._watch, args=(started,), name=f"paceline-worker-{spec.rank}", daemon=True
+        )
+        watcher.start()
+        self._watchers.append(watcher)
+        worker = None
+        try:
+            worker = self._start_worker(spec)
+        finally:
+            started.put(worker)
+        return worker
+
+    def _start_worker(self, spec: WorkerSpec) -> LocalWorker:
         handle = self._start(spec, self._environment(spec), self._on_line is not None)
         worker = LocalWorker(spec, handle, self._id)
         if handle.stdout is not None and handle.stderr is not None:
@@ -286,11 +302,6 @@ class LocalGroup:
             self._reader.open(worker, handle.stderr, "stderr")
         with self._changed:
             self._workers.append(worker)
-        watcher = threading.Thread(
-            target=self._watch, args=(worker,), name=f"paceline-worker-{spec.rank}", daemon=True
-        )
-        self._watchers.append(watcher)
-        watcher.start()
         return worker
 
     def _environment(self, spec: WorkerSpec) -> dict[str, str]:
@@ -400,7 +411,10 @@ class LocalGroup:
 
     # One thread per worker: notice its end.
 
-    def _watch(self, worker: LocalWorker) -> None:
+    def _watch(self, started: "queue.SimpleQueue[LocalWorker | None]") -> None:
+        worker = started.get()
+        if worker is None:
+            return
         exit_ = await_exit(worker)
         with self._changed:
             self._exits.append(exit_)

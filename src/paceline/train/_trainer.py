@@ -23,7 +23,7 @@ from paceline.train._stepwise_run import StepwiseRun
 from paceline.train._trainer_arguments import (
     NOT_GIVEN,
     check_train_function,
-    one_of_arguments,
+    given_num_workers,
     split_callbacks,
     stored_or_state,
     trainer_torch_config,
@@ -41,10 +41,11 @@ class Trainer(TrainerWorkers):
     executed one after the other, and a run is refused while another one goes on.
 
     Args:
-        num_workers: How many workers; 0 runs functions in this process, for debuggers. A pair such
-            as (2, 8) or (4, math.inf) has the least and the most: after a loss a run goes on with
-            what there is, and it takes on more when a checkpoint was committed. A global batch
-            stays the same: the most are its number of shards, or else what the run began with.
+        num_workers: How many workers; by default one for each GPU of this machine, or one. 0 runs
+            functions in this process, for debuggers. A pair such as (2, 8) or (4, math.inf) has
+            the least and the most: after a loss a run goes on with what there is, and it takes on
+            more when a checkpoint was committed. A global batch stays the same: the most are its
+            number of shards, or else what the run began with.
         cpus_per_worker: The cores of each; by default they share what there is.
         gpus_per_worker: The GPUs of each; by default one each, if there are any.
         resources_per_worker: The same by the names "CPU" and "GPU", and on a Ray cluster what
@@ -100,7 +101,7 @@ class Trainer(TrainerWorkers):
         if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
             raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
         self._settings = chosen_settings(
-            one_of_arguments("num_workers", num_workers, "workers", workers),
+            given_num_workers(num_workers, workers),
             trainer_torch_config(backend, backend_config, backend_args),
             checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker),
             cluster=cluster,

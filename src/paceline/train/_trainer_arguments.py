@@ -10,18 +10,22 @@ from paceline._argument_checks import count
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import ElasticConfig, TorchConfig, backend_config
 from paceline.train._run_callbacks import TrainingCallback
-from paceline.workers import ElasticLimits
+from paceline.workers import ElasticLimits, num_gpus
 from paceline.workers.runs import Instance, current_session
 
 NOT_GIVEN: Any = object()
 
 
-def one_of_arguments(name: str, value: Any, other_name: str, other: Any) -> Any:
-    if value is not NOT_GIVEN and other is not NOT_GIVEN:
-        raise TypeError(f"`{name}` and `{other_name}` are the same: give one of them.")
-    if value is NOT_GIVEN and other is NOT_GIVEN:
-        raise TypeError(f"`{name}` must be given: how many workers to start.")
-    return other if value is NOT_GIVEN else value
+def given_num_workers(num_workers: Any, workers: Any) -> Any:
+    """Return how many workers are asked for; by default what the launcher or the machine has."""
+    if num_workers is not NOT_GIVEN and workers is not NOT_GIVEN:
+        raise TypeError("`num_workers` and `workers` are the same: give one of them.")
+    if num_workers is not NOT_GIVEN:
+        return num_workers
+    if workers is not NOT_GIVEN:
+        return workers
+    place = core.launched_place()
+    return (num_gpus() or 1) if place is None else place.size
 
 
 def trainer_torch_config(

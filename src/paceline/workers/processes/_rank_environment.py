@@ -19,6 +19,7 @@ SHARDS_VARIABLE = "PACELINE_NUM_SHARDS"
 # How long the workers may wait for others in a collective operation until their parent ends them.
 COLLECTIVE_TIMEOUT_VARIABLE = "PACELINE_COLLECTIVE_TIMEOUT_S"
 _WATCHER_SLACK_S = 60.0
+_TORCHRUN_PREFIX = "TORCHELASTIC_"
 _LONGEST_S = 1e7
 
 
@@ -61,7 +62,8 @@ def rank_environment(
     base: Mapping[str, str], layout: NodeLayout, local_rank: int
 ) -> dict[str, str]:
     """Return the environment of one worker: `base` and the variables that place it."""
-    environment = dict(base)
+    # One that a worker of torchrun starts would look for torchrun's store at its own address.
+    environment = {k: v for k, v in base.items() if not k.startswith(_TORCHRUN_PREFIX)}
     environment |= {
         "RANK": str(layout.first_rank + local_rank),
         "WORLD_SIZE": str(layout.world_size),

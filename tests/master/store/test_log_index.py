@@ -117,6 +117,17 @@ def test_no_letter_but_two_has_a_small_one_within_ascii() -> None:
     assert odd == ["\u0130", "\u212a"]
 
 
+@pytest.mark.parametrize("search", ["K9", "k9x", "300K9X at last", "300\u212a9x"])
+@pytest.mark.parametrize("letter", ["k", "K", "\u212a"])
+def test_the_sign_of_kelvin_is_found_as_a_k(tmp_path: Path, search: str, letter: str) -> None:
+    logs = LogStore(tmp_path)
+    rows = [(f"line {n}", "INFO", "stdout", 0, n) for n in range(40)]
+    rows[21] = (f"300{letter}9x at last", "INFO", "stdout", 0, 21)
+    logs.append(1, 1, entries(rows))
+    found = logs.read(1, only=LogFilter(search=search))
+    assert [line.text for line in found] == [f"300{letter}9x at last"]
+
+
 def test_blocks_without_a_text_are_not_read(tmp_path: Path, monkeypatch: Any) -> None:
     logs = LogStore(tmp_path)
     logs.append(1, 1, entries([(f"line {n:05d}", "INFO", "stdout", 0, n) for n in range(4000)]))

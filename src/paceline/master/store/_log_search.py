@@ -14,10 +14,10 @@ from paceline.master.store._log_filter import LogFilter, levels_from
 from paceline.master.store._log_index import (
     DIGEST_BYTES,
     HEAD,
-    ODD_LETTERS,
     RECORD_BYTES,
     LogBlock,
     grams_of,
+    has_odd_letters,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class LogNeedles:
         if not self._groups:
             return True
         small = content.lower()
-        has_odd = any(letter in content for letter in ODD_LETTERS)
+        has_odd = has_odd_letters(content)
         return all(
             any(needle.may_be_in(content, small, has_odd) for needle in group)
             for group in self._groups

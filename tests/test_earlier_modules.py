@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline import core, search, testing, train
+from paceline import core, search, storage, testing, train
 from paceline.messages import experiments, metrics, node_runners, nodes_and_slots, trials
 
 
@@ -18,6 +18,7 @@ from paceline.messages import experiments, metrics, node_runners, nodes_and_slot
         ("paceline.testing._fault_kinds", testing.Fault),
         ("paceline.train._preparing_functions", train.prepare_model),
         ("paceline.train._preparing_functions", train.get_dataset),
+        ("paceline.storage._storage_setting", storage.storage_from),
         ("paceline.messages.resources", experiments.Experiment),
         ("paceline.messages.resources", trials.Trial),
         ("paceline.messages.resources", nodes_and_slots.Slot),

@@ -26,6 +26,7 @@ _PRESENT_MODULES = {
         for name in ("configs", "experiments", "hyperparameters", "metrics", "pools_and_queue")
     ],
     "paceline.search._search_views": ["paceline.search"],
+    "paceline.storage._storage_setting": ["paceline.storage"],
     "paceline.testing._fault_kinds": ["paceline.testing"],
     "paceline.train._preparing_functions": ["paceline.train"],
 }

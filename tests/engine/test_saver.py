@@ -18,7 +18,7 @@ import torch
 
 from paceline import core
 from paceline.engine import CheckpointSaver, load_state
-from paceline.engine.checkpoints._gathered_copies import GatheredCopies
+from paceline.engine.checkpoints._gathered_gpu_copies import GatheredCopies
 from paceline.engine.checkpoints._host_copies import HostCopies
 from paceline.engine.state._sharded_tensor_pieces import StateInPieces
 from paceline.journal import RunDirectory

@@ -29,7 +29,7 @@ from paceline.workers import (
     import_ray,
 )
 from paceline.workers._errors import PlacementTimeoutError
-from paceline.workers.pools import _shared_memory
+from paceline.workers.pools import _shared_memory_segment
 from paceline.workers.remote import _ray_host_actors, _ray_node_versions
 from paceline.workers.remote._listener import Listener, join_listener
 from paceline.workers.remote._ray_cluster import num_fitting
@@ -311,7 +311,7 @@ def test_data_of_the_driver_are_shared_on_its_machine_and_sent_to_others(
 
     expected = int(data.sum()) + 7
     assert pool.submit(use, (data,)).wait() == [(expected, True)] * 2
-    monkeypatch.setattr(_shared_memory, "_machine", lambda: "another machine")
+    monkeypatch.setattr(_shared_memory_segment, "_machine", lambda: "another machine")
     data[1] = 10
     assert pool.submit(use, (data,)).wait() == [(expected + 9, False)] * 2
     assert data[0] == 0

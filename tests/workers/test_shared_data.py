@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.workers import LocalPool, WorkerFailedError
-from paceline.workers.pools import _shared_memory, _write_watch
+from paceline.workers.pools import _shared_memory_segment, _write_watch
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -228,7 +228,7 @@ def test_workers_that_replace_a_killed_one_use_the_same_memory(
 def test_workers_that_do_not_reach_the_memory_are_sent_the_data(
     pool: LocalPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_shared_memory, "_machine", lambda: "another machine")
+    monkeypatch.setattr(_shared_memory_segment, "_machine", lambda: "another machine")
     data = torch.arange(3 * MEGA, dtype=torch.float32)
     large = np.full(17 * MEGA, 3, np.uint8)
 

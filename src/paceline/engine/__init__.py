@@ -17,8 +17,8 @@ from paceline.engine.checkpoints._continuous_saves import (
     ContinuousPeriod,
     ContinuousSaves,
 )
-from paceline.engine.checkpoints._earlier_state import EarlierState, asked_state
 from paceline.engine.checkpoints._kept_checkpoints import KeptCheckpoints
+from paceline.engine.checkpoints._state_of_earlier_run import EarlierState, asked_state
 from paceline.engine.devices._data_to_device import (
     TorchData,
     data_length,

@@ -40,8 +40,8 @@ from paceline.storage._retention_rules import (
     to_delete,
     wanted,
 )
+from paceline.storage._storage_from_setting import checkpoint_at, storage_from
 from paceline.storage._storage_registry import added_schemes, is_added_scheme, scheme_of
-from paceline.storage._storage_setting import checkpoint_at, storage_from
 from paceline.storage._upload import FileSender
 
 __all__ = [

@@ -30,7 +30,7 @@ from paceline.workers._errors import (
     is_told,
 )
 from paceline.workers._group_run import GroupRun
-from paceline.workers._kept_state import (
+from paceline.workers._kept_worker_state import (
     KeptState,
     MemoryFile,
     StateFunctions,

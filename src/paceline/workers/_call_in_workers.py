@@ -9,7 +9,7 @@ from paceline.workers._launch_run import LaunchGroup, LaunchRun
 from paceline.workers._restart_policy import RestartPolicy
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._served_pool import ServedPool, pack_call
-from paceline.workers.pools._shared_buffers import SharedBuffers
+from paceline.workers.pools._shared_buffer_cache import SharedBuffers
 
 _FOR_EVER_S = 1e9
 

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._errors import TrainingFailedError
-from paceline.workers._kept_state import KeptState, MemoryFile, StateFunctions, read_parts
+from paceline.workers._kept_worker_state import KeptState, MemoryFile, StateFunctions, read_parts
 from paceline.workers._restart_policy import RestartPolicy
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine.checkpoints._gathered_copies import ALIGNMENT_BYTES, GatheredCopies, Kind
+from paceline.engine.checkpoints._gathered_gpu_copies import ALIGNMENT_BYTES, GatheredCopies, Kind
 from paceline.engine.state._sharded_tensor_pieces import OwnPiece
 from paceline.engine.state._tensor_collector import TensorCollector, fill_tensor_slots
 from paceline.engine.tensors._tensor_copies import copy_tensors

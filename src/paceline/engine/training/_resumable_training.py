@@ -13,7 +13,7 @@ import torch
 from paceline._seeds import mix_seed
 from paceline.engine.checkpoints._background_saver import Destination
 from paceline.engine.checkpoints._best_validation import BestValidation
-from paceline.engine.checkpoints._earlier_state import EarlierState
+from paceline.engine.checkpoints._state_of_earlier_run import EarlierState
 from paceline.engine.devices._data_to_device import mover_to
 from paceline.engine.devices._random_generators import restore_random_state, seed_everything
 from paceline.engine.loaders._epoch_order import shards_of_worker

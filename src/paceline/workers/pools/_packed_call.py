@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from paceline.workers.pools._pickled_buffers import Buffer
 from paceline.workers.pools._pickling import dump, load, load_with_buffers
-from paceline.workers.pools._shared_buffers import SharedBuffers, Span
-from paceline.workers.pools._shared_memory import (
+from paceline.workers.pools._shared_buffer_cache import SharedBuffers, Span
+from paceline.workers.pools._shared_memory_segment import (
     SharedSegment,
     SharedSegmentPlace,
     map_shared_segment,

@@ -16,7 +16,7 @@ from paceline.workers.pools._packed_call import PackedCall, pack_worker_call
 from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._pool_worker import Assignment
 from paceline.workers.pools._serve_calls import driver_facts
-from paceline.workers.pools._shared_buffers import SharedBuffers
+from paceline.workers.pools._shared_buffer_cache import SharedBuffers
 from paceline.workers.pools._watchdog import WatchedRank
 from paceline.workers.pools._worker_call import WorkerCall
 from paceline.workers.pools._worker_pool import WorkerPool, checked_ranks

@@ -8,7 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from paceline.workers.pools._pickled_buffers import Buffer
-from paceline.workers.pools._shared_memory import SharedSegment, can_share, memory_address_of
+from paceline.workers.pools._shared_memory_segment import (
+    SharedSegment,
+    can_share,
+    memory_address_of,
+)
 from paceline.workers.pools._write_watch import WriteWatch
 
 # Buffers of this size have a segment of their own, so that each is copied again only if it changed.

@@ -1,5 +1,6 @@
 """Checkpoints in a bucket: with a real server, and with troubles on the way to it."""
 
+import errno
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from uuid import uuid4
 import boto3  # type: ignore[import-untyped]
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from paceline import pytorch, train
@@ -26,6 +29,7 @@ from paceline.storage import (
     ObjectStorage,
     storage_from,
 )
+from paceline.storage._bucket_by_obstore import BucketStorage
 
 LARGE = os.urandom(20_000_000)
 
@@ -299,6 +303,91 @@ def test_what_was_sent_is_removed_if_the_block_fails(s3: str, rank: int) -> None
     assert [each.key for each in storage.objects("one/")] == ["one/other", "one/rank-1.done"]
 
 
+def test_the_files_of_another_writer_stay(s3: str) -> None:
+    """The late one has sent files of the same names, and another one."""
+    storage = storage_from(s3)
+
+    def be_late(fail: type[Exception] | None) -> None:
+        with storage.store_shard(uuid, 2) as path:
+            send = storage.file_sender(path)
+            assert send is not None
+            send("model", 5, [memoryview(b"state")])
+            send("more", 1, [memoryview(b"a")])
+            with storage.store_shard(uuid, 2) as other:
+                (other / "model").write_bytes(b"state")
+            if fail is not None:
+                raise fail
+
+    for uuid, fail in (("one", None), ("two", KeyError)):
+        with pytest.raises(fail or FileExistsError):
+            be_late(fail)
+        with storage.store_shard(uuid, 0), storage.store_shard(uuid, 1):
+            pass
+        storage.commit(uuid, {}, num_shards=3)
+        assert storage.verify(uuid).resources == {"model": 5}
+
+
+def test_a_full_temporary_directory_leaves_nothing_in_the_bucket(s3: str) -> None:
+    storage = storage_from(s3)
+    assert isinstance(storage, ObjectStorage)
+
+    def fill() -> None:
+        with storage.store_shard("one", 0) as path:
+            send = storage.file_sender(path)
+            assert send is not None
+            send("model", 1, [memoryview(b"a")])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointWriteError, match="what was written of it is removed"):
+        fill()
+    assert storage.objects("one/") == []
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_small_files_are_sent_without_more_threads(
+    s3: str, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_few(thread: threading.Thread) -> None:
+        if len(started) == num_threads:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    storage = storage_from(s3)
+    with storage.store_shard("one", 0) as path:
+        for number in range(10):
+            (path / f"file_{number}").write_text(str(number))
+        monkeypatch.setattr(threading.Thread, "start", start_few)
+    monkeypatch.undo()
+    assert len(started) == num_threads
+    storage.commit("one", {})
+    assert storage.verify("one").resources == {f"file_{number}": 1 for number in range(10)}
+
+
+def test_pieces_of_another_size_than_said_are_refused(s3: str) -> None:
+    storage = storage_from(s3)
+    assert isinstance(storage, ObjectStorage)
+
+    def send(size: int, piece: Any) -> None:
+        with storage.store_shard("one", 0) as path:
+            sender = storage.file_sender(path)
+            assert sender is not None
+            sender("model", size, [memoryview(piece)])
+
+    for size, piece in ((12, b"a"), (20_000_000, b"a"), (1, LARGE)):
+        with pytest.raises(ValueError, match=f"must have {size} bytes together"):
+            send(size, piece)
+        assert storage.objects("one/") == []
+    # Of three numbers, each has four bytes.
+    send(12, array("f", [1.0, 2.0, 3.0]))
+    storage.commit("one", {})
+    assert storage.verify("one").resources == {"model": 12}
+    with pytest.raises(ValueError, match="must be called within the block"):
+        storage.file_sender(Path("elsewhere"))
+
+
 def test_two_writers_of_one_checkpoint_are_kept_apart(s3: str, faulty: Any) -> None:
     storage = storage_from(s3)
     first = storage.store_shard("one", 0)
@@ -467,6 +556,38 @@ def test_an_upload_that_is_stuck_is_told_of_while_training_goes_on(
     assert re.search(
         r"Training goes on.* Rank 0 could not store '.*\.safetensors' .* but part 2 of 3: ",
         caplog.text,
+    )
+
+
+@pytest.mark.parametrize("hook", ["on_checkpoint_write_end", "on_checkpoint_end", None])
+def test_a_hook_finds_the_tensors_that_are_stored(
+    hook: str | None, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = []
+
+    class Export(pytorch.PyTorchCallback):
+        pass
+
+    def export(self: Any, checkpoint_dir: str) -> None:
+        large = load_file(Path(checkpoint_dir) / "model_0.safetensors")["large"]
+        found.append(large.sum().item())
+        Path(checkpoint_dir, "sum").write_text(str(found[-1]))
+
+    if hook is not None:
+        setattr(Export, hook, export)
+    sent = []
+    send = BucketStorage.file_sender
+    monkeypatch.setattr(
+        BucketStorage, "file_sender", lambda self, path: (sent.append(path), send(self, path))[1]
+    )
+    with pytorch.init({"global_batch_size": 2}, seed=1, checkpoint_storage=s3) as context:
+        trial = Buffered(context, Export())
+        result = pytorch.Trainer(trial, context).fit(max_length=pytorch.Batch(2))
+    files = storage_from(s3).verify(result.checkpoints[-1]).resources
+    assert files["model_0.safetensors"] > 20_000_000
+    assert ("sum" in files, len(found), len(sent)) == (
+        (False, 0, 1) if hook is None else (True, 1, 0)
     )
 
 

@@ -1,14 +1,17 @@
 """The number of workers of a trainer that was given none."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 from forked_processes import free_ports
 
 from paceline import train
+from paceline.workers import _worker_resources
 
 SCRIPT = """
 import os
@@ -42,7 +45,42 @@ def test_one_worker_is_started_where_there_are_no_gpus(monkeypatch: pytest.Monke
         assert trainer.execute(lambda: os.environ["WORLD_SIZE"]) == ["1"]
 
 
-def test_each_gpu_has_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("train._trainer_arguments", "workers._worker_resources"):
-        monkeypatch.setattr(f"paceline.{module}.num_gpus", lambda: 3)
-    assert "3" in repr(train.Trainer()._settings.num_workers)
+@pytest.mark.parametrize(
+    ("visible", "gpus_per_worker", "expected"),
+    [
+        (None, None, 4),
+        ("0,2", None, 2),
+        ("", None, 1),
+        ("-1", None, 1),
+        ("1,-1,2", None, 1),
+        ("0,1,2,3,9", None, 4),
+        (None, 2, 2),
+        (None, 0.5, 8),
+        (None, 0, 1),
+    ],
+)
+def test_each_visible_gpu_has_a_worker(
+    visible: str | None,
+    gpus_per_worker: float | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(_worker_resources, "_num_listed_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    trainer = train.Trainer(gpus_per_worker=gpus_per_worker)
+    assert trainer._settings.num_workers == expected
+    # A copy has as many where there are fewer GPUs, or none.
+    pickled = cloudpickle.dumps(trainer)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("paceline.workers.WorkerResources.check_machine", lambda *_: None)
+    assert pickle.loads(pickled)._settings.num_workers == expected
+
+
+def test_a_number_of_workers_that_was_given_is_replaced() -> None:
+    for given in ({"num_workers": 3}, {"workers": 3}):
+        trainer = train.Trainer(cpus_per_worker=None, **given)  # type: ignore[arg-type]
+        name = next(iter(given))
+        assert trainer.replace(**{name: 2})._settings.num_workers == 2

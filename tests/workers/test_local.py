@@ -295,23 +295,43 @@ def test_what_a_worker_started_is_found_after_its_supervisor_was_killed(
     assert living_members(int(pgid)) == []
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_lack_of_threads_is_an_error_that_leaves_no_worker(
-    rank: int, make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _lack_threads(monkeypatch: pytest.MonkeyPatch, lacks: Callable[[str], bool]) -> None:
     start = threading.Thread.start
 
     def start_unless(thread: threading.Thread) -> None:
-        if thread.name == f"paceline-worker-{rank}":
+        if lacks(thread.name):
             # What Python raises at the limit of the user or of the container.
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_unless)
-    group = make_group(*(f"echo $$ > {tmp_path}/{i}; exec sleep 600" for i in range(3)), shell=True)
+
+
+@pytest.mark.parametrize(
+    "lacking", ["paceline-worker-0", "paceline-worker-2", "paceline-workers", "paceline-pulse"]
+)
+def test_a_lack_of_threads_is_an_error_that_leaves_no_worker(
+    lacking: str, make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _lack_threads(monkeypatch, lambda name: name == lacking)
+    commands = [f"echo $$ > {tmp_path}/{i}; exec sleep 600" for i in range(3)]
+    group = make_group(*commands, shell=True, heartbeat_timeout_s=60.0)
     begin = time.monotonic()
     with pytest.raises(WorkerStartError, match="could not be started: can't start new thread"):
         group.start()
     assert time.monotonic() - begin < 60
     pids = [int(path.read_text()) for path in tmp_path.iterdir() if path.read_text()]
     assert not any(map(_is_alive, pids))
+
+
+def test_without_more_threads_a_stop_kills_at_once(
+    make_group: MakeGroup,
+    lines: list[OutputLine],
+    wait_until: WaitUntil,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = make_group(IGNORE_TERM + "time.sleep(600)", IGNORE_TERM + "time.sleep(600)")
+    group.start()
+    wait_until(lambda: len(lines) == 2)
+    _lack_threads(monkeypatch, lambda name: name.startswith("Thread-"))
+    assert [exit_.signal for exit_ in group.stop(30.0)] == [signal.SIGKILL] * 2

@@ -1,6 +1,8 @@
 """Whether ranks on several machines see one storage: asked before they train."""
 
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -9,7 +11,7 @@ from paceline.core._node_storage import NodeStorage
 from paceline.storage import CheckpointStorage
 
 # A network file system may show another machine's file late.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 15.0
 _LOOK_INTERVAL_S = 0.05
 
 
@@ -34,7 +36,8 @@ def check_shared_storage(storage: CheckpointStorage, distributed: DistributedCon
         seen = distributed.allgather(mark is None or _is_seen(root / mark))
     finally:
         if is_chief and mark is not None:
-            (root / mark).unlink(missing_ok=True)
+            with suppress(OSError):
+                (root / mark).unlink()
     blind = [rank for rank, has_seen in enumerate(seen) if not has_seen]
     if blind:
         raise ValueError(
@@ -58,8 +61,17 @@ def _write_mark(root: Path) -> str | None:
 
 def _is_seen(path: Path) -> bool:
     deadline = time.monotonic() + _PATIENCE_S
-    while not path.exists():
+    while not _is_listed(path):
         if time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_INTERVAL_S)
     return True
+
+
+def _is_listed(path: Path) -> bool:
+    """Tell whether a file is there; the server is asked, not what this machine knew before."""
+    with suppress(OSError):
+        # Opening a directory makes NFS forget that something was not there.
+        os.listdir(path.parent.parent)
+        return path.name in os.listdir(path.parent)
+    return False

@@ -135,7 +135,12 @@ class BucketStorage(ObjectStorage):
 
     def file_sender(self, directory: Path) -> FileSender:
         """Return what sends a file from memory, in parts at once if it is large."""
-        upload = self._uploads[directory]
+        upload = self._uploads.get(directory)
+        if upload is None:
+            raise ValueError(
+                "`file_sender` must be called within the block of `store_path` or `store_shard`,"
+                f" with its directory, but got {str(directory)!r}."
+            )
 
         def send(name: str, size: int, pieces: Iterable[memoryview]) -> None:
             def put(key: str, timeout_s: float) -> FileEntry:

@@ -137,13 +137,20 @@ class ObjectStorage(CheckpointStorage):
                 ):
                     yield path
                 self._put_all(upload, path)
-        except CheckpointError:
-            # What a store keeps that does not answer is swept later.
+        except FileExistsError:
+            # Another process has stored this part, whose files may have the same names.
             raise
         except BaseException:
-            with suppress(CheckpointError):
-                self.remove([f"{uuid}/{name}" for name in upload.entries])
+            if upload.entries and not upload.has_failed:
+                # What is left is swept later.
+                with suppress(Exception):
+                    self._remove_sent(upload)
             raise
+
+    def _remove_sent(self, upload: "ShardUpload") -> None:
+        """Remove what was sent, unless another process has stored this part meanwhile."""
+        if self._read_done(upload.uuid, upload.rank) is None:
+            self.remove([f"{upload.uuid}/{name}" for name in upload.entries])
 
     def _taking_pieces(
         self, directory: Path, upload: "ShardUpload"
@@ -165,23 +172,19 @@ class ObjectStorage(CheckpointStorage):
         """Put what is in a directory besides what was sent, and the list of all."""
         uuid, rank = upload.uuid, upload.rank
         names = check_file_names(_durable_files.list_files(source, follow_links=follow_links))
+        upload.check_new(names)
         num_files = len(upload.entries) + len(names)
 
         def send(name: str) -> None:
             upload.send(name, partial(self._send, file=source / name), num_files)
 
-        # A large file goes in several requests at once by itself; of small ones, several go.
-        small = [n for n in names if (source / n).stat().st_size <= self._small_file_bytes]
+        sizes = {name: (source / name).stat().st_size for name in names}
+        small = [name for name in names if sizes[name] <= self._small_file_bytes]
+        # The client sends the parts of a large file at once. Small files are sent several at once.
         for name in names:
-            if name not in small:
+            if sizes[name] > self._small_file_bytes:
                 send(name)
-        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="paceline-store") as pool:
-            sent = [pool.submit(send, name) for name in small]
-            try:
-                for each in sent:
-                    each.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+        upload.send_together(small, send)
         faults.reach("storage.before_done")
         done = encode_with_checksum(
             ShardDone(rank=rank, files=dict(sorted(upload.entries.items())))
@@ -375,12 +378,14 @@ class ShardUpload:
 
     Attributes:
         entries: The files that are there, by name.
+        has_failed: Whether the store did not take one.
     """
 
     def __init__(self, url: str, uuid: str, rank: int) -> None:
         self.uuid = uuid
         self.rank = rank
         self.entries: dict[str, FileEntry] = {}
+        self.has_failed = False
         self._url = url
         self._limits = UploadLimits.from_environment()
         self._began: float | None = None
@@ -398,15 +403,14 @@ class ShardUpload:
             ValueError: There is such a file already.
         """
         check_file_names([name])
-        if name in self.entries:
-            raise ValueError(f"A checkpoint must have each file once, but {name!r} is there.")
+        self.check_new([name])
         if self._began is None:
             self._began = time.monotonic()
             faults.reach("storage.begun")
         if self.entries:
             faults.reach("storage.between_files")
         left_s = self._began + self._limits.checkpoint_s - time.monotonic()
-        with _naming_object(self.uuid, self.rank, repr(name)):
+        with self._noting_failure(), _naming_object(self.uuid, self.rank, repr(name)):
             if left_s <= 0:
                 of_all = "" if num_files is None else f"{num_files} "
                 raise CheckpointWriteError(
@@ -416,6 +420,45 @@ class ShardUpload:
             self.entries[name] = send(
                 key=f"{self.uuid}/{name}", timeout_s=min(self._limits.file_s, left_s)
             )
+
+    def check_new(self, names: Sequence[str]) -> None:
+        """Check that no file of these names was sent.
+
+        Raises:
+            ValueError: There is one.
+        """
+        for name in names:
+            if name in self.entries:
+                raise ValueError(f"A checkpoint must have each file once, but {name!r} is there.")
+
+    def send_together(self, names: Sequence[str], send: Callable[[str], None]) -> None:
+        """Send files by a function, several at once where there may be more threads."""
+        if len(names) > 1:
+            pool = ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="paceline-store")
+            calls = []
+            try:
+                # At the limit of threads, or at the end of the interpreter.
+                with suppress(RuntimeError):
+                    for name in names:
+                        calls.append(pool.submit(send, name))
+                if len(calls) < len(names):
+                    pool.shutdown(cancel_futures=True)
+                for call in calls:
+                    if not call.cancelled():
+                        call.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+        for name in names:
+            if name not in self.entries:
+                send(name)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            self.has_failed = True
+            raise
 
 
 def _stored_before(uuid: str, rank: int) -> FileExistsError:

@@ -133,13 +133,20 @@ class MemoryUpload(Upload):
 
         Raises:
             TimeoutError: The time is over.
+            ValueError: They have another size than was said.
         """
         for piece in self._pieces:
-            for begin in range(0, len(piece), self._part_bytes):
+            data = piece.cast("B")
+            for begin in range(0, len(data), self._part_bytes):
                 self._check_time()
-                part = piece[begin : begin + self._part_bytes]
+                part = data[begin : begin + self._part_bytes]
                 self._note(part)
                 yield part
+        if self._num_hashed != self.size:
+            raise ValueError(
+                f"The pieces of a file must have {self.size} bytes together, as was said, but have"
+                f" {self._num_hashed}."
+            )
 
 
 class UploadLimits(NamedTuple):

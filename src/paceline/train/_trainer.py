@@ -98,12 +98,16 @@ class Trainer(TrainerWorkers):
     ) -> None:
         given = locals().items()
         self._arguments = {n: v for n, v in given if n != "self" and v is not NOT_GIVEN}
+        resources = checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker)
+        asked_for = given_num_workers(num_workers, workers, resources.gpus)
+        # A copy elsewhere is to have as many.
+        self._arguments["num_workers" if workers is NOT_GIVEN else "workers"] = asked_for
         if not isinstance(max_retries, (int, float)) or not max_retries >= 0:
             raise ValueError(f"`max_retries` must be at least 0, but got {max_retries!r}.")
         self._settings = chosen_settings(
-            given_num_workers(num_workers, workers),
+            asked_for,
             trainer_torch_config(backend, backend_config, backend_args),
-            checked_resources(cpus_per_worker, gpus_per_worker, resources_per_worker),
+            resources,
             cluster=cluster,
             heartbeat_timeout_s=heartbeat_timeout_s,
             elastic=elastic or ElasticConfig(),

@@ -16,7 +16,7 @@ from paceline.workers.runs import Instance, current_session
 NOT_GIVEN: Any = object()
 
 
-def given_num_workers(num_workers: Any, workers: Any) -> Any:
+def given_num_workers(num_workers: Any, workers: Any, gpus_per_worker: float | None) -> Any:
     """Return how many workers are asked for; by default what the launcher or the machine has."""
     if num_workers is not NOT_GIVEN and workers is not NOT_GIVEN:
         raise TypeError("`num_workers` and `workers` are the same: give one of them.")
@@ -25,7 +25,12 @@ def given_num_workers(num_workers: Any, workers: Any) -> Any:
     if workers is not NOT_GIVEN:
         return workers
     place = core.launched_place()
-    return (num_gpus() or 1) if place is None else place.size
+    if place is not None:
+        return place.size
+    # The only process of torchrun counts as one, whatever the machine has.
+    if os.environ.get("WORLD_SIZE") == "1" or gpus_per_worker == 0:
+        return 1
+    return max(1, int(num_gpus() / (gpus_per_worker or 1)))
 
 
 def trainer_torch_config(

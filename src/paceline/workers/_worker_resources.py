@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import takewhile
 from math import ceil
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -274,11 +275,16 @@ def checked_resources(
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs of this machine."""
+    """Return the number of GPUs of this machine that this process may use."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return int(torch.cuda.device_count())
-    return _num_listed_gpus()
+    visible = os.environ.get(_DEVICES_VARIABLE)
+    if visible is None:
+        return _num_listed_gpus()
+    # What stands behind an entry that names none does not count.
+    names = takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))
+    return min(len([*names]), _num_listed_gpus())
 
 
 @cache

@@ -119,3 +119,16 @@ def test_a_list_tells_of_a_trial_what_it_tells_of_itself(database: Database) -> 
         row = connection.execute(select(tables.trials).where(tables.trials.c.id == 1)).one()
         alone = trial_view(connection, row)
     assert _told(database, EncodingCache())[0] == json.loads(alone.model_dump_json())
+
+
+def test_a_number_that_no_key_can_hold_is_encoded_anew_each_time() -> None:
+    made = []
+
+    def encode() -> bytes:
+        made.append(1)
+        return b"{}"
+
+    cache = EncodingCache()
+    for content in ({"seed": 2**64}, {"seed": 2**64}, {"seed": 2**63}, {"seed": 2**63}):
+        assert cache.encoded(content, encode) == b"{}"
+    assert len(made) == 3

@@ -30,7 +30,7 @@ from paceline.storage import FileSender
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
 _SHARDED = "$sharded"
-_LEAST_SENT_BYTES = 1024 * 1024
+_LEAST_SENT_BYTES = 8 * 1024 * 1024
 
 _ARRAY_DTYPES = frozenset(
     ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")

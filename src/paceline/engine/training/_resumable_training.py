@@ -35,6 +35,9 @@ from paceline.engine.training._training_state import (
 
 logger = logging.getLogger(__name__)
 
+# Hooks that are called with the directory in which the files of a checkpoint are.
+_HOOKS_WITH_FILES = ("on_checkpoint_end", "on_checkpoint_write_end")
+
 
 class ResumableTraining(TrainingFit, LoopHooks):
     """The data, loop, callbacks and checkpoints of registered parts.
@@ -311,7 +314,13 @@ class ResumableTraining(TrainingFit, LoopHooks):
             "num_shards": self._parts.num_shards,
             "seed": self._seed,
         }
-        self.checkpoints.save(parts, metadata, self._checkpoint_written, self._begin_part)
+        self.checkpoints.save(
+            parts,
+            metadata,
+            self._checkpoint_written,
+            self._begin_part,
+            reads_files=any(map(self._callbacks.overrides, _HOOKS_WITH_FILES)),
+        )
 
     def _begin_part(self, destination: Destination) -> Destination:
         """Store what must be stored while training stands still, and return where the rest goes."""
@@ -332,5 +341,5 @@ class ResumableTraining(TrainingFit, LoopHooks):
 
     def _checkpoint_written(self, path: Path) -> None:
         if self._core.distributed.rank == 0:
-            self._callbacks.tell("on_checkpoint_end", str(path))
-            self._callbacks.tell("on_checkpoint_write_end", str(path))
+            for hook in _HOOKS_WITH_FILES:
+                self._callbacks.tell(hook, str(path))

@@ -117,6 +117,8 @@ class TrainingCheckpoints:
         metadata: Mapping[str, Any],
         write_more: Callable[[Path], None],
         begin: Callable[[Destination], Destination] = lambda destination: destination,
+        *,
+        reads_files: bool = False,
     ) -> None:
         """Store this rank's part in the background; see `CheckpointSaver.save`.
 
@@ -126,12 +128,15 @@ class TrainingCheckpoints:
             write_more: Called in the thread with the directory before the commit.
             begin: Stores what must be stored while training stands still, and returns where the
                 rest goes.
+            reads_files: Whether `write_more` may want all files in the directory.
         """
         self._num_saves += 1
         self.continuous.note_begun()
         uuid = str(uuid5(self._series, str(self._num_saves)))
         destination = begin(self._parts.store(uuid, metadata))
-        self._saver.save(parts, destination, write_more, self._core.checkpoint.storage.file_sender)
+        storage = self._core.checkpoint.storage
+        sender_for = _no_sender if reads_files else storage.file_sender
+        self._saver.save(parts, destination, write_more, sender_for)
 
     def store(self, loop: TrainingLoop) -> None:
         """Store a checkpoint unless this step has one, and wait until it exists.
@@ -213,3 +218,7 @@ class TrainingCheckpoints:
 def _call(function: Callable[[CheckpointStored], None] | None, stored: CheckpointStored) -> None:
     if function is not None:
         function(stored)
+
+
+def _no_sender(directory: Path) -> None:
+    """Have all files written to the directory."""

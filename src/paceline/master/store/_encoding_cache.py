@@ -30,7 +30,12 @@ class EncodingCache:
             content: Plain values: all that the encoding depends on, its kind among them.
             encode: Makes it.
         """
-        key = blake2b(msgspec.msgpack.encode(content), digest_size=16).digest()
+        try:
+            plain = msgspec.msgpack.encode(content)
+        except OverflowError:
+            # An integer of more than 64 bits.
+            return encode()
+        key = blake2b(plain, digest_size=16).digest()
         found = self._kept.get(key)
         if found is None:
             found = encode()

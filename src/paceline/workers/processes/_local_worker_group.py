@@ -125,10 +125,15 @@ class LocalGroup:
         self._supervisor = threading.Thread(
             target=self._supervise, name="paceline-workers", daemon=True
         )
-        self._supervisor.start()
-        wait_until(self._has_spawned.wait)
+        try:
+            self._supervisor.start()
+        except RuntimeError as error:
+            self._start_error = error
+        else:
+            wait_until(self._has_spawned.wait)
+            if self._start_error is not None:
+                join(self._supervisor)
         if self._start_error is not None:
-            join(self._supervisor)
             raise WorkerStartError(
                 f"The workers could not be started: {self._start_error}."
             ) from self._start_error
@@ -197,7 +202,12 @@ class LocalGroup:
             # A thread of its own: neither a slow `on_line` nor the caller can hold the kill up.
             self._kill_timer = threading.Timer(max(0.0, grace_s), self.signal, (signal.SIGKILL,))
             self._kill_timer.daemon = True
-            self._kill_timer.start()
+            try:
+                self._kill_timer.start()
+            except RuntimeError:
+                # There are no more threads: nobody would kill them later.
+                self._kill_timer = None
+                self.signal(signal.SIGKILL)
 
     def stop(self, grace_s: float) -> list[WorkerExit]:
         """End all workers: ask, and after `grace_s` kill them.
@@ -254,8 +264,6 @@ class LocalGroup:
         try:
             self._spawn_all()
             self._has_spawned.set()
-            if self._stopped_watch is not None:
-                self._stopped_watch.start()
             while not all(worker.is_closed for worker in self._workers):
                 self._reader.read(self._timeout_s())
                 self._reader.deliver_due(self._workers)
@@ -275,6 +283,8 @@ class LocalGroup:
                         # be told, and has nothing to lose yet.
                         worker.send(signal.SIGKILL)
                         break
+            if self._stopped_watch is not None:
+                self._stopped_watch.start()
         except (OSError, RuntimeError, ValueError) as error:
             self._start_error = error
             self.signal(signal.SIGKILL)

@@ -62,7 +62,7 @@ def rank_environment(
     base: Mapping[str, str], layout: NodeLayout, local_rank: int
 ) -> dict[str, str]:
     """Return the environment of one worker: `base` and the variables that place it."""
-    # One that a worker of torchrun starts would look for torchrun's store at its own address.
+    # These variables of torchrun would make the worker look for torchrun's store at MASTER_ADDR.
     environment = {k: v for k, v in base.items() if not k.startswith(_TORCHRUN_PREFIX)}
     environment |= {
         "RANK": str(layout.first_rank + local_rank),

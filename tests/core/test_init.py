@@ -666,9 +666,9 @@ def test_bucket_that_is_not_there_is_told_at_the_beginning(
     ("value", "message"),
     [
         ("runs", "`PACELINE_RUNS` must be the URL of an object store"),
-        ("nope://bucket", "`PACELINE_RUNS` must name a storage, but: .*offers nope://"),
-        ("s3://", r"must name a storage, but: .* must be like s3://bucket/prefix, but got 's3://'"),
-        ("s3:///", r"must name a storage, but: .* must be like s3://bucket/prefix, but got 's3:"),
+        ("nope://bucket", "^`PACELINE_RUNS` must be a path, a URL .*offers nope://"),
+        ("s3://", r"^`PACELINE_RUNS` must be like s3://bucket/prefix, but got 's3://'"),
+        ("s3:///", r"^`PACELINE_RUNS` must be like s3://bucket/prefix, but got 's3:"),
     ],
 )
 def test_runs_that_are_no_object_store_are_refused(

@@ -44,7 +44,9 @@ def storage_of_new_run(path: Path) -> CheckpointStorage:
         storage_from(url)
         return storage_from(f"{url.rstrip('/')}/{quote(path.name)}")
     except ValueError as error:
-        raise type(error)(f"`{RUNS_VARIABLE}` must name a storage, but: {error}") from error
+        # It names the argument that the text usually comes from.
+        text = str(error).replace("`checkpoint_storage`", f"`{RUNS_VARIABLE}`")
+        raise type(error)(text) from error
 
 
 def is_storage_in_environment() -> bool:

@@ -65,11 +65,11 @@ def test_a_file_that_shows_late_is_waited_for(
 ) -> None:
     looks = []
 
-    def is_listed(path: Path) -> bool:
+    def is_there(path: Path) -> bool:
         looks.append(path)
         return len(looks) > 20
 
-    monkeypatch.setattr(_shared_storage, "_is_listed", is_listed)
+    monkeypatch.setattr(_shared_storage, "_is_there", is_there)
     assert check_on_all(tmp_path) == {0: None, 1: None, 2: None}
 
 
@@ -77,14 +77,27 @@ def test_a_file_that_shows_late_is_waited_for(
 def test_a_file_system_that_fails_is_one_that_is_not_shared(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Any) -> list[str]:
+    def fail(path: Any) -> Any:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(_shared_storage, "_PATIENCE_S", 0.2)
     monkeypatch.setattr("paceline.core._shared_storage.os.listdir", fail)
+    # It takes each error of the system for an absence.
+    monkeypatch.setattr("paceline.core._shared_storage.os.path.exists", lambda path: False)
     for error in check_on_all(tmp_path).values():
         assert isinstance(error, ValueError)
         assert "rank(s) 0, 1, 2 do not see" in str(error)
+
+
+def test_a_directory_below_one_that_nobody_may_list_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(_shared_storage, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr("paceline.core._shared_storage.os.listdir", refuse)
+    assert check_on_all(tmp_path / "store") == {0: None, 1: None, 2: None}
 
 
 def test_a_mark_that_cannot_be_removed_is_no_error(

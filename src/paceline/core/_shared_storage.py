@@ -61,17 +61,17 @@ def _write_mark(root: Path) -> str | None:
 
 def _is_seen(path: Path) -> bool:
     deadline = time.monotonic() + _PATIENCE_S
-    while not _is_listed(path):
+    while not _is_there(path):
         if time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_INTERVAL_S)
     return True
 
 
-def _is_listed(path: Path) -> bool:
+def _is_there(path: Path) -> bool:
     """Tell whether a file is there; the server is asked, not what this machine knew before."""
-    with suppress(OSError):
-        # Opening a directory makes NFS forget that something was not there.
-        os.listdir(path.parent.parent)
-        return path.name in os.listdir(path.parent)
-    return False
+    for directory in (path.parent.parent, path.parent):
+        # Opening a directory makes NFS forget that something was not there. Not everyone may.
+        with suppress(OSError):
+            os.listdir(directory)
+    return os.path.exists(path)

@@ -50,7 +50,7 @@ def main() -> int:
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     results = Results(given.results, name, _facts(device))
     print(f"device: {device}; at most {given.seconds:.0f} s\n\n{table_head()}", flush=True)
-    chosen = [part for part in PARTS if not given.parts or part.name in given.parts]
+    chosen = [p for p in PARTS if p.name in given.parts or not (given.parts or p.is_extra)]
     try:
         _run_all(chosen, device, results, time.monotonic() + given.seconds)
     except Interrupted:
@@ -64,7 +64,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=", ".join(part.name for part in PARTS))
+    parser.add_argument("parts", nargs="*", help=_names_of_parts())
     parser.add_argument("--device", choices=["cuda", "cpu"], help="a GPU if there is one")
     parser.add_argument("--results", type=Path, default=_HERE / "results", metavar="DIRECTORY")
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts together")
@@ -73,6 +73,12 @@ def _arguments() -> argparse.Namespace:
     if unknown:
         parser.error(f"there is no part {unknown[0]!r}")
     return given
+
+
+def _names_of_parts() -> str:
+    names = [part.name for part in PARTS if not part.is_extra]
+    extra = [part.name for part in PARTS if part.is_extra]
+    return f"{', '.join(names)}; only if they are named: {', '.join(extra)}"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -21,6 +21,7 @@ class Part:
         limit_s: How long it may take.
         least_s: Below this it is not begun.
         needs: The modules without which it is not begun.
+        is_extra: Whether it runs only if it is named, as there is no time for all.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Part:
     limit_s: float
     least_s: float = 10.0
     needs: tuple[str, ...] = _TRAINING
+    is_extra: bool = False
 
     @property
     def command(self) -> list[str]:
@@ -59,8 +61,8 @@ PARTS = (
     ),
     Part(
         name="saves",
-        what="checkpoints of 1 and 10 GB",
-        script=("gpu_saves.py",),
+        what="checkpoints of 1 GB",
+        script=("gpu_saves.py", "--size", "0"),
         limit_s=70,
     ),
     Part(
@@ -72,8 +74,8 @@ PARTS = (
     Part(
         name="recovery",
         what="from SIGKILL to the next step",
-        script=("gpu_recovery.py",),
-        limit_s=70,
+        script=("gpu_recovery.py", "--size", "0"),
+        limit_s=40,
     ),
     Part(
         name="reduction",
@@ -86,6 +88,30 @@ PARTS = (
         what="a model that two ranks on one GPU divide",
         script=("gpu_fsdp.py",),
         limit_s=85,
+    ),
+    Part(
+        name="steps-of-all",
+        what="the cost of a step over a bare loop, of all front doors and of peers",
+        script=("gpu_steps.py",),
+        limit_s=240,
+        least_s=60,
+        is_extra=True,
+    ),
+    Part(
+        name="saves10",
+        what="checkpoints of 10 GB",
+        script=("gpu_saves.py", "--size", "1"),
+        limit_s=100,
+        least_s=45,
+        is_extra=True,
+    ),
+    Part(
+        name="recovery10",
+        what="from SIGKILL to the next step, with 10 GB",
+        script=("gpu_recovery.py", "--size", "1"),
+        limit_s=90,
+        least_s=40,
+        is_extra=True,
     ),
     Part(
         name="large",

@@ -17,7 +17,7 @@ from typing import Any
 
 _BEGAN = time.time()
 
-_MEGABYTES = {"cuda": (1_000, 10_000), "cpu": (10,)}
+_MEGABYTES = {"cuda": (1_000, 10_000), "cpu": (10, 20)}
 _PERIOD, _NUM_BATCHES = 10, 100_000
 # Until a checkpoint that is stored is recorded as well.
 _SETTLE_S = 0.3
@@ -34,13 +34,15 @@ def main() -> None:
     from gpu_record import leave_out
 
     parser = part_arguments(__doc__)
+    parser.add_argument("--size", type=int, help="this size alone, counted from 0")
     parser.add_argument("--child", type=int, metavar="MEGABYTES")
     given = parser.parse_args()
     if given.child:
         train(given.child * 10**6, given.device)
         return
     deadline = time.monotonic() + given.seconds - _ENDING_S
-    for num_megabytes in _MEGABYTES[given.device]:
+    sizes = _MEGABYTES[given.device]
+    for num_megabytes in sizes if given.size is None else sizes[given.size :][:1]:
         left_s = deadline - time.monotonic()
         if left_s < 10:
             leave_out(f"SIGKILL with {num_megabytes:,} MB of state", f"{left_s:.0f} s are left")

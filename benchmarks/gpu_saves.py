@@ -30,7 +30,7 @@ _SIZES: dict[str, Sequence[tuple[int, int, Sequence[str]]]] = {
         (1_000, 3, WAYS),
         (10_000, 2, ("paceline", "torch.save")),
     ),
-    "cpu": ((20, 2, WAYS),),
+    "cpu": ((20, 2, WAYS), (40, 2, ("paceline", "torch.save"))),
 }
 _PHASES = {"cuda": 60, "cpu": 8}
 _LARGE_MB = {"cuda": 40_000, "cpu": 16}
@@ -43,12 +43,15 @@ def main() -> None:
     """Measure all sizes."""
     parser = part_arguments(__doc__)
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--size", type=int, help="this size alone, counted from 0")
     given = parser.parse_args()
     if given.large:
         measure_large(given.device, given.seconds)
         return
     deadline = time.monotonic() + given.seconds - 1
-    for num_megabytes, num_rounds, ways in _SIZES[given.device]:
+    sizes = _SIZES[given.device]
+    chosen = sizes if given.size is None else sizes[given.size :][:1]
+    for num_megabytes, num_rounds, ways in chosen:
         lacking = _lacking_room(num_megabytes * 10**6)
         if lacking:
             leave_out(f"a checkpoint of {_size(num_megabytes)}", lacking)

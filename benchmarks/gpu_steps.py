@@ -25,7 +25,7 @@ from step_loops import Model, Place, empty_directory
 from step_models import LOADS, NULL, SMALL_LOADS, Load
 
 DOORS = ("paceline", "train", "creators", "declarative")
-PEERS = {"lightning": "lightning", "accelerate": "accelerate", "ignite": "ignite"}
+PEERS = {"lightning": "pytorch_lightning", "accelerate": "accelerate", "ignite": "ignite"}
 _BAR_US = 20.0
 _NUM_WARM = 2
 # What the imports before, and telling what there was no time for, may take.

@@ -22,8 +22,8 @@ _LIGHTNING_PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mi
 def run_lightning(
     model: Model, loader: DataLoader[Any], num_steps: int, place: Place = ON_CPU
 ) -> None:
-    """Train by `lightning.Trainer`, which logs the loss every 50 steps."""
-    import lightning
+    """Train by Lightning's trainer, which logs the loss every 50 steps."""
+    import pytorch_lightning as lightning
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:

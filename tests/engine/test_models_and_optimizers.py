@@ -12,6 +12,7 @@ from paceline.engine import (
     SettingChanges,
     built_settings,
 )
+from paceline.engine.tensors._optimizer_parameters import named_parameters
 
 
 class Remembering(torch.optim.SGD):
@@ -70,3 +71,34 @@ def test_parameters_that_only_an_optimizer_has_are_put_back() -> None:
     del state["loose_parameters"]
     second.load_shared_state(state, settings)
     assert second.parameters[-1].tolist() == [3, 4]
+
+
+class Renaming(nn.Linear):
+    """A model whose parameters have other names than torch gives them."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return ((f"own_{name}", each) for name, each in super().named_parameters(*args, **kwargs))
+
+
+def tied_and_shared() -> nn.Module:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict(
+        {
+            "first": nn.Sequential(shared, nn.Linear(2, 2, bias=False), shared),
+            "second": nn.Linear(2, 2),
+            "list": nn.ParameterList([torch.ones(2), torch.zeros(3)]),
+        }
+    )
+    model["second"].weight = shared.weight
+    model.register_parameter("own", nn.Parameter(torch.ones(1)))
+    model.register_parameter("missing", None)
+    return model
+
+
+@pytest.mark.parametrize(
+    "model", [tied_and_shared(), nn.Linear(2, 2), Renaming(2, 2), nn.ReLU()], ids=type
+)
+def test_parameters_and_their_names_are_those_of_torch(model: nn.Module) -> None:
+    found, expected = named_parameters(model), [*model.named_parameters()]
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True))

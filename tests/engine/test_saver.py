@@ -18,6 +18,7 @@ import torch
 
 from paceline import core
 from paceline.engine import CheckpointSaver, load_state
+from paceline.engine.checkpoints import _host_copies
 from paceline.engine.checkpoints._gathered_gpu_copies import GatheredCopies
 from paceline.engine.checkpoints._host_copies import HostCopies
 from paceline.engine.state._sharded_tensor_pieces import StateInPieces
@@ -237,6 +238,98 @@ def test_copies_of_many_small_tensors_of_a_device_are_of_the_moment() -> None:
         assert plain.tolist() == [1, 1, 1]
         for copy, tensor in zip(copied, many_small_tensors("cpu"), strict=True):
             assert torch.equal(copy, tensor)
+
+
+def changing_states(device: str) -> Iterator[dict[str, Any]]:
+    """Yield states of which a copy can begin with the first part, and others of which it cannot."""
+    generator = torch.Generator().manual_seed(5)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    model = {f"weight_{index}": randn(200, 100 + index) for index in range(12)}
+    moments = {index: {"step": index, "exp_avg": randn(200, 100)} for index in range(12)}
+
+    def state() -> dict[str, Any]:
+        return {"model": dict(model), "optimizer": {"state": moments}, "losses": [randn(3)]}
+
+    yield state()
+    yield state()
+    # Other values at the same places, and others at other places.
+    model["weight_1"].add_(1)
+    model["weight_2"] = randn(200, 102)
+    yield state()
+    # Another shape, shared memory and none any more, within the first part.
+    model["weight_3"] = randn(200, 102)
+    yield state()
+    model["weight_3"] = model["weight_2"]
+    yield state()
+    model["weight_3"] = randn(200, 102)
+    yield state()
+    # Small ones are gathered from now on, or no more.
+    model.update((f"weight_{index}", randn(20, 20)) for index in range(10))
+    yield state()
+    model.update((f"weight_{index}", randn(200, 200)) for index in range(5))
+    yield state()
+    # So much more behind the first part that the copies need other memory.
+    yield {**state(), "more": {"large": randn(3_000_000)}}
+    yield {**state(), "more": {"large": randn(3_000_000)}}
+    yield state()
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value
+    return [
+        tensor for item in values if isinstance(item, (dict, list, torch.Tensor))
+        for tensor in flat(item)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ),
+    ],
+)
+def test_a_copy_that_begins_with_the_first_part_is_of_the_moment(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def copy_tensors(targets: Any, sources: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(len(sources))
+        real(targets, sources, *args, **kwargs)
+
+    real = _host_copies.copy_tensors
+    monkeypatch.setattr(_host_copies, "copy_tensors", copy_tensors)
+    copies = HostCopies(device_type=device)
+    num_copied = []
+    for state in changing_states(device):
+        before = [tensor.cpu().clone() for tensor in flat(state)]
+        calls.clear()
+        copies.copy(state)
+        num_copied.append([*calls])
+        # Not over the values of the next states, some of which are in the same memory.
+        kept = [tensor.clone() for tensor in flat(state)]
+        for tensor in flat(state):
+            tensor.zero_()
+        copied = flat(copies.result())
+        assert len(copied) == len(before)
+        for copy, value in zip(copied, before, strict=True):
+            assert torch.equal(copy, value)
+        for tensor, value in zip(flat(state), kept, strict=True):
+            tensor.copy_(value)
+    begun = [len(each) == 2 for each in num_copied]
+    assert begun == [False, True, True, False, False, False, False, False, True, True, True]
+    # Nothing is copied twice, but where the copies got other memory.
+    assert [sum(each) for each in num_copied[1:3]] == [25, 25]
+    assert sum(num_copied[8]) > sum(num_copied[9])
 
 
 def test_each_checkpoint_holds_the_state_of_its_save(context: core.Context) -> None:

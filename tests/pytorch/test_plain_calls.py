@@ -212,6 +212,22 @@ class Grown(Trial):
                     trial.optimizer.add_param_group({"params": [trial.scale], "lr": 0.1})
         return {"grow": Grow()}
 
+class ByParent(torch.optim.SGD):
+    "An optimizer whose step is that of its parent class."
+    def step(self, closure=None):
+        return super().step(closure)
+
+class Inherited(Trial):
+    def make_optimizer(self, parameters):
+        return ByParent(parameters, lr=0.1, momentum=0.9)
+
+class InheritedByContext(Inherited):
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        loss = self.loss(batch)
+        self.context.backward(loss)
+        self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
 class StepMixed(Trial):
     "The context's backward, a plain step."
     def train_batch(self, batch, epoch_idx, batch_idx):
@@ -291,6 +307,7 @@ def train(kind, options, fit):
             parameters = [p for model in context.models for p in model.parameters()]
             said["weights"] = torch.cat([p.detach().flatten() for p in (*parameters, trial.scale)])
             said["weights"] = [value.hex() for value in said["weights"].tolist()]
+            said["num_steps"] = [*context.stepper.num_steps_of.values()]
             said["rate"] = trial.optimizer.param_groups[0]["lr"]
         except RuntimeError as error:
             said["raised"] = str(error)
@@ -312,6 +329,7 @@ TRAINED = (
     *("Lbfgs", "Scaled", "Evaluating", "Whole", "Private", "Grown"),
     *("Trial/overlapped", "Clipped/overlapped", "Lbfgs/overlapped"),
     *("ClippedByContext/window", "ClippedByContext/shards"),
+    *("Inherited", "Inherited/overlapped", "InheritedByContext", "InheritedByContext/fp16"),
 )
 # What clips a part of the gradients on any number of ranks, and what only on several.
 CLIPPED_IN_PARTS = ("ClippedBetween", "ClippedBetween/window", "ClippedBetween/shards")
@@ -376,6 +394,19 @@ def test_plain_calls_train_all_ranks_as_one(alone: Said, several: Said, case: st
         assert said["rate"] == pytest.approx(expected["rate"])
         for row, expected_row in zip(said["rows"], expected["rows"], strict=True):
             assert row == pytest.approx(expected_row, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["Inherited", "InheritedByContext", "InheritedByContext/fp16"])
+def test_a_step_within_a_step_of_its_own_optimizer_is_no_other_step(
+    alone: Said, several: Said, case: str
+) -> None:
+    for said in (*alone[case], *several[case]):
+        assert said["rate"] == pytest.approx(alone["Trial"][0]["rate"])
+        assert said["num_steps"] == [17]
+        if "fp16" not in case:
+            values = [float.fromhex(value) for value in said["weights"]]
+            expected = [float.fromhex(value) for value in alone["Trial"][0]["weights"]]
+            assert values == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("case", REFUSED)

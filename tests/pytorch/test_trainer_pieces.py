@@ -422,6 +422,44 @@ def test_forward_pass_computes_in_the_precision_and_the_rest_in_full(
     assert not torch.equal(trial.changes["linear"].weight, before)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_only_forward_passes_compute_under_autocast(make: Make, precision: str) -> None:
+    """The first and the last batch of an epoch are trained by other code than the rest."""
+    seen: list[tuple[bool, ...]] = []
+
+    def is_enabled() -> bool:
+        return torch.is_autocast_enabled("cpu")
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            noted.append(is_enabled())
+            return super().step(closure)
+
+    noted: list[bool] = []
+
+    def train(trial: OneWeight, x: torch.Tensor, index: int) -> Any:
+        noted.clear()
+        noted.append(is_enabled())
+        loss = 0.01 * trial.changes["linear"](0.01 * x.float()).float().mean()
+        loss.register_hook(lambda gradient: noted.append(is_enabled()))
+        trial.context.backward(loss)
+        noted.append(is_enabled())
+        trial.context.step_optimizer(trial.changes["optimizer"])
+        noted.append(is_enabled())
+        seen.append(tuple(noted))
+        return loss
+
+    changes: dict[str, Any] = {"train": train}
+    trial, trainer = make(changes, precision=precision)
+    linear = trial.changes["linear"] = trial.context.wrap_model(nn.Linear(1, 1))
+    optimizer = trial.context.wrap_optimizer(Noting(linear.parameters(), lr=0.01))
+    trial.changes["optimizer"] = optimizer
+    trainer.fit(max_length=pytorch.Batch(7))
+    # In the forward pass, in the backward pass, after it, in the step, and after that.
+    assert seen == [(True, False, True, False, True)] * 7
+    assert not is_enabled()
+
+
 def test_gradient_scale_halves_on_overflow_and_survives_a_resume(make: Make) -> None:
     """An infinite loss skips one step and halves the scale, which a checkpoint holds."""
 

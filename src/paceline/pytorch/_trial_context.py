@@ -259,10 +259,14 @@ class PyTorchTrialContext(TrialFacts):
         create_graph: bool = False,
     ) -> None:
         """Add the gradients of a shard's mean loss, weighted by its samples."""
-        if self.stepper.is_plain:
+        stepper = self.stepper
+        if not stepper.is_plain:
+            stepper.backward(loss, gradient, retain_graph, create_graph)
+        elif stepper.computes_in_fp32:
             loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
         else:
-            self.stepper.backward(loss, gradient, retain_graph, create_graph)
+            with stepper.outside_autocast():
+                loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
 
     def step_optimizer(
         self,
@@ -289,7 +293,14 @@ class PyTorchTrialContext(TrialFacts):
         if stepper.is_plain and clip_grads is None and scaler is None and auto_zero_grads:
             # What is done below, at the least cost.
             stepper.count_step(optimizer)
-            optimizer.step()
+            try:
+                if stepper.computes_in_fp32:
+                    optimizer.step()
+                else:
+                    with stepper.outside_autocast():
+                        optimizer.step()
+            finally:
+                stepper.calls.is_context_calling = False
             optimizer.zero_grad()
             return
         if not auto_zero_grads and self.accumulation.frequency > 1:

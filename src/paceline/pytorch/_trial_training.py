@@ -62,8 +62,19 @@ class TrialTraining(ResumableTraining):
 
     def plain_training(self) -> TrainsShard:
         """Return what trains the next shards: `train_batch` itself, where it needs nothing else."""
-        is_bare = self._context.stepper.computes_in_fp32 and not self._keeps_batches
-        return self._train_batch if is_bare else self._train_shard
+        if self._keeps_batches:
+            return self._train_shard
+        stepper, train_batch = self._context.stepper, self._train_batch
+        if stepper.computes_in_fp32:
+            return train_batch
+        # Made once, as this asks torch for what the device can do.
+        autocast = stepper.autocast()
+
+        def train(data: Any, epochs: int, batches: int) -> Any:
+            with autocast:
+                return train_batch(data, epochs, batches)
+
+        return train
 
     def metrics_of(self, returned: Any) -> Mapping[str, Any]:
         """Return the metrics that a shard's training returned."""

@@ -10,8 +10,9 @@ import torch
 
 # Larger ones take about as long one by one.
 _SMALL_BYTES = 2**16
-# What is gathered takes as much memory besides, on the device and on the host.
-_GATHERED_BYTES = 2**23
+# What is gathered takes as much memory besides, on the device and on the host: so many bytes, or
+# this share of a large state.
+_GATHERED_BYTES, _GATHERED_SHARE = 2**23, 1 / 256
 # Fewer tensors of a type are not worth a kernel.
 _FEWEST = 8
 # Each copy begins at a cache line; copies to other addresses are slower.
@@ -62,9 +63,10 @@ class GatheredCopies:
         """
         chosen: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         sizes = [shape.numel() for shape, _, _ in kinds]
-        room = _GATHERED_BYTES
+        all_bytes = [shape.numel() * dtype.itemsize for shape, dtype, _ in kinds]
+        room = max(_GATHERED_BYTES, sum(all_bytes) * _GATHERED_SHARE)
         for index, (_, dtype, device) in enumerate(kinds):
-            num_bytes = sizes[index] * dtype.itemsize
+            num_bytes = all_bytes[index]
             is_small = 0 < num_bytes <= min(room, _SMALL_BYTES)
             if is_small and device.type == self._device_type and is_own[index]:
                 chosen[device, dtype].append(index)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, count
+from itertools import chain, compress, count, repeat
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Room for a state that grows a little, such as by the metrics since the last report.
 _SPARE_BYTES = 2**20
+# This part of the tensors is enough for a device to copy while the host looks for the others.
+_FIRST_PART = 4
 # A child process sees zeros. Python has no name for it.
 _MADV_WIPEONFORK = 18
 # Flag of cudaHostRegister: page-locked for all devices.
@@ -36,15 +38,18 @@ class HostCopies:
 
     The block is as large as the tensors of the state. It is page-locked if some of them are on a
     CUDA device. Those are copied without waiting: their streams do it before whatever training
-    asks of them next, and `result` returns when the copies have arrived.
+    asks of them next, and `result` returns when the copies have arrived. The first of them that are
+    like those of the last copy are copied while the others are still looked for.
 
     Args:
         is_crowded: Whether this machine lacks two cores for each rank. If all of them copy pieces
             of sharded tensors at once, each does it by one thread.
+        device_type: Which devices' tensors are copied without waiting.
     """
 
-    def __init__(self, *, is_crowded: bool = False) -> None:
+    def __init__(self, *, is_crowded: bool = False, device_type: str = "cuda") -> None:
         self._is_crowded = is_crowded
+        self._device_type = device_type
         self._block = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
         self._owners: Sequence[int] = range(0)
@@ -56,7 +61,9 @@ class HostCopies:
         self._sizes: list[int] = []
         # Which tensors are copied one by one; None for all of them.
         self._are_single: list[bool] | None = None
-        self._gathered = GatheredCopies(partial(_new_block, is_pinned=True))
+        # Of the first tensors, which are being copied already.
+        self._are_begun: list[bool] = []
+        self._gathered = GatheredCopies(partial(self._new_block, is_pinned=True), device_type)
         self._pieces: Mapping[int, tuple[OwnPiece, int]] = {}
         self._tree: Any = None
         self._events: list[torch.cuda.Event] = []
@@ -67,26 +74,52 @@ class HostCopies:
 
         Tensors that share their memory, such as tied weights, share their copy.
         """
-        collector = TensorCollector(self._pieces)
+        self._are_begun = []
+        num_first = len(self._kinds) // _FIRST_PART if self._is_pinned else 0
+        collector = TensorCollector(self._pieces, num_first or sys.maxsize, self._begin)
         self._tree, self._pieces = collector.collect(value), collector.pieces
         tensors = collector.tensors
         addresses = [*map(torch.Tensor.data_ptr, tensors)]
         owners = _owners(tensors, addresses)
         kinds = [*map(_kind, tensors)]
         if owners != self._owners or kinds != self._kinds:
-            self._lay_out(owners, kinds, is_pinned=any(tensor.is_cuda for tensor in tensors))
-        targets, singles = self._copies, tensors
-        moves = [*zip(self._places, addresses, self._sizes, strict=True)]
+            is_pinned = any(tensor.device.type == self._device_type for tensor in tensors)
+            self._lay_out(owners, kinds, is_pinned=is_pinned)
         single = self._are_single
-        if single is not None:
-            targets, singles = [*compress(targets, single)], [*compress(tensors, single)]
-            moves = [*compress(moves, single)]
+        if single is not None and self._are_begun:
+            begun = chain(self._are_begun, repeat(False))
+            single = [*map(operator.gt, single, begun)]
         is_helped = not (self._is_crowded and collector.pieces)
-        copy_tensors(targets, singles, moves, with_help=is_helped)
+        self._copy_single(tensors, addresses, single, with_help=is_helped)
         # Last, so that the device copies large tensors while the host prepares the small ones.
         self._gathered.copy(tensors)
-        devices = {t.device for t in tensors if t.is_cuda} if self._is_pinned else ()
-        self._events = [_recorded(device) for device in devices]
+        self._events = _recorded_on({t.device for t in tensors} if self._is_pinned else set())
+
+    def _begin(self, tensors: list[torch.Tensor]) -> None:
+        """Copy the first tensors of a state, if they are like those of the last copy."""
+        num_first = len(tensors)
+        addresses = [*map(torch.Tensor.data_ptr, tensors)]
+        are_alike = [*map(_kind, tensors)] == self._kinds[:num_first]
+        if are_alike and _owners(tensors, addresses) == self._owners[:num_first]:
+            assert self._are_single is not None
+            self._are_begun = self._are_single[:num_first]
+            self._copy_single(tensors, addresses, self._are_begun, with_help=False)
+
+    def _copy_single(
+        self,
+        tensors: list[torch.Tensor],
+        addresses: list[int],
+        are_chosen: list[bool] | None,
+        *,
+        with_help: bool,
+    ) -> None:
+        """Copy the first tensors of a state one by one, or those of them that are chosen."""
+        targets, sources = self._copies[: len(tensors)], tensors
+        moves = [*zip(self._places, addresses, self._sizes, strict=False)]
+        if are_chosen is not None:
+            targets, sources = [*compress(targets, are_chosen)], [*compress(sources, are_chosen)]
+            moves = [*compress(moves, are_chosen)]
+        copy_tensors(targets, sources, moves, with_help=with_help)
 
     def wait(self) -> None:
         """Wait until the copies have arrived; from any thread."""
@@ -136,11 +169,22 @@ class HostCopies:
             self._are_single = [*map(operator.gt, own, gathered)]
 
     def _allocate(self, num_bytes: int, *, is_pinned: bool) -> None:
+        if self._are_begun:
+            # The device still writes to the old block.
+            for event in _recorded_on({device for _, _, device in self._kinds}):
+                event.synchronize()
+            self._are_begun = []
         # The old block is given back first, so that there are never two.
         self._copies = []
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._block = _new_block(num_bytes, is_pinned=is_pinned)
+        self._block = self._new_block(num_bytes, is_pinned=is_pinned)
         self._is_pinned = is_pinned
+
+    def _new_block(self, num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+        block = torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8)
+        if is_pinned and self._device_type == "cuda":
+            _lock_pages(block)
+        return block
 
 
 def _num_alike(new: Sequence[Any], before: Sequence[Any]) -> int:
@@ -165,18 +209,16 @@ def _owners(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Sequen
     return owners
 
 
-def _recorded(device: torch.device) -> torch.cuda.Event:
-    # A blocking event lets the thread that waits sleep instead of spin.
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _new_block(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
-    block = torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8)
-    if is_pinned:
-        _lock_pages(block)
-    return block
+def _recorded_on(devices: set[torch.device]) -> list[torch.cuda.Event]:
+    """Return an event for each CUDA device, which comes when it has done all that it was given."""
+    events = []
+    for device in devices:
+        if device.type == "cuda":
+            # A blocking event lets the thread that waits sleep instead of spin.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+    return events
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:

@@ -205,7 +205,7 @@ class ReducerSet:
 
     def _references(self) -> list[Any]:
         """Return what reducers refer to and do not collect: models with their parts, optimizers."""
-        if self._stepper is None:
+        if self._stepper is None or not self._entries:
             return []
         references: list[Any] = [*self._stepper.optimizers]
         for model in self._stepper.models:

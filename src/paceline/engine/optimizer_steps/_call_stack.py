@@ -28,6 +28,13 @@ def is_within_step_of(optimizers: Iterable[object]) -> bool:
     return any(id(frame.f_locals.get("self")) in known for frame in _frames())
 
 
+def is_in_method(owner: object, name: str) -> bool:
+    """Tell whether a method of an object is on the stack."""
+    return any(
+        frame.f_code.co_name == name and frame.f_locals.get("self") is owner for frame in _frames()
+    )
+
+
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -122,6 +122,10 @@ class Stepper:
         """Return a context for the forward pass and the loss."""
         return self.precision.autocast(self.device)
 
+    def outside_autocast(self) -> AbstractContextManager[Any]:
+        """Return a context for the backward pass and the step, within that of `autocast`."""
+        return self.precision.outside_autocast(self.device)
+
     def add_model(
         self, model: torch.nn.Module, options: ModelOptions = _DEFAULT_OPTIONS
     ) -> torch.nn.Module:
@@ -212,7 +216,7 @@ class Stepper:
             if self.computes_in_fp32 and self.timer is None:
                 loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
             else:
-                with self.measured(BACKWARD), self.precision.outside_autocast(self.device):
+                with self.measured(BACKWARD), self.outside_autocast():
                     loss.backward(gradient, retain_graph, create_graph)  # type: ignore[no-untyped-call]
             if self.is_divided and not self.is_sharded:
                 place_gradients(self.parameters())
@@ -325,7 +329,7 @@ class Stepper:
         *,
         is_summed: bool,
     ) -> None:
-        with self.precision.outside_autocast(self.device):
+        with self.outside_autocast():
             if not self._is_alone:
                 with self.measured(REDUCE):
                     by_hand = scaler is not None and not self.is_scaling_automatic

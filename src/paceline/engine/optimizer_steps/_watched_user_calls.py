@@ -17,6 +17,7 @@ from paceline.engine.gradients._gradient_sync import GradientSync
 from paceline.engine.optimizer_steps._call_stack import (
     calling_method,
     is_called_by_scaler,
+    is_in_method,
     is_within_step_of,
 )
 from paceline.engine.parallel._flat_all_reduce import FlatReduction
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # The attribute by which the hook of an optimizer is known again.
 _MARK = "_paceline_watches_steps"
+# Classes with a method `step`: an optimizer's own, and the one whose method is still to be written.
+_NUM_STEPS_OF_AN_OPTIMIZER = 2
 _INSTEAD = "Hint: context.backward(loss), then context.step_optimizer(optimizer)."
 
 
@@ -60,7 +63,6 @@ class WatchedUserCalls(GradientSync):
         self.is_context_calling = False
         self.is_in_batch = False
         self.has_begun = False
-        self.has_ranks = world_size > 1
         self.has_window = False
         self._source = _Source.NOWHERE
         self._is_stepped = False
@@ -122,7 +124,7 @@ class WatchedUserCalls(GradientSync):
         hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
         if hooks is None or any(hasattr(hook, _MARK) for hook in hooks.values()):
             return
-        optimizer.register_step_pre_hook(_hook_before_step(self))
+        optimizer.register_step_pre_hook(_hook_before_step(self, optimizer))
 
     def note_backward(self) -> None:
         """Note that the context runs a backward pass."""
@@ -342,17 +344,20 @@ class WatchedUserCalls(GradientSync):
         )
 
 
-def _hook_before_step(calls: WatchedUserCalls) -> Callable[..., Any]:
+def _hook_before_step(
+    calls: WatchedUserCalls, optimizer: torch.optim.Optimizer
+) -> Callable[..., Any]:
     """Return the hook of an optimizer, which does not keep what it tells alive."""
     calls_of = weakref.ref(calls)
+    num_steps = sum("step" in vars(each) for each in type(optimizer).mro())
+    has_parents_step = num_steps > _NUM_STEPS_OF_AN_OPTIMIZER
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         calls = calls_of()
         if calls is None:
             return None
-        if calls.is_context_calling:
-            # Of several ranks, the context itself tells when its step has ended.
-            calls.is_context_calling = calls.has_ranks
+        # The step of a class may be that of its parent, which has the hooks called once more.
+        if calls.is_context_calling or (has_parents_step and is_in_method(optimizer, "step")):
             return None
         return calls.before_step(optimizer, args, kwargs)
 

@@ -17,13 +17,15 @@ from paceline.engine.models._frozen_base import FrozenBase, base_problem
 from paceline.engine.schedule._lr_scheduler_state import scheduler_state
 from paceline.engine.state._buffers_and_gradients import load_buffers, load_gradients, own_buffers
 from paceline.engine.state._changed_settings import SettingChanges, frozen_parameters
-from paceline.engine.tensors._optimizer_parameters import parameters_of
+from paceline.engine.tensors._optimizer_parameters import named_parameters, parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import StoredTensor, fit_stored_tensor, whole
 
 logger = logging.getLogger(__name__)
 
 _NUM_SHOWN = 5
+# What most of a state consists of, looked at without a call.
+_DETACHED = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class ModelMismatchError(CheckpointMismatchError, RuntimeError):
@@ -61,7 +63,7 @@ class ModelsAndOptimizers:
         """Return what all ranks share."""
         models = [_model_state(model) for model in self.models]
         # A walk through a model takes as long as all else of it.
-        named = [[*model.named_parameters()] for model in self.models]
+        named = [named_parameters(model) for model in self.models]
         names = _names_of_parameters(named)
         loose = [each.detach() for each in self.parameters if id(each) not in names]
         return {
@@ -127,7 +129,7 @@ class ModelsAndOptimizers:
 
     def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
         """Put back the parameters that only optimizers have; earlier versions stored none."""
-        names = _names_of_parameters([[*model.named_parameters()] for model in self.models])
+        names = _names_of_parameters([named_parameters(model) for model in self.models])
         loose = [each for each in self.parameters if id(each) not in names]
         if not stored:
             return
@@ -199,7 +201,9 @@ def _model_state(model: torch.nn.Module) -> dict[str, Any]:
     # To detach what is sharded takes longer than all else of a small state.
     state = model.state_dict(keep_vars=True)
     return {
-        name: value if is_sharded(value) or not isinstance(value, torch.Tensor) else value.detach()
+        name: value.detach()
+        if type(value) in _DETACHED or (isinstance(value, torch.Tensor) and not is_sharded(value))
+        else value
         for name, value in state.items()
     }
 

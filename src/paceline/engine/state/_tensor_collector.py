@@ -1,6 +1,7 @@
 """The tensors of a nested state, and the state without them."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ class TensorCollector:
 
     Args:
         pieces_before: The pieces of the last collector.
+        num_first: How many tensors `take_first` wants at least; none by default.
+        take_first: Called once with the first tensors, while the others are still to be found.
 
     Attributes:
         tensors: What was found, in order. Of a sharded tensor it has this rank's piece.
@@ -32,10 +35,16 @@ class TensorCollector:
             store it.
     """
 
-    def __init__(self, pieces_before: Mapping[int, tuple[OwnPiece, int]]) -> None:
+    def __init__(
+        self,
+        pieces_before: Mapping[int, tuple[OwnPiece, int]],
+        num_first: int = sys.maxsize,
+        take_first: Callable[[list[torch.Tensor]], None] = lambda tensors: None,
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.pieces: dict[int, tuple[OwnPiece, int]] = {}
         self._before = pieces_before
+        self._num_first, self._take_first = num_first, take_first
         self._is_whole, self._first_rank = True, 0
 
     def collect(self, value: Any) -> Any:
@@ -86,6 +95,9 @@ class TensorCollector:
                     tensors.append(item._local_tensor)
             else:
                 tree[key] = self.collect(item)
+        if len(tensors) >= self._num_first:
+            self._num_first = sys.maxsize
+            self._take_first(tensors)
         return tree
 
     def _collect_tensor(self, tensor: torch.Tensor) -> Any:

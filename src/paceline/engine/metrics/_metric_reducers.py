@@ -174,10 +174,9 @@ class ReducerSet:
     def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
         """Take up what `state` or `storable_state` returned for the same reducers."""
         if len(states) != len(self._entries):
-            logger.warning(
-                "The state of %d reducers does not fit %d: they begin anew.",
-                len(states),
-                len(self._entries),
+            self._warn(
+                f"The state of {len(states)} reducers does not fit {len(self._entries)}: they begin"
+                " anew."
             )
             return
         for (reducer, *_), state in zip(self._entries, states, strict=True):
@@ -196,12 +195,16 @@ class ReducerSet:
         if None in states and not self._has_warned:
             self._has_warned = True
             reducer = self._entries[states.index(None)][0]
-            logger.warning(
-                "What %s collects between reports is not part of checkpoints: its `state_dict()`"
-                " must consist of tensors and plain values.",
-                type(reducer).__name__,
+            self._warn(
+                f"What {type(reducer).__name__} collects between reports is not part of"
+                " checkpoints: its `state_dict()` must consist of tensors and plain values."
             )
         return states
+
+    def _warn(self, text: str) -> None:
+        """Warn of what all ranks find alike."""
+        if self._stepper is None or self._stepper.grid.rank == 0:
+            logger.warning("%s", text)
 
     def _references(self) -> list[Any]:
         """Return what reducers refer to and do not collect: models with their parts, optimizers."""

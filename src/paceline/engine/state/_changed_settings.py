@@ -64,13 +64,20 @@ class SettingChanges:
         self._now = now
         # By what was changed: the names, each once, though several groups may have it.
         self._names: dict[str, dict[str, None]] = {}
+        self._warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        """Keep a warning until `tell`, which one rank calls."""
+        self._warnings.append(text)
 
     def note(self, name: str, then: Any, now: Any) -> None:
         """Name a change."""
         self._names.setdefault(f"was {then} and is {now}", {})[name] = None
 
     def tell(self) -> None:
-        """Log all changes, if there are any."""
+        """Log all warnings and changes, if there are any."""
+        for text in self._warnings:
+            logger.warning("%s", text)
         if self._names:
             logger.warning(
                 "Training goes on with other settings than the checkpoint was stored with: %s.",

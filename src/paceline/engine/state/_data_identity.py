@@ -1,18 +1,19 @@
 """Data that tell what they are: a checkpoint within an epoch goes on with the same ones."""
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
-
-logger = logging.getLogger(__name__)
 
 _NAMES_SHOWN = 3
 
 
 def check_identity(
-    stored: Mapping[str, Any] | None, present: Mapping[str, Any] | None, *, is_within_epoch: bool
+    stored: Mapping[str, Any] | None,
+    present: Mapping[str, Any] | None,
+    *,
+    is_within_epoch: bool,
+    warn: Callable[[str], None],
 ) -> None:
     """Compare the data of a checkpoint with the present ones.
 
@@ -21,6 +22,7 @@ def check_identity(
         present: That of the present data.
         is_within_epoch: Whether the checkpoint lies within an epoch. If not, other data are only
             told of.
+        warn: Called with what to tell of other data.
 
     Raises:
         CheckpointMismatchError: They differ within an epoch; the message names the files.
@@ -34,9 +36,7 @@ def check_identity(
             f" but {difference}. Hint: give the data as they were, or go on with a checkpoint of"
             " the end of an epoch."
         )
-    logger.warning(
-        "The next epoch has other data than those before the checkpoint: %s.", difference
-    )
+    warn(f"The next epoch has other data than those before the checkpoint: {difference}.")
 
 
 def _key(identity: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,6 +1,5 @@
 """The sizes of an epoch, as a checkpoint holds them, and those of the data that go on."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,8 +7,6 @@ from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchErro
 from paceline.engine.loaders._epoch_order import EpochOrder
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._changed_settings import SettingChanges
-
-logger = logging.getLogger(__name__)
 
 _SIZES = {"epoch_batches": "global batches", "epoch_samples": "samples"}
 
@@ -40,7 +37,7 @@ def note_epoch_sizes(
         CheckpointMismatchError: An epoch was begun that the present data do not have.
     """
     if position.batch_in_epoch:
-        _check_epoch(training, position, order)
+        _check_epoch(changes, training, position, order)
         return
     for name, size in epoch_sizes(order).items():
         stored = training.get(name, size)
@@ -48,7 +45,12 @@ def note_epoch_sizes(
             changes.note(f"the number of {_SIZES[name]} of an epoch", stored, size)
 
 
-def _check_epoch(training: Mapping[str, Any], position: Position, order: EpochOrder | None) -> None:
+def _check_epoch(
+    changes: SettingChanges,
+    training: Mapping[str, Any],
+    position: Position,
+    order: EpochOrder | None,
+) -> None:
     """Compare the epoch that a checkpoint lies within with that of the present data."""
     sizes = epoch_sizes(order)
     num_batches = sizes["epoch_batches"]
@@ -63,11 +65,8 @@ def _check_epoch(training: Mapping[str, Any], position: Position, order: EpochOr
     for name, size in sizes.items():
         stored = training.get(name, size)
         if stored != size:
-            logger.warning(
-                "The checkpoint lies within an epoch of %s %s, and the present data have %s: some"
-                " samples of this epoch are trained twice or not at all.",
-                stored,
-                _SIZES[name],
-                size,
+            changes.warn(
+                f"The checkpoint lies within an epoch of {stored} {_SIZES[name]}, and the present"
+                f" data have {size}: some samples of this epoch are trained twice or not at all."
             )
             return

@@ -106,20 +106,27 @@ class PreparedLoader:
         Raises:
             CheckpointMismatchError: The checkpoint lies within an epoch of other data.
         """
-        check_identity(state.get("data"), self._data.identity, is_within_epoch=state["is_open"])
+        check_identity(
+            state.get("data"),
+            self._data.identity,
+            is_within_epoch=state["is_open"],
+            warn=self._warn,
+        )
         self._data.seeds_epochs = state.get("seeds_epochs", False)
         if state["facts"] != self._facts():
-            logger.warning(
-                "A loader goes on from a checkpoint in which it had %s, and now has %s: its epoch"
-                " begins anew.",
-                state["facts"],
-                self._facts(),
+            self._warn(
+                f"A loader goes on from a checkpoint in which it had {state['facts']}, and now has"
+                f" {self._facts()}: its epoch begins anew."
             )
             self._epoch = state["epoch"]
             return
         self._epoch, self._next_batch = state["epoch"], state["batch"]
         self._was_open = state["is_open"]
         self._data.load_stream_state(state["stream"])
+
+    def _warn(self, text: str) -> None:
+        if self._own_loop.rank_info.rank == 0:
+            logger.warning("%s", text)
 
     def _facts(self) -> dict[str, Any]:
         num_samples = None if self._data.is_iterable else len(self._loader.dataset)

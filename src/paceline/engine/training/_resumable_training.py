@@ -208,7 +208,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         for name, then, now in changed:
             changes.note(name, then, now)
         self._state.restore_shared(stored, self.loop, changes)
-        self._callbacks.load_state(training["callbacks"])
+        self._callbacks.load_state(training["callbacks"], changes.warn)
         if self._core.distributed.rank == 0:
             changes.tell()
         self.best_validation = BestValidation.of_state(training)

@@ -1,11 +1,8 @@
 """The callbacks of a training."""
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 
 class TrainingCallbacks:
@@ -59,15 +56,13 @@ class TrainingCallbacks:
         """Return the states of all callbacks."""
         return {name: callback.state_dict() for name, callback in self._callbacks.items()}
 
-    def load_state(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Take up what `state` returned; what fits no callback, or is missing, is logged."""
+    def load_state(self, states: Mapping[str, dict[str, Any]], warn: Callable[[str], None]) -> None:
+        """Take up what `state` returned; `warn` is told what fits no callback, or is missing."""
         for name, callback in self._callbacks.items():
             if name in states:
                 callback.load_state_dict(states[name])
             elif type(callback).load_state_dict is not self._base.load_state_dict:
-                logger.warning(
-                    "The checkpoint has no state of the callback %r: it begins anew.", name
-                )
+                warn(f"The checkpoint has no state of the callback {name!r}: it begins anew.")
         for name in states.keys() - self._callbacks.keys():
             if states[name]:
-                logger.warning("The checkpoint has a state of %r, which is no callback now.", name)
+                warn(f"The checkpoint has a state of {name!r}, which is no callback now.")

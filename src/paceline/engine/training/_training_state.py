@@ -101,6 +101,7 @@ class TrainingState:
             training.get("data"),
             loop.data.identity,
             is_within_epoch=loop.position.batch_in_epoch > 0,
+            warn=changes.warn,
         )
         note_epoch_sizes(changes, training, loop.position, loop.data.order(loop.position.epochs))
         in_files = {"models": models_in(parts), "optimizers": _numbered(parts, "optimizer")}

@@ -16,6 +16,7 @@ import bench_cases
 import data_cases
 import data_scale
 import read_cases
+import runner_cases
 import scheduling_cases
 import store_cases
 import training_cases
@@ -34,6 +35,7 @@ def main() -> None:
     named = training_cases.NAMED_CASES | worker_cases.NAMED_CASES
     named |= data_cases.NAMED_CASES | {"data-scale": data_scale.measure_scale}
     named |= read_cases.NAMED_CASES | trial_cases.NAMED_CASES | scheduling_cases.NAMED_CASES
+    named |= runner_cases.NAMED_CASES
     cases = CASES | named | webui_cases.NAMED_CASES
     parser.add_argument("names", nargs="*", choices=[*cases, []], help=", ".join(cases))
     chosen = parser.parse_args().names or list(CASES)

@@ -221,6 +221,33 @@ def test_a_worker_that_fails_each_time_is_started_no_third_time_on_any_of_three_
         assert "the same way twice with no checkpoint in between" in err
 
 
+LEAVES_LATE = """
+import os, sys, time
+from paceline import core
+
+if os.environ["RANK"] == sys.argv[1]:
+    # As on a full disk, where a rank tries for a while to store its end.
+    time.sleep(5)
+    raise OSError("the disk is full")
+raise core.DistributedPeerError(f"rank {sys.argv[1]} failed: OSError", error_type="OSError")
+"""
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_leaves_long_after_it_has_failed_is_named_as_the_cause(
+    start_node: StartNode, script: Script, rank: int, num_nodes: int
+) -> None:
+    options = [f"--nproc-per-node={3 // num_nodes}", script(LEAVES_LATE), str(rank)]
+    launchers = [start_node(n, *options, nodes=num_nodes) for n in range(num_nodes)]
+    told = f"Rank {rank} exited with code 1 (OSError: the disk is full), the first of 3"
+    if num_nodes > 1:
+        told = f"Node {rank}: {told}"
+    for code, _, err in ends(launchers):
+        assert code == 1
+        assert told in err
+
+
 def test_invalid_hp_on_another_node_ends_the_run_as_a_success(
     start_node: StartNode, script: Script, tmp_path: Path
 ) -> None:

@@ -22,11 +22,11 @@ from paceline.workers.processes._worker_exit import WorkerExit
 
 # What the other ranks get to tell the same error.
 _SETTLE_S = 0.2
-# What a worker gets to die if its end is what another one's error answers, or answers that.
-_CAUSE_SETTLE_S = 2.0
-# What its end then gets to be told if nothing is heard of it: its node may be busy or far.
-_UNHEARD_SETTLE_S = 10.0
-_UNHEARD_LOOK_S = 0.2
+# What a worker gets to die if its end is what another one's error answers, or answers that: at
+# least, and as long as there is one of which no end is known. Its node may be busy or far, and a
+# rank on a full disk tries for 10 s to store its end.
+CAUSE_SETTLE_S, LONGEST_CAUSE_S = 2.0, 15.0
+_CAUSE_LOOK_S = 0.2
 _LONGEST_TICK_S = 1.0
 
 
@@ -134,7 +134,7 @@ class FailureDetector:
             self.refusal = HyperparametersRefusedError(
                 f"Rank {worker.rank} refused the hyperparameters (InvalidHP: {text})."
             )
-            self._settle_at = now + _CAUSE_SETTLE_S
+            self._settle_at = now + CAUSE_SETTLE_S
 
     def note_request(self, now: float) -> None:
         """Note that the workers were asked to end: those that do nothing from now on are ended."""
@@ -164,8 +164,8 @@ class FailureDetector:
     def _note_failed(self, worker: PoolWorker, now: float) -> None:
         if self._first_failed is None:
             self._first_failed = worker
-            self._settle_at = now + (_CAUSE_SETTLE_S if worker.is_consequence else _SETTLE_S)
-            self._settle_limit = now + _UNHEARD_SETTLE_S
+            self._settle_at = now + (CAUSE_SETTLE_S if worker.is_consequence else _SETTLE_S)
+            self._settle_limit = now + LONGEST_CAUSE_S
 
     def _left(self, worker: PoolWorker, left_by: str | None, exit_code: int) -> WorkerFailedError:
         traceback = "" if worker.error is None else worker.error.traceback
@@ -214,8 +214,8 @@ class FailureDetector:
             return None
         failed = [worker for worker in self._workers if worker.has_failed]
         cause = min(failed, key=lambda worker: (worker.is_consequence, worker is not first))
-        if cause.is_consequence and now < self._settle_limit and self._is_one_unheard():
-            self._settle_at = min(now + _UNHEARD_LOOK_S, self._settle_limit)
+        if cause.is_consequence and now < self._settle_limit and self._is_cause_to_come():
+            self._settle_at = min(now + _CAUSE_LOOK_S, self._settle_limit)
             return None
         mismatch = self._left_early(cause)
         if mismatch is not None:
@@ -228,10 +228,10 @@ class FailureDetector:
         error = told_error(cause.told(), self._world_size, others)
         return PoolEnd(error, self._settings.grace_s)
 
-    def _is_one_unheard(self) -> bool:
-        """Tell whether a worker may be dead whose end is not told yet."""
+    def _is_cause_to_come(self) -> bool:
+        """Tell whether a worker is still at work, or may be dead though its end is not told yet."""
         return any(
-            not worker.channel.is_open or worker.silent_s >= self._settings.tick_s
+            worker.is_busy or not worker.channel.is_open or worker.silent_s >= self._settings.tick_s
             for worker in self._workers
             if worker.exit is None and not worker.has_failed
         )

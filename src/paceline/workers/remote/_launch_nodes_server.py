@@ -13,6 +13,7 @@ from dataclasses import replace
 from paceline._listening import PortReservation
 from paceline.workers._restart_policy import RestartDecision
 from paceline.workers.pools._channel import ChannelFrame, DriverChannel, FrameKind
+from paceline.workers.pools._failure_detector import CAUSE_SETTLE_S, LONGEST_CAUSE_S
 from paceline.workers.pools._watchdog import HangWatch, WatchedRank
 from paceline.workers.remote._launch_node_messages import (
     LONGEST_BYTES,
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 # What a connection gets to say who it is, and how many may be about to.
 _HELLO_S = 10.0
 _MOST_STRANGERS = 128
-# What other nodes get to tell the cause of a failure that is a consequence.
-_CAUSE_SETTLE_S = 2.0
 # What a node has told of its ranks holds for so long.
 _FRESH_S = 10.0
 # What the launchers get to read the last verdict.
@@ -93,9 +92,12 @@ class NodesServer:
         self._failures: list[NodeFailure] = []
         # When the workers are asked to end, if nobody tells the cause of the failure before.
         self._end_at: float | None = None
+        self._cause_by = 0.0
         self._received: set[int] = set()
         # The ranks that have returned without being asked to end.
         self._returned: set[int] = set()
+        # The nodes that told of a failure.
+        self._failed: set[int] = set()
         self._resume: Mapping[str, str] = {}
         self._num_commits = 0
         self._is_over = False
@@ -160,7 +162,10 @@ class NodesServer:
         if not self._is_over and not self._running and now > self._come_by:
             self._finish(self._absence())
         if self._running and self._end_at is not None and now > self._end_at:
-            self._ask_to_end()
+            if now < self._cause_by and self._running - self._failed:
+                self._end_at = now + self._tick_s
+            else:
+                self._ask_to_end()
         self._watch_ranks(now)
 
     def _watch_ranks(self, now: float) -> None:
@@ -304,7 +309,7 @@ class NodesServer:
         self._failures = []
         self._end_at = None
         self._told = {}
-        self._returned = set()
+        self._returned, self._failed = set(), set()
         self._tell_all(
             NodeMessage(word=NodeMessageKind.START, port=self._port.port, resume=self._resume)
         )
@@ -320,11 +325,13 @@ class NodesServer:
             # All workers were asked to end.
             failure = replace(failure, is_consequence=True)
         self._failures.append(failure)
+        self._failed.add(rank)
         if not are_asked and not failure.is_consequence:
             self._ask_to_end()
         elif len(self._failures) == 1:
             # Another node may yet tell what that is a consequence of.
-            self._end_at = time.monotonic() + _CAUSE_SETTLE_S
+            now = time.monotonic()
+            self._end_at, self._cause_by = now + CAUSE_SETTLE_S, now + LONGEST_CAUSE_S
 
     def _ask_to_end(self) -> None:
         self._end_at = None

@@ -324,6 +324,51 @@ def test_a_runner_that_has_come_and_left_between_two_looks_is_not_waited_for(
     assert len(starter.orders) == 2
 
 
+def next_master(runners: PoolRunners) -> PoolRunners:
+    """Return what a master that was started again has for the same pools, nodes and tokens."""
+    return PoolRunners(
+        runners._pools, runners._nodes, runners._tokens, dict, MasterAddress(url="https://head:1")
+    )
+
+
+def test_the_next_master_does_not_wait_for_a_runner_that_has_come_and_leaves(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    need = PoolNeed(sizes=(2,))
+    runners._look_after("p", need)
+    [name] = starter.jobs
+    register(runners, name)
+    starter.jobs[name] = True
+    # Its cluster tells of it while it leaves.
+    runners = next_master(runners)
+    runners._look_after("p", need)
+    assert len(starter.orders) == 2
+    assert (
+        runners.describe_starting("p") == f"1 runner ({starter.orders[1].name}) has not joined yet."
+    )
+
+
+def test_the_next_master_waits_for_a_runner_that_was_started_until_it_is_gone(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    need = PoolNeed(sizes=(2,))
+    runners._look_after("p", need)
+    [name] = starter.jobs
+    # A node of this name that an earlier runner was.
+    for token in runners._tokens.list():
+        runners._tokens.revoke(token.id).result()
+    register(runners, name)
+    starter.jobs[name] = True
+    runners = next_master(runners)
+    for _ in range(2):
+        runners._look_after("p", need)
+        assert runners.describe_starting("p") == f"1 runner ({name}) has not joined yet."
+    del starter.jobs[name]
+    runners._look_after("p", need)
+    assert len(starter.orders) == 2
+    assert name not in (runners.describe_starting("p") or "")
+
+
 def test_a_starter_that_fails_is_told_and_rests(
     runners: PoolRunners, starter: NotedStarter, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -385,7 +430,8 @@ def test_a_waiting_trial_says_what_its_runner_waits_for(
     starter.waiting = "The cluster is full."
     for _ in range(3):
         runners._look_after("p", PoolNeed(sizes=(1,)))
-    assert reasons(served)[0].endswith(" The cluster is full.")
+    [name] = starter.jobs
+    assert reasons(served)[0].endswith(f"({name}) has not joined yet. The cluster is full.")
     told = [record.getMessage() for record in caplog.records]
     assert told.count("Pool p: The cluster is full.") == 1
     starter.waiting = None

@@ -51,7 +51,7 @@ def list_queue(
         facts = _queued_trials(connection, [one.waiting.trial_id for one in shown])
     started = master.pool_runners
     failures = {
-        name: started.failure(name) or started.why_waiting(name) for name in started.names()
+        name: started.failure(name) or started.describe_starting(name) for name in started.names()
     }
     addresses = {node.id: f"{node.name} ({node.facts.address})" for node in master.nodes.all()}
     return [

@@ -1,6 +1,7 @@
 """The runners of pools: as many as waiting trials need, each with a token of its own."""
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -60,6 +61,8 @@ class PoolRunners:
         self._starting: dict[str, dict[str, float]] = {name: {} for name in pools}
         # Runners that have registered: one that is still told of, but no node any more, leaves.
         self._registered: dict[str, set[str]] = {name: set() for name in pools}
+        # Pools whose runners were looked at once: an earlier master may have met some.
+        self._looked_at: set[str] = set()
         # The first runner of those that were asked for with a runner. Of those that an earlier
         # master has asked for, nobody knows: they count as one group.
         self._group_of: dict[str, dict[str, str]] = {name: {} for name in pools}
@@ -93,9 +96,17 @@ class PoolRunners:
         """
         return self._failures.get(pool)
 
-    def why_waiting(self, pool: str) -> str | None:
-        """Return why runners of a pool wait in their cluster; None if that is not known."""
-        return self._waits.get(pool)
+    def describe_starting(self, pool: str) -> str | None:
+        """Say which runners of a pool have not joined yet, and why, as far as that is known.
+
+        None if none is waited for.
+        """
+        names = sorted(self._starting.get(pool, ()))
+        if not names:
+            return None
+        each, have = ("runner", "has") if len(names) == 1 else ("runners", "have")
+        text = f"{len(names)} {each} ({', '.join(names)}) {have} not joined yet."
+        return " ".join(filter(None, (text, self._waits[pool])))
 
     def describe_absent(self, pool: str, num_nodes: int) -> str | None:
         """Return what becomes of the runners of a pool that are not there, as a sentence.
@@ -109,13 +120,9 @@ class PoolRunners:
         if pool not in self._pools:
             return None
         settings, _ = self._pools[pool]
-        names = sorted(self._starting[pool])
-        if names:
-            each, have = ("runner", "has") if len(names) == 1 else ("runners", "have")
-            text = f"{len(names)} {each} ({', '.join(names)}) {have} not joined yet."
-            return " ".join(filter(None, (text, self.why_waiting(pool))))
-        if num_nodes:
-            return None
+        starting = self.describe_starting(pool)
+        if starting is not None or num_nodes:
+            return starting
         return (
             f"The master starts up to {settings.max_runners} runner(s) for it by"
             f" `{settings.starter}` when trials of the pool wait."
@@ -182,6 +189,12 @@ class PoolRunners:
             # One that waits again after it ran, such as a preempted job, starts anew.
             registered.intersection_update(one for one, is_running in known.items() if is_running)
             registered.update(met)
+            if name not in self._looked_at:
+                self._looked_at.add(name)
+                registered.update(self._registered_before(name, known))
+            # This master has not asked for them.
+            for runner in starting.keys() - known.keys() - self._group_of[name].keys():
+                del starting[runner]
             starting.update(dict.fromkeys(known.keys() - registered, now + _START_S))
         # Nodes that are idle wait for others, to which a trial goes with them.
         num_idle = sum(nodes.values())
@@ -277,6 +290,24 @@ class PoolRunners:
         asked_ago = {runner: ticks - (until - _START_S) for runner, until in starting.items()}
         both = registered_ago.keys() & asked_ago.keys()
         return {runner for runner in both if registered_ago[runner] <= asked_ago[runner]}
+
+    def _registered_before(self, pool: str, known: Mapping[str, bool]) -> set[str]:
+        """Return the running runners that have registered with an earlier master.
+
+        They have done so since their token was made: names come again.
+        """
+        made_at = {
+            token.name.removeprefix(_TOKEN_PREFIX): token.created_at
+            for token in self._tokens.list()
+            if token.name.startswith(_TOKEN_PREFIX) and not token.is_revoked
+        }
+        return {
+            node.name
+            for node in self._nodes.all()
+            if node.facts.pool == pool
+            and known.get(node.name)
+            and node.registered_at >= made_at.get(node.name, math.inf)
+        }
 
     def _order(self, name: str, pool: PoolDefinition, runner: str) -> RunnerOrder:
         # One that came before on this host is over.

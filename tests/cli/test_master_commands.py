@@ -650,11 +650,16 @@ def test_a_host_that_others_can_reach_is_refused(paceline: Any) -> None:
 
 
 def test_down_ends_the_master_and_its_trials(paceline: Any, code: Path, tmp_path: Path) -> None:
-    paceline("up", "--detach", "--port", 0, "--slots", 1)
+    told = paceline("up", "--detach", "--port", 0, "--slots", 1).stdout
+    assert not has_web_ui() or "Sign in: http://" in told
     master = json.loads((tmp_path / "home" / "master.json").read_text())["pid"]
     experiment = create(paceline, code, "--config", "data={steps: 3000, pause_s: 0.1}")["id"]
     first_trial(paceline, experiment)
     assert "Stopped the master" in paceline("down", "--timeout", 10).stdout
+    # A log may be shown to others.
+    log = (tmp_path / "home" / "master.log").read_text()
+    assert "The master runs at http://" in log
+    assert "Sign in" not in log
     home = str(tmp_path / "home")
     left = [p.info for p in psutil.process_iter(["cmdline", "status"]) if home in str(p.info)]
     assert [p for p in left if p["status"] != psutil.STATUS_ZOMBIE] == []

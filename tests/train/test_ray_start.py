@@ -95,6 +95,31 @@ def test_a_script_joins_the_cluster(
     assert "sizes: 2 2" in done.stdout
 
 
+WITHOUT_ADDRESS = """
+from paceline import train
+
+def fit(config):
+    return train.world_size()
+
+if __name__ == "__main__":
+    with train.Trainer(num_workers=1, cluster="ray") as trainer:
+        print("sizes:", *trainer.run(fit, {}))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_names_no_cluster_is_told_of_the_one_of_its_machine(
+    started_cluster: dict[str, str], run_python: Callable[..., Any]
+) -> None:
+    port = started_cluster.pop("RAY_ADDRESS").rpartition(":")[2]
+    done = run_python(WITHOUT_ADDRESS, name="train.py", **started_cluster)
+    assert "sizes: 1" in done.stdout, done.stderr
+    told = re.search(r"beside the Ray cluster (\S+) that it belongs to.*=(\S+) uses", done.stderr)
+    assert told is not None, done.stderr
+    assert told[1] == told[2]
+    assert told[1].endswith(f":{port}")
+
+
 SEARCH = """
 from paceline import train
 

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,8 +208,17 @@ def _announce_master(home: Path, stop: threading.Event) -> None:
         file = read_master_file(home)
         if file is not None and file.pid == os.getpid():
             typer.echo(f"The master runs at {file.shown_url} (home {home}). Ctrl-C stops it.")
-            _tell_sign_in_link(home, file)
+            if not _writes_to_log(home):
+                _tell_sign_in_link(home, file)
             return
+
+
+def _writes_to_log(home: Path) -> bool:
+    """Tell whether the output goes to the log of the home, which others may be shown."""
+    try:
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), (home / "master.log").stat())
+    except (OSError, ValueError):
+        return False
 
 
 def _tell_sign_in_link(home: Path, file: "MasterFile") -> None:

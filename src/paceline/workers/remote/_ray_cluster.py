@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from paceline._waiting import join
@@ -266,7 +267,26 @@ def _connect_to_ray(ray: Any) -> None:
         _restore_auth()
         raise
     _own.num_users = 1
-    logger.info("Started Ray on this machine.")
+    if cluster := _cluster_of_machine():
+        logger.warning(
+            "Started Ray on this machine, beside the Ray cluster %s that it belongs to, as none was"
+            " named. Hint: %s=%s uses that one.",
+            cluster,
+            ADDRESS_VARIABLE,
+            cluster,
+        )
+    else:
+        logger.info("Started Ray on this machine.")
+
+
+def _cluster_of_machine() -> str | None:
+    """Return the address of the cluster of which `ray start` has made this machine a part."""
+    # `ray stop` removes the file.
+    path = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")  # noqa: S108
+    try:
+        return path.read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _join_ray_cluster(ray: Any, address: str, **options: Any) -> None:

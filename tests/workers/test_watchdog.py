@@ -272,21 +272,22 @@ def test_a_killed_worker_is_named_although_its_end_is_told_late(
     assert f"Rank {killed} was ended by SIGKILL" in str(end.error)
 
 
+@pytest.mark.parametrize(
+    ("others", "told_after_s"), [("at work", 15.0), ("unheard", 15.0), ("have returned", 2.0)]
+)
 def test_a_broken_connection_is_told_once_no_worker_can_be_its_cause(
-    three_workers: list[PoolWorker],
+    three_workers: list[PoolWorker], others: str, told_after_s: float
 ) -> None:
+    if others != "at work":
+        for rank in (0, 2):
+            three_workers[rank].current = None
+    if others == "unheard":
+        three_workers[2].channel.close()
     broken = WorkerError(RuntimeError("broken"), "", "RuntimeError: broken", True, None)
-    heard = FailureDetector(three_workers, _SETTINGS, lambda rank: False)
-    assert heard.note_error(three_workers[1], broken, 0.0) is None
-    assert heard.look(1.9, 0.0) is None
-    end = heard.look(2.0, 0.0)
-    assert end is not None
-    assert str(end.error) == "broken"
-    three_workers[2].channel.close()
-    unheard = FailureDetector(three_workers, _SETTINGS, lambda rank: False)
-    assert unheard.note_error(three_workers[1], broken, 0.0) is None
-    assert unheard.look(9.9, 0.0) is None
-    end = unheard.look(10.0, 0.0)
+    detector = FailureDetector(three_workers, _SETTINGS, lambda rank: False)
+    assert detector.note_error(three_workers[1], broken, 0.0) is None
+    assert detector.look(told_after_s - 0.1, 0.0) is None
+    end = detector.look(told_after_s, 0.0)
     assert end is not None
     assert str(end.error) == "broken"
 

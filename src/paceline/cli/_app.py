@@ -28,6 +28,7 @@ from paceline.cli import (
 )
 from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import is_cli_user_error, report_error
+from paceline.cli._restart_without_token import is_paceline_command
 
 app = typer.Typer(
     name="paceline",
@@ -126,6 +127,7 @@ def main() -> None:
     """Run the command line and exit: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     # The HTTP client has a command line of its own, and would load all that this needs.
     sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type] # not to be imported
+    is_paceline_command.set(True)
     try:
         app()
     except KeyboardInterrupt:

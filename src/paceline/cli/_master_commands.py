@@ -16,6 +16,7 @@ import typer
 from paceline._network_interfaces import LOOPBACK, listening_address
 from paceline.cli._command_options import Home, Json, home_of
 from paceline.cli._errors import CommandError
+from paceline.cli._restart_without_token import restart_without_token
 
 if TYPE_CHECKING:
     from paceline.client import MasterFile
@@ -126,6 +127,7 @@ def up(
         flags = {"set-aside": set_aside, "unencrypted": unencrypted}
         _up_in_background(directory, host, port, arguments, flags)
         return
+    restart_without_token()
     # Modules stay loaded: to look for garbage among them would take a third of their loading.
     gc.disable()
     from paceline.master import serve

@@ -14,6 +14,7 @@ from paceline._checked_secrets import DamagedSecretError, read_secret
 from paceline.cli._command_options import Json
 from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import CommandError
+from paceline.cli._restart_without_token import restart_without_token
 
 if TYPE_CHECKING:
     from paceline.client import Client
@@ -101,6 +102,7 @@ def run(
     """Run trials of a master on this machine until Ctrl-C, or manage the master's nodes."""
     if context.invoked_subcommand is not None:
         return
+    restart_without_token()
     if ca_file is not None:
         trust(ca_file)
     master = master or chosen_master.get()

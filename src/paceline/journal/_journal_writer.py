@@ -210,7 +210,9 @@ class JournalWriter:
             self._segment_size += more
 
     def _open_segment(self, first_sequence: int) -> None:
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Parents that `mkdir` makes by the way would be open to others.
+        self._directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         path = self._directory / segment_name(first_sequence)
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

@@ -23,6 +23,8 @@ _CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
 _FIRST_ANSWER_S = 60.0
 _ANSWER_S = 10.0
 _MAX_ANSWER_BYTES = 4096
+# It may be an administrator's, and attempts can read the environment of what is above them.
+_TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 - the name of a variable, no secret
 
 
 class StartedRunner(ABC):
@@ -107,6 +109,7 @@ class RunnerHost:
                 cwd=self._cwd,
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
+                env=_environment_of_runners(),
             )
         return self._control
 
@@ -123,8 +126,13 @@ class RunnerHost:
                     stderr=log,
                     cwd=self._cwd,
                     start_new_session=True,
+                    env=_environment_of_runners(),
                 )
             )
+
+
+def _environment_of_runners() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != _TOKEN_VARIABLE}
 
 
 class _Spawned(StartedRunner):

@@ -142,6 +142,14 @@ def start_cluster(places: dict[str, Place]) -> Client:
     return Client(url, (head.home / ".paceline" / "token").read_text().strip())
 
 
+def are_ready(client: Client, places: dict[str, Place]) -> bool:
+    """Tell whether both runners have joined; none may have ended."""
+    for name in ("box", "barn"):
+        [runner] = places[name].started
+        assert runner.poll() is None, places[name].log_path.read_text()
+    return [node.state for node in client.nodes()] == ["ready", "ready"]
+
+
 def submit(places: dict[str, Place], notes: Path) -> "subprocess.Popen[bytes]":
     """Submit a grid search as the guide says, and follow it."""
     config = {
@@ -182,7 +190,7 @@ def test_a_search_over_the_machines_of_the_guide_loses_nothing_with_one_of_them(
     shared = tmp_path / "shared"
     shared.mkdir()
     with start_cluster(places) as client:
-        wait_until(lambda: [node.state for node in client.nodes()] == ["ready", "ready"])
+        wait_until(lambda: are_ready(client, places))
         followed = submit(places, shared / "notes")
         places["head"].run_all(LIST_NODES)
         wait_until(client.list_experiments)

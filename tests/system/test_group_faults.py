@@ -236,12 +236,13 @@ def test_a_trial_goes_on_without_the_machine_that_is_cut_off_which_reports_nothi
 @pytest.mark.slow
 @pytest.mark.parametrize("lease_s", [60])
 @pytest.mark.parametrize("waits", ["start", "training", "checkpoint"])
+@pytest.mark.parametrize("victim", ["chief", "other"])
 def test_a_cut_of_a_minute_with_the_settings_of_everybody_costs_no_restart(
-    waits: str, machines: Machines
+    victim: str, waits: str, machines: Machines
 ) -> None:
     machines.add("a", "b", "c")
     experiment = machines.submit(waits=waits)
-    name, _ = machines.await_hold(1)[2]
+    name, _ = machines.await_hold(1)[rank_of(victim)]
     machine = machines.nodes[name].machine
     assert machine is not None
     machine.cut()
@@ -330,6 +331,33 @@ def test_a_trial_goes_on_after_kill_9_of_any_process_of_any_of_its_machines(
     assert trial.data.restarts == 1
     text = machines.attempts(experiment)[0].exit.error
     assert f"Rank {victims[0][1]} was ended by SIGKILL" in text, text
+
+
+# A lease that ends while the master is away would be another fault.
+@pytest.mark.parametrize("lease_s", [60])
+@pytest.mark.parametrize(
+    "waits",
+    ["training", *(pytest.param(w, marks=pytest.mark.slow) for w in ("start", "checkpoint"))],
+)
+def test_a_trial_of_three_machines_goes_on_without_the_master_that_was_killed(
+    waits: str, machines: Machines
+) -> None:
+    machines.add("a", "b", "c")
+    experiment = machines.submit(waits=waits)
+    places = machines.await_hold(1)
+    machines.master.kill()
+    machines.go_on(1)
+    # They end without a master. All that they report is sent later.
+    ranks = [psutil.Process(pid) for _, pid in places]
+    wait_until(lambda: not any(rank.is_running() for rank in ranks), machines.master.log)
+    machines.master.start()
+    machines.check(experiment)
+    [attempt] = machines.attempts(experiment)
+    assert attempt.exit.reason.value == "exited"
+    [trial] = experiment.trials()
+    assert trial.data.restarts == 0
+    assert len(trial.checkpoints()) == 4
+    wait_until(lambda: not any(n.training() for n in machines.nodes.values()), machines.told)
 
 
 @pytest.mark.slow

@@ -1,15 +1,19 @@
 """A node on a machine of its own, cut off from its master by lost packets. Needs root."""
 
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from fault_lab.machines import Network, has_namespaces
-from fault_lab.nodes import NodeProcess
+from fault_lab.nodes import NodeProcess, can_mount
+
+from paceline.storage import DirectoryStorage
 
 SCRIPT = """
 import os, time
@@ -36,6 +40,29 @@ with det.core.init() as context:
             wait("checkpoint", step, begin)
         wait("training", step, begin)
 """
+# Its second checkpoint is large. It ends long before that is sent.
+SENDER = """
+import os, random
+import paceline as det
+
+info = det.get_cluster_info()
+print("runs on", info.agent_id)
+with det.core.init() as context:
+    begin = 0
+    if info.latest_checkpoint is not None:
+        with context.checkpoint.restore_path(info.latest_checkpoint) as path:
+            begin = int((path / "step").read_text())
+    for step in range(begin + 1, 4):
+        context.train.report_validation_metrics(step, {"loss": float(step)})
+        with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
+            (path / "step").write_text(str(step))
+            if step == 2:
+                data = random.Random(2).randbytes(int(os.environ["LARGE"]))
+                (path / "large").write_bytes(data)
+"""
+LARGE_BYTES = 128 * 2**20
+# A cut comes after a quarter of the file, and seconds before its end.
+BYTES_PER_S = 40 * 2**20
 # Long enough for a busy machine.
 LEASE_S = 10
 
@@ -54,6 +81,7 @@ class Setup:
         root: Path,
         waits: str,
         lease_s: int = LEASE_S,
+        has_own_disks: bool = False,
     ) -> None:
         self.machine = network.add()
         self.gate = root / "gate"
@@ -65,8 +93,12 @@ class Setup:
         token.touch(mode=0o600)
         token.write_text(self.client.create_token("nodes", scope="runner").secret)
         places = {"far": self.machine, "spare": None}
+        self.storage = DirectoryStorage(self.master.home / "checkpoints")
+        hidden = [self.storage.root] if has_own_disks else []
         self._nodes = {
-            name: NodeProcess(self.master, token, root / name, "--slots", "1", machine=machine)
+            name: NodeProcess(
+                self.master, token, root / name, "--slots", "1", machine=machine, hidden=hidden
+            )
             for name, machine in places.items()
         }
 
@@ -89,6 +121,21 @@ class Setup:
     def all_of(self, name: str) -> list[psutil.Process]:
         """Return all processes of a node: its runner, those of attempts, and what these started."""
         return self._nodes[name].processes()
+
+    @property
+    def incoming(self) -> Path:
+        """Where the master keeps what is not sent to the end."""
+        return self.storage.root / ".incoming"
+
+    def num_bytes_sent(self) -> int:
+        """Return how much of the large file the master has."""
+        with suppress(OSError):  # it may be moved just now
+            return sum(path.stat().st_size for path in self.incoming.glob("*/*/large"))
+        return 0
+
+    def runner(self, name: str, attempt_id: int) -> psutil.Process:
+        """Return the process that sends what an attempt on a node has stored."""
+        return self._nodes[name].runner(attempt_id)
 
     def close(self) -> None:
         for node in self._nodes.values():
@@ -214,3 +261,100 @@ def test_a_runner_that_hangs_for_longer_than_its_lease_comes_back_without_its_at
     assert [one.exit.reason.value for one in setup.attempts()] == ["runner_lost", "exited"]
     [trial] = experiment.trials()
     assert [row.steps_completed for row in trial.iter_metrics("validation")] == [1, 2, 3, 4]
+
+
+def start_sending(
+    setup: Setup, write_context: Callable[..., Path], wait_until: Callable[..., None]
+) -> Any:
+    """Submit a trial on `far`, and return when it has sent a part of a large checkpoint."""
+    if not setup.machine.limit(BYTES_PER_S):
+        pytest.skip("NOT TESTED: needs `tc` with the discipline tbf")
+    setup.start("far")
+    wait_until(lambda: setup.state("far") == "ready")
+    config = {
+        "entrypoint": "python3 train.py", "max_restarts": 0,
+        "searcher": {"name": "single", "metric": "loss"},
+        "environment": {"variables": {"LARGE": str(LARGE_BYTES)}},
+        "checkpoint_storage": {"save_trial_latest": 2, "save_trial_best": 0},
+    }  # fmt: skip
+    experiment = setup.client.create_experiment(config, write_context(SENDER))
+    wait_until(lambda: setup.num_bytes_sent() >= LARGE_BYTES // 4)
+    return experiment
+
+
+def check_sent(setup: Setup, experiment: Any, target: Path) -> None:
+    """See that the reports and the checkpoints of the trial are there once, and whole."""
+    [trial] = experiment.trials()
+    rows = [(row.steps_completed, row.metrics) for row in trial.iter_metrics("validation")]
+    assert rows == [(step, {"loss": float(step)}) for step in (1, 2, 3)]
+    kept = {
+        one.steps_completed: one for one in trial.checkpoints() if one.state.value == "COMPLETED"
+    }
+    assert sorted(kept) == [2, 3]
+    assert setup.storage.list() == sorted(one.uuid for one in kept.values())
+    assert all(setup.storage.verify(one.uuid) for one in kept.values())
+    kept[2].download(target)
+    assert (target / "large").read_bytes() == random.Random(2).randbytes(LARGE_BYTES)
+    assert not setup.incoming.exists()
+
+
+# After a long cut, the node gives the request up and asks the master what it has.
+@pytest.mark.parametrize("cut_s", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.skipif(not can_mount(), reason="NOT TESTED: needs the right to mount")
+def test_a_checkpoint_that_is_cut_off_for_less_than_a_lease_goes_on_where_it_was(
+    cut_s: float,
+    make_setup: Callable[..., Setup],
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    setup = make_setup("", lease_s=300, has_own_disks=True)
+    experiment = start_sending(setup, write_context, wait_until)
+    setup.machine.cut()
+    time.sleep(cut_s / 2)
+    before = setup.num_bytes_sent()
+    time.sleep(cut_s / 2)
+    assert LARGE_BYTES / 4 <= setup.num_bytes_sent() == before < LARGE_BYTES
+    setup.machine.heal()
+    sizes = [before]
+
+    def is_over() -> bool:
+        # None are left once the checkpoint is whole.
+        sizes.append(setup.num_bytes_sent() or sizes[-1])
+        return experiment.reload().state.is_terminal
+
+    wait_until(is_over)
+    assert experiment.state.value == "COMPLETED"
+    assert sizes == sorted(sizes)
+    [attempt] = setup.attempts()
+    assert attempt.exit.reason.value == "exited"
+    check_sent(setup, experiment, tmp_path / "download")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="NOT TESTED: needs the right to mount")
+def test_a_checkpoint_that_is_cut_off_for_longer_than_a_lease_leaves_nothing_behind(
+    make_setup: Callable[..., Setup],
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    setup = make_setup("", has_own_disks=True)
+    experiment = start_sending(setup, write_context, wait_until)
+    setup.machine.cut()
+    setup.start("spare")
+    assert setup.incoming.exists()
+    assert experiment.wait().value == "COMPLETED"
+    ends = [one.exit.reason.value for one in setup.attempts()]
+    assert ends == ["runner_lost", "exited"], setup.attempts()
+    # It goes on from what had arrived before.
+    assert setup.attempts()[1].resumed_steps == 1
+    wait_until(lambda: not setup.incoming.exists())
+    check_sent(setup, experiment, tmp_path / "download")
+
+    sender = setup.runner("far", 1)
+    setup.machine.heal()
+    wait_until(lambda: setup.state("far") == "ready")
+    wait_until(lambda: not sender.is_running())
+    assert len(setup.attempts()) == 2
+    check_sent(setup, experiment, tmp_path / "again")

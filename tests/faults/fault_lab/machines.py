@@ -44,6 +44,24 @@ class Machine:
         """Let packets through again."""
         _ip("link", "set", self._port, "master", self._bridge)
 
+    def limit(self, bytes_per_s: int) -> bool:
+        """Send at most so many bytes in a second from now on; False if this system cannot do so."""
+        if shutil.which("tc") is None:
+            return False
+        words = [
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            "eth0",
+            "root",
+            "tbf",
+            "rate",
+            f"{8 * bytes_per_s}bit",
+        ]
+        command = self.command(*words, "burst", "256kb", "latency", "50ms")
+        return subprocess.run(command, check=False).returncode == 0
+
     def separate(self, is_separate: bool) -> None:
         """Drop packets between it and other separate machines; this one, the bridge, is reached."""
         state = "on" if is_separate else "off"

@@ -86,7 +86,7 @@ def why_waiting(
         num_fit = num_fitting(nodes, bundle)
     may_grow = connection.may_grow()
     if num_fit >= num_bundles:
-        return "others use its resources now" + "; its autoscaler may add nodes" * may_grow
+        return "its resources are in use now" + "; its autoscaler may add nodes" * may_grow
     lack = f"its {len(nodes)} node(s) have room for {num_fit}"
     if not may_grow:
         return lack

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -330,6 +331,20 @@ def test_a_copy_that_begins_with_the_first_part_is_of_the_moment(
     # Nothing is copied twice, but where the copies got other memory.
     assert [sum(each) for each in num_copied[1:3]] == [25, 25]
     assert sum(num_copied[8]) > sum(num_copied[9])
+
+
+def test_the_memory_of_the_copies_is_given_back_at_once() -> None:
+    """Not when Python looks for cycles: it may be as large as the model."""
+    gc.collect()
+    gc.disable()
+    try:
+        copies = HostCopies()
+        copies.copy({"weight": torch.ones(10)})
+        gone = weakref.ref(copies)
+        del copies
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_each_checkpoint_holds_the_state_of_its_save(context: core.Context) -> None:

@@ -63,7 +63,10 @@ class HostCopies:
         self._are_single: list[bool] | None = None
         # Of the first tensors, which are being copied already.
         self._are_begun: list[bool] = []
-        self._gathered = GatheredCopies(partial(self._new_block, is_pinned=True), device_type)
+        # Page-locked memory is CUDA's. With a method of its own in there, this object and its block
+        # would stay until Python looks for cycles.
+        self._can_lock = device_type == "cuda"
+        self._gathered = GatheredCopies(partial(_new_block, is_locked=self._can_lock), device_type)
         self._pieces: Mapping[int, tuple[OwnPiece, int]] = {}
         self._tree: Any = None
         self._events: list[torch.cuda.Event] = []
@@ -177,14 +180,8 @@ class HostCopies:
         # The old block is given back first, so that there are never two.
         self._copies = []
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._block = self._new_block(num_bytes, is_pinned=is_pinned)
+        self._block = _new_block(num_bytes, is_locked=is_pinned and self._can_lock)
         self._is_pinned = is_pinned
-
-    def _new_block(self, num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
-        block = torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8)
-        if is_pinned and self._device_type == "cuda":
-            _lock_pages(block)
-        return block
 
 
 def _num_alike(new: Sequence[Any], before: Sequence[Any]) -> int:
@@ -219,6 +216,13 @@ def _recorded_on(devices: set[torch.device]) -> list[torch.cuda.Event]:
             event.record(torch.cuda.current_stream(device))
             events.append(event)
     return events
+
+
+def _new_block(num_bytes: int, *, is_locked: bool) -> torch.Tensor:
+    block = torch.frombuffer(_mapped(num_bytes), dtype=torch.uint8)
+    if is_locked:
+        _lock_pages(block)
+    return block
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.cli._master_process import sign_in_link
+from paceline.client import Client, read_master_file
 from paceline.master import (
     DatabaseVersionError,
     HomeInUseError,
@@ -108,12 +110,14 @@ def test_a_master_for_all_interfaces_tells_an_address_that_others_reach(
             f"{public}/api/v1/master", headers=headers, timeout=60, trust_env=False
         ).is_success
         deadline = time.monotonic() + 60
-        # A browser is answered beyond loopback by TLS only.
-        link = f"Sign in: http://127.0.0.1:{port}/" if has_web_ui() else "There is no web UI"
-        while link not in (text := (home / "master.log").read_text()):
+        while f"The master runs at {public} " not in (text := (home / "master.log").read_text()):
             assert time.monotonic() < deadline, text
             time.sleep(0.05)
-        assert f"The master runs at {public} " in text
+        if has_web_ui():
+            # A browser is answered beyond loopback by TLS only.
+            with Client(told["url"], token) as known:
+                link = sign_in_link(known, read_master_file(home))
+            assert link.startswith(f"http://127.0.0.1:{port}/")
     finally:
         master.kill()
 

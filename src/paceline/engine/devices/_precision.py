@@ -47,7 +47,7 @@ class Precision(str, Enum):
 
 
 class _OutsideAutocast(AbstractContextManager[None]):
-    """As `torch.autocast(device_type, enabled=False)`, at a tenth of its cost to each step.
+    """As `torch.autocast(device_type, enabled=False)`, at a third of its cost to each step.
 
     That looks up and sets four properties of autocast besides, which stay as they are here.
     """

@@ -11,10 +11,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return what the model's own method yields, in a third of its time.
+    """Return what the model's own method yields, without a hash of each parameter.
 
-    That asks each parameter for its hash, which is a call of Python. Training stands still while
-    the state of a model is captured.
+    Each hash is a call of Python, which takes half of the time where modules have many parameters.
+    Training stands still while the state of a model is captured.
     """
     if type(model).named_parameters is not torch.nn.Module.named_parameters:
         return [*model.named_parameters()]

@@ -162,7 +162,7 @@ class TrainingLoop:
         assert self._order is not None
         assert self._iterator is not None
         hooks, stepper, add = self._loop_hooks, self._stepper, self.means.add
-        stepper.is_plain = stepper.scaler is None
+        stepper.is_plain = not stepper.is_scaling_automatic
         stepper.calls.is_in_batch = True
         shards, shard_size = self._order.shards, self._order.shard_size
         iterator, position = self._iterator, self.position

@@ -1,6 +1,8 @@
-"""Trials by runners that came to the master: attempts a second, and beside its own slots."""
+"""Trials by runners that came to the master: how many a second, beside its own slots, and lost."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,25 @@ from paceline import core
 with core.init() as context:
     context.train.report_validation_metrics(1, {"loss": 1.0})
 """
+# Both ranks say when they start, before any import that takes time. The first attempt of each trial
+# waits. Each trial is killed once, as the pause before a restart grows.
+_STARTS = """
+import os, time
+from pathlib import Path
+
+began, rank, directory = time.time(), os.environ["RANK"], Path(os.environ["OUT"])
+from paceline import core
+
+info = core.get_cluster_info()
+attempt = info.allocation_id.rpartition(".")[2]
+with core.init() as context:
+    path = directory / f"{attempt}-{rank}"
+    path.with_suffix(".new").write_text(f"{began} {info.agent_id}")
+    path.with_suffix(".new").rename(path)
+    while int(attempt) % 2:
+        time.sleep(0.01)
+"""
+_KILL_ROUNDS = 5
 
 
 def measure_launches() -> list[Figure]:
@@ -78,10 +99,64 @@ def measure_loopback() -> list[Figure]:
     ]
 
 
-def _context(directory: Path) -> Path:
+def measure_lost_runners() -> list[Figure]:
+    """From SIGKILL of an attempt's runner on one of two nodes to the start of the next attempt."""
+    figures = []
+    for rank in (0, 1):
+        with tempfile.TemporaryDirectory() as text:
+            directory = Path(text)
+            context = _context(directory, _STARTS)
+            with (
+                start_master(num_slots=0) as (home, call),
+                _runners(home, call, directory, 2, 1),
+            ):
+                seconds = list(_lost_runners(call, context, directory, rank))
+        figures.append(
+            Figure(
+                what=f"from kill -9 of the runner of rank {rank} of two nodes to the next start of"
+                " the last rank",
+                unit="s",
+                values=seconds,
+                bar=5,
+            )
+        )
+    return figures
+
+
+def _lost_runners(call: Call, context: Path, directory: Path, rank: int) -> Iterator[float]:
+    config: dict[str, Any] = {
+        "entrypoint": "python3 -m paceline.launch.torch_distributed -- python3 train.py",
+        "searcher": {"name": "single", "metric": "loss"},
+        "resources": {"slots_per_trial": 2},
+        "max_restarts": 1,
+    }
+    digest = upload_code(call, context)
+    for number in range(_KILL_ROUNDS):
+        out = directory / f"out-{number}"
+        out.mkdir()
+        config["environment"] = {"variables": {"OUT": str(out)}}
+        made = call("POST", "experiments", {"config": config, "context_digest": digest})
+        node = _starts(out, 1)[rank][1]
+        [attempt] = call("GET", f"trials/{number + 1}")["attempts"]
+        runner = directory / node / "attempts" / str(attempt["id"]) / "runner.lock"
+        killed_at = time.time()
+        os.kill(int(runner.read_text()), signal.SIGKILL)
+        yield max(float(began) for began, _ in _starts(out, 2)) - killed_at
+        _await_end(call, made["id"])
+
+
+def _starts(out: Path, attempt: int) -> list[list[str]]:
+    """Wait until both ranks of an attempt have started; return when they did, and on which node."""
+    paths = [out / f"{attempt}-{rank}" for rank in (0, 1)]
+    while not all(path.exists() for path in paths):
+        time.sleep(0.01)
+    return [path.read_text().split() for path in paths]
+
+
+def _context(directory: Path, script: str = _REPORTS) -> Path:
     context = directory / "context"
     context.mkdir()
-    (context / "train.py").write_text(_REPORTS)
+    (context / "train.py").write_text(script)
     return context
 
 
@@ -132,16 +207,20 @@ def _run(call: Call, context: Path, entrypoint: str, number: int, num_slots: int
     digest = upload_code(call, context)
     began = time.perf_counter()
     made = call("POST", "experiments", {"config": config, "context_digest": digest})
+    _await_end(call, made["id"])
+    return time.perf_counter() - began
+
+
+def _await_end(call: Call, experiment_id: int) -> None:
     state = "ACTIVE"
     while state == "ACTIVE":
         time.sleep(0.1)
-        state = call("GET", f"experiments/{made['id']}")["state"]
-    seconds = time.perf_counter() - began
+        state = call("GET", f"experiments/{experiment_id}")["state"]
     assert state == "COMPLETED", state
-    return seconds
 
 
 NAMED_CASES: dict[str, Callable[[], list[Figure]]] = {
     "launches": measure_launches,
     "loopback": measure_loopback,
+    "lost-runners": measure_lost_runners,
 }

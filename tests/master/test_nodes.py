@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import select
 
 import paceline
+from paceline.master.nodes import Nodes
 from paceline.master.store import tables
 from paceline.messages.node_runners import PROTOCOL, NodePoll
 
@@ -304,14 +305,14 @@ def test_a_node_that_comes_back_gets_slots_once_nothing_that_was_taken_from_it_i
     assert runner.take() == [2]
 
 
-def test_a_node_that_leaves_without_attempts_is_lost_at_once_and_may_come_back(
+def test_a_node_that_leaves_without_attempts_has_left_at_once_and_may_come_back(
     master: Any, join: Callable[..., FakeRunner]
 ) -> None:
     runner = join("box", key="one machine")
     runner.work(is_leaving=True, attempts=[3])
     assert nodes(master)["box"]["state"] == "ready"
     runner.work(is_leaving=True)
-    assert nodes(master)["box"]["state"] == "lost"
+    assert nodes(master)["box"]["state"] == "left"
     # Another machine may have the name.
     runner = join("box", key="another machine")
     assert nodes(master)["box"]["state"] == "ready"
@@ -402,7 +403,7 @@ def test_a_node_that_has_ended_for_its_starter_is_lost_once_its_connection_is_cl
     registry.note_cut_off(node_id, poll)
     assert nodes(master)["box"]["state"] == "away"
     registry.note_ended(node_id)
-    assert nodes(master)["box"]["state"] == "lost"
+    assert nodes(master)["box"]["state"] == "left"
     # It was not so: it polls.
     runner.work()
     assert nodes(master)["box"]["state"] == "ready"
@@ -521,6 +522,7 @@ def test_lost_nodes_are_forgotten_after_a_while_but_for_those_that_are_drained_o
         for heard in registry._heard.values():
             heard.seen_at -= seconds
         for id_, node in registry._nodes.items():
+            assert node.seen_at is not None
             moved = replace(node, registered_at=node.registered_at - seconds)
             registry._nodes[id_] = moved
         registry._next_look = 0.0
@@ -530,6 +532,41 @@ def test_lost_nodes_are_forgotten_after_a_while_but_for_those_that_are_drained_o
     assert later(300) == {"ended", "away", "drained", "slot", "here"}
     assert later(400) == {"away", "drained", "slot", "here"}
     assert later(8 * 24 * 3600) == {"drained", "slot", "here"}
+
+
+def test_the_next_master_knows_who_has_left_and_when_others_were_heard(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    gone, back, here = join("gone"), join("back"), join("here")
+    gone.work(is_leaving=True)
+    back.work(is_leaving=True)
+    back.work()
+    registry = master.core.nodes
+    registry._next_look = 0.0
+    master.schedule()
+
+    def next_master() -> dict[str, tuple[bool, bool, float | None]]:
+        nodes = Nodes(master.core.database, "cluster")
+        present = {one.node_id for one in nodes.slots()}
+        return {
+            node.name: (nodes.has_left(node.id), node.id in present, nodes.seen_at(node.id))
+            for node in nodes.all()
+            if not nodes.was_heard(node.id)
+        }
+
+    seen = {node.name: registry.seen_at(node.id) for node in registry.all()}
+    assert next_master() == {
+        "gone": (True, False, seen["gone"]),
+        "back": (False, True, seen["back"]),
+        "here": (False, True, seen["here"]),
+    }
+    # Whoever registers again has come back.
+    gone.register()
+    here.work(is_leaving=True)
+    master.core.database.write(lambda _: None).result()
+    assert {name: left for name, (left, _, _) in next_master().items()} == {
+        "gone": False, "back": False, "here": True,
+    }  # fmt: skip
 
 
 def test_the_name_of_a_node_that_is_forgotten_stays_with_its_attempts(

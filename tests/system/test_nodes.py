@@ -221,7 +221,7 @@ def test_what_runs_on_a_node_that_leaves_goes_on_elsewhere(
         assert "The runner ends; nothing runs on this node." in told
         # It has said that nothing of it is left.
         states = {node.name: node.state for node in master.client().nodes()}
-        assert states == {"first": "lost", "second": "ready"}
+        assert states == {"first": "left", "second": "ready"}
     assert experiment.wait().value == "COMPLETED"
     [trial] = experiment.trials()
     said = [text.split()[2] for text in lines(trial) if text.startswith("runs on")]

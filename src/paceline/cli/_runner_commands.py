@@ -224,7 +224,7 @@ def resume(name: _Name) -> None:
 
 @app.command("forget")
 def forget(name: _Name) -> None:
-    """Forget a node that is lost or drained."""
+    """Forget a node that is lost, has left or is drained."""
     from paceline.cli._connection import connect
 
     with connect() as client:

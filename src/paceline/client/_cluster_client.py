@@ -63,7 +63,7 @@ class ClusterClient:
         self._session.send("POST", f"nodes/{name}/resume")
 
     def forget_node(self, name: str) -> None:
-        """Forget a node that is lost or drained.
+        """Forget a node that is lost, has left or is drained.
 
         Raises:
             ApiError: There is no such node, or it has attempts, or is neither lost nor drained.

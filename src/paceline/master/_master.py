@@ -141,7 +141,7 @@ class Master:
             node,
             self.leases,
             self.nodes.slots,
-            (self.unmanaged.end_silent, self.nodes.forget_lost),
+            (self.unmanaged.end_silent, self.nodes.look),
         )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.recorder = Recorder(self.database, home.path)

@@ -6,15 +6,15 @@ from pydantic import Field
 
 from paceline.messages.base import Message, Request
 
-NodeState: TypeAlias = Literal["ready", "away", "lost", "draining", "drained"]
+NodeState: TypeAlias = Literal["ready", "away", "left", "lost", "draining", "drained"]
 
 
 class Node(Message):
     """A machine with slots. Times are in seconds since the epoch.
 
     `state` is `ready`, `away` (not heard since the master started, or its connection was closed),
-    `lost`, `draining` (attempts are leaving) or `drained`. `address` is where other nodes reach it,
-    for trials on several nodes.
+    `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
+    `address` is where other nodes reach it, for trials on several nodes.
     """
 
     id: int

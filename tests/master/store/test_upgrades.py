@@ -190,6 +190,18 @@ def test_a_database_of_version_9_keeps_its_pools_and_tells_of_no_restarts(tmp_pa
     read(load(tmp_path / "master.sqlite", 9), look)
 
 
+def test_a_database_of_version_10_keeps_restarts_and_its_nodes_have_not_left(
+    tmp_path: Path,
+) -> None:
+    def look(connection: Connection) -> None:
+        [node] = connection.execute(select(tables.nodes)).all()
+        assert (node.name, node.seen_at, node.has_left) == ("box", None, False)
+        causes = [one.last_restart_cause for one in attempt_views(connection, 1)]
+        assert causes == [None, None, "worker 1 was ended by SIGKILL"]
+
+    read(load(tmp_path / "master.sqlite", 10), look)
+
+
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))
 def test_an_earlier_database_gets_the_tables_of_a_new_one(tmp_path: Path, version: int) -> None:
     def differences(connection: Connection) -> list[Any]:

@@ -258,7 +258,7 @@ export interface paths {
         post?: never;
         /**
          * Forget Node
-         * @description Forget a node that is lost or drained, and has no attempts.
+         * @description Forget a node that is lost, has left or is drained, and has no attempts.
          */
         delete: operations["forget_node_api_v1_nodes__name__delete"];
         options?: never;
@@ -2303,8 +2303,8 @@ export interface components {
          * @description A machine with slots. Times are in seconds since the epoch.
          *
          *     `state` is `ready`, `away` (not heard since the master started, or its connection was closed),
-         *     `lost`, `draining` (attempts are leaving) or `drained`. `address` is where other nodes reach it,
-         *     for trials on several nodes.
+         *     `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
+         *     `address` is where other nodes reach it, for trials on several nodes.
          */
         Node: {
             /** Id */
@@ -2315,7 +2315,7 @@ export interface components {
              * State
              * @enum {string}
              */
-            state: "ready" | "away" | "lost" | "draining" | "drained";
+            state: "ready" | "away" | "left" | "lost" | "draining" | "drained";
             /** Pool */
             pool: string;
             /** Labels */

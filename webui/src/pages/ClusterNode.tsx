@@ -35,7 +35,7 @@ export function NodeCard({ shown, names, hasPools }: Props) {
       </Group>
       {slots.length === 0 ? (
         <Text size="sm" c="dimmed">
-          {state === "lost" ? "Nothing runs here." : "It offers no slots."}
+          {state === "lost" || state === "left" ? "Nothing runs here." : "It offers no slots."}
         </Text>
       ) : (
         <ul className={classes.slots}>

@@ -128,7 +128,7 @@ async def resume_node(name: Name, master: MasterOf) -> None:
 
 @router.delete("/nodes/{name}", status_code=204)
 async def forget_node(name: Name, master: MasterOf) -> None:
-    """Forget a node that is lost or drained, and has no attempts."""
+    """Forget a node that is lost, has left or is drained, and has no attempts."""
     node = _node_named(master, name)
 
     def job(transaction: Transaction) -> None:
@@ -139,8 +139,8 @@ async def forget_node(name: Name, master: MasterOf) -> None:
             raise ApiError(
                 409,
                 "in_use",
-                f"The node {name!r} must be lost or drained to be forgotten. Hint: `paceline runner"
-                f" drain {name}`, and stop its runner.",
+                f"The node {name!r} must be lost, have left or be drained to be forgotten. Hint:"
+                f" `paceline runner drain {name}`, and stop its runner.",
             )
         master.nodes.forget(transaction, node.id)
 
@@ -219,9 +219,11 @@ def _node_view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> No
 
 
 def _node_state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> NodeState:
+    if master.nodes.has_left(node.id):
+        return "left"
     if master.nodes.is_lost(node.id):
         return "lost"
-    if master.nodes.seen_at(node.id) is None or master.nodes.is_cut_off(node.id):
+    if not master.nodes.was_heard(node.id) or master.nodes.is_cut_off(node.id):
         return "away"
     if node.is_draining:
         return "draining" if has_attempts else "drained"

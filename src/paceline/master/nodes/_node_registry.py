@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import bindparam, delete, insert, select, update
 
 from paceline.master._waiting_requests import WaitingRequests
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases, live_attempts
@@ -76,6 +76,7 @@ class Nodes:
         self._is_usable = is_usable
         self._started_at = time.time()
         self._next_look = 0.0
+        self._stored_until = 0.0
         self._wake = wake
         self._lock = threading.RLock()
         self.leases = Leases(lease_s)
@@ -83,7 +84,7 @@ class Nodes:
         with database.read() as connection:
             rows = connection.execute(select(tables.nodes))
             self._nodes = {row.id: stored_node(row) for row in rows}
-        self._heard: dict[int, _Heard] = {id_: _Heard() for id_ in self._nodes}
+        self._heard = {id_: _Heard(has_left=node.has_left) for id_, node in self._nodes.items()}
         # Grows with each change of a node's work; another number than before the master started.
         self._versions = dict.fromkeys(self._nodes, int(time.time()))
         self.orders = NodeOrders(self.tell)
@@ -113,7 +114,8 @@ class Nodes:
             connection, nodes, now = transaction.connection, tables.nodes, time.time()
             values: dict[str, Any] = {
                 "name": facts.name, "key": facts.key, "token_id": token_id,
-                "facts": msgspec.to_builtins(facts), "registered_at": now,
+                "facts": msgspec.to_builtins(facts), "registered_at": now, "seen_at": now,
+                "has_left": False,
             }  # fmt: skip
             if known is None:
                 values |= {"session": 1, "is_draining": False}
@@ -162,7 +164,7 @@ class Nodes:
             heard.number, heard.seen_at = poll.number, time.time()
             heard.is_cut_off = False
             # With attempts it is waited for: their runners may have something to tell.
-            heard.has_left = poll.is_leaving and not poll.attempts
+            self._note_left(node_id, has_left=poll.is_leaving and not poll.attempts)
             heard.attempts, heard.alive = frozenset(poll.attempts), frozenset(poll.alive)
             heard.ever |= heard.attempts
         if not was_ready:
@@ -191,8 +193,9 @@ class Nodes:
     def note_ended(self, node_id: int) -> None:
         """Note that a runner whose connection was closed has ended, as its starter knows."""
         with self._lock:
-            heard = self._heard.get(node_id, _Heard())
-            heard.has_left |= heard.is_cut_off
+            heard = self._heard.get(node_id)
+            if heard is not None and heard.is_cut_off:
+                self._note_left(node_id, has_left=True)
         self._wake()
 
     def note_ready(self, node_id: int, *, is_ready: bool) -> None:
@@ -256,6 +259,12 @@ class Nodes:
         with self._lock:
             return sorted(self._nodes.values(), key=lambda node: node.id)
 
+    def has_left(self, node_id: int) -> bool:
+        """Tell whether a node has said that it leaves, and has not come back."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is not None and heard.has_left
+
     def is_lost(self, node_id: int) -> bool:
         """Tell whether a node has left or was silent for too long, or is unknown."""
         with self._lock:
@@ -267,11 +276,22 @@ class Nodes:
         with self._lock:
             return self._heard.get(node_id, _Heard(is_cut_off=True)).is_cut_off
 
-    def seen_at(self, node_id: int) -> float | None:
-        """Return when this master last heard of a node, in seconds since the epoch."""
+    def was_heard(self, node_id: int) -> bool:
+        """Tell whether this master has heard of a node since it started."""
         with self._lock:
             heard = self._heard.get(node_id)
-            return None if heard is None else heard.seen_at
+            return heard is not None and heard.seen_at is not None
+
+    def seen_at(self, node_id: int) -> float | None:
+        """Return when this master, or one before it, last heard of a node: seconds since the epoch.
+
+        Masters before this one knew it to a minute.
+        """
+        with self._lock:
+            heard, node = self._heard.get(node_id), self._nodes.get(node_id)
+            if heard is not None and heard.seen_at is not None:
+                return heard.seen_at
+            return None if node is None else node.seen_at
 
     def slots(self) -> list[NodeSlots]:
         """Return the slots of all nodes that are not lost."""
@@ -310,11 +330,12 @@ class Nodes:
         connection.execute(delete(drained).where(drained.c.node_id == node_id))
         transaction.after_commit(lambda: self._drop(node_id))
 
-    def forget_lost(self, transaction: Transaction) -> None:
-        """Forget the nodes that are lost for so long that nobody waits for them; seldom looks."""
+    def look(self, transaction: Transaction) -> None:
+        """Store when nodes were heard of, and forget those that nobody waits for; once a minute."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_INTERVAL_S
+        self._store_seen(transaction)
         ids = self._forgettable(time.time())
         if not ids:
             return
@@ -343,13 +364,36 @@ class Nodes:
 
     def _last_sign(self, node: RegisteredNode) -> float:
         # Of those that were lost before this master came, nobody knows when.
-        return max(self._heard[node.id].seen_at or 0.0, node.registered_at, self._started_at)
+        return max(self.seen_at(node.id) or self._started_at, node.registered_at)
 
     def _kept_s(self, node: RegisteredNode) -> float:
         can_come_back = node.token_id is None or self._is_usable(node.token_id)
         return _LOST_KEPT_S if can_come_back else _ENDED_KEPT_S
 
     # ---- helpers ------------------------------------------------------------------------
+
+    def _note_left(self, node_id: int, *, has_left: bool) -> None:
+        """Note that a node leaves or has come back; stored soon, for the next master."""
+        heard = self._heard[node_id]
+        if heard.has_left == has_left:
+            return
+        heard.has_left = has_left
+        values = {"has_left": has_left, "seen_at": heard.seen_at}
+        query = update(tables.nodes).where(tables.nodes.c.id == node_id).values(**values)
+        self._database.write(lambda transaction: transaction.connection.execute(query))
+
+    def _store_seen(self, transaction: Transaction) -> None:
+        with self._lock:
+            rows = [
+                {"node": node_id, "at": heard.seen_at}
+                for node_id, heard in self._heard.items()
+                if heard.seen_at is not None and heard.seen_at > self._stored_until
+            ]
+            self._stored_until = max([self._stored_until, *(row["at"] or 0.0 for row in rows)])
+        if rows:
+            nodes = tables.nodes
+            query = update(nodes).where(nodes.c.id == bindparam("node"))
+            transaction.connection.execute(query.values(seen_at=bindparam("at")), rows)
 
     def _check_owner(
         self, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None

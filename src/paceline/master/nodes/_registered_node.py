@@ -33,7 +33,12 @@ class UnknownNodeError(LookupError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegisteredNode:
-    """A node as it is stored."""
+    """A node as it is stored.
+
+    Args:
+        seen_at: When a master heard of it, up to a minute before it last did.
+        has_left: It has said that it leaves, and has not come back.
+    """
 
     id: int
     name: str
@@ -43,6 +48,8 @@ class RegisteredNode:
     facts: NodeFacts
     is_draining: bool
     registered_at: float
+    seen_at: float | None = None
+    has_left: bool = False
 
     def slots(self, *, can_join: bool, is_open: bool = True) -> NodeSlots:
         """Return the slots of this node for the scheduler."""

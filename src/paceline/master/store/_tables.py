@@ -24,7 +24,7 @@ from paceline.master.store._column_types import Id, ScalarColumn, metadata
 from paceline.master.store._metric_tables import chunks, metric_names, series
 from paceline.master.store._search_tables import search_inputs, search_snapshots, search_views
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 
 meta = Table(
@@ -279,6 +279,9 @@ nodes = Table(
     Column("facts", JSON, nullable=False),
     Column("is_draining", Boolean, nullable=False, default=False, server_default=false()),
     Column("registered_at", Float, nullable=False),
+    # Not written at each poll: what the next master knows of it.
+    Column("seen_at", Float),
+    Column("has_left", Boolean, nullable=False, default=False, server_default=false()),
 )
 
 # How pools are shared. A node that names no pool belongs to the first one, by name, whose labels it

@@ -262,6 +262,14 @@ def _to_version_10(operations: Operations) -> None:
     operations.add_column("attempts", sa.Column("restart_causes", sa.JSON()))
 
 
+def _to_version_11(operations: Operations) -> None:
+    for column in (
+        sa.Column("seen_at", sa.Float()),
+        sa.Column("has_left", sa.Boolean(), nullable=False, server_default=sa.false()),
+    ):
+        operations.add_column("nodes", column)
+
+
 # The step at index n leads from version n + 1 to the next.
 _STEPS = (
     _to_version_2,
@@ -273,4 +281,5 @@ _STEPS = (
     _to_version_8,
     _to_version_9,
     _to_version_10,
+    _to_version_11,
 )

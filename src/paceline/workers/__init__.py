@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from paceline._late_names import late_names
 from paceline._listening import PortReservation
 from paceline._network_interfaces import LOOPBACK
+from paceline._usable_cores import num_cores
 from paceline.workers._call_in_workers import call_in_workers
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._elastic_size import (
@@ -70,7 +71,6 @@ from paceline.workers.processes._rank_environment import (
     THREADS_VARIABLE,
     NodeLayout,
     is_port_free,
-    num_cores,
     rank_environment,
     shards_of_launcher,
     thread_environment,

@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from paceline._argument_checks import one_of
+from paceline._usable_cores import num_cores
 from paceline.workers._errors import ResourcesError
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._ray_pool import RayPool
 from paceline.workers.pools._worker_pool import WorkerPool
 from paceline.workers.processes._output_reader import OnLine
-from paceline.workers.processes._rank_environment import num_cores
 from paceline.workers.remote._ray_cluster import check_no_client, import_ray, is_ray_connected
 
 logger = logging.getLogger(__name__)

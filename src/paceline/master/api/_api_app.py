@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.types import Receive, Scope, Send
 
 import paceline
+from paceline._usable_cores import num_cores
 from paceline.master._answer_headers import sending_security_headers
 from paceline.master._master import Master
 from paceline.master.api import (
@@ -42,7 +43,7 @@ from paceline.master.api import (
 )
 from paceline.master.api._access_guard import Guard
 from paceline.master.api._body_limits import BodyLimits
-from paceline.master.api._reading_route import NUM_THREADS, ReadingThreads
+from paceline.master.api._reading_route import NUM_THREADS, Readers
 from paceline.master.api._request_counts import RequestCounting
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web_ui_files import WebUi
@@ -90,7 +91,7 @@ def create_app(master: Master, shut_down: Callable[[Shutdown], None]) -> FastAPI
         master.events.attach(loop)
         master.leases.attach(loop)
         master.nodes.attach(loop)
-        app.state.readers = ReadingThreads()
+        app.state.readers = Readers(master.database.path, num_cores())
         yield
         app.state.readers.close()
 

@@ -13,7 +13,7 @@ from paceline.master._master import Master
 from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, checkpoint_row, write_rows
+from paceline.master.api._row_helpers import MasterOf, RecordsOf, checkpoint_row, write_rows
 from paceline.master.experiments import (
     delete_files,
     delete_matching_files,
@@ -32,9 +32,9 @@ Uuid = Annotated[str, Path(min_length=1, max_length=128)]
 
 
 @router.get("/checkpoints/{uuid}")
-def read_checkpoint(uuid: Uuid, master: MasterOf) -> Checkpoint:
+def read_checkpoint(uuid: Uuid, records: RecordsOf) -> Checkpoint:
     """Read one checkpoint."""
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         return checkpoint_views([checkpoint_row(connection, uuid)])[0]
 
 

@@ -22,7 +22,7 @@ from paceline.master.api._config_problem_lines import config_problems, syntax_pr
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, experiment_row
+from paceline.master.api._row_helpers import MasterOf, RecordsOf, experiment_row
 from paceline.messages.configs import CheckedConfig, CodeFile, ConfigText, ConfigView
 from paceline.runner import ArchiveLimits, ArchiveTooLargeError, members, open_archive
 
@@ -33,9 +33,9 @@ _PIECE_BYTES = 1024 * 1024
 
 
 @router.get("/experiments/{experiment_id}/config")
-def read_config(experiment_id: ExperimentId, master: MasterOf) -> ConfigView:
+def read_config(experiment_id: ExperimentId, records: RecordsOf) -> ConfigView:
     """Read an experiment's configuration as submitted and as resolved; secrets are `***`."""
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         row = experiment_row(connection, experiment_id)
     shown = hide_secrets(row.config)
     submitted = row.submitted_config
@@ -44,7 +44,7 @@ def read_config(experiment_id: ExperimentId, master: MasterOf) -> ConfigView:
     return ConfigView(
         submitted=submitted,
         resolved=shown,
-        resolved_yaml=master.encodings.encoded(
+        resolved_yaml=records.encodings.encoded(
             ("config as YAML", shown), lambda: _encode_yaml(shown)
         ).decode(),
     )

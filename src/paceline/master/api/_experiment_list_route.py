@@ -14,7 +14,7 @@ from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import (
     Cursor,
     Limit,
-    MasterOf,
+    RecordsOf,
     page_of_encoded,
     place_in_rows,
 )
@@ -43,7 +43,7 @@ Names = Annotated[list[str], Query(max_length=100)]
 
 @router.get("/experiments", response_model=Page[Experiment])
 def list_experiments(
-    master: MasterOf,
+    records: RecordsOf,
     limit: Limit = 100,
     cursor: Cursor = None,
     state: Annotated[list[ExperimentState] | None, Query()] = None,
@@ -66,7 +66,7 @@ def list_experiments(
 ) -> Response:
     """List experiments, newest first unless told otherwise; the first page tells the total."""
     after = place_in_rows(cursor, f"{sort_by} {order}", num_keys=2)
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         try:
             query = ExperimentQuery(
                 states=[one.value for one in state or ()],
@@ -86,7 +86,7 @@ def list_experiments(
                 total = len(listed) if is_whole else count_rows(connection, query)
         except ValueError as error:
             raise ApiError(422, "invalid_request", str(error)) from error
-        items = encode_experiments(connection, listed[:limit], master.encodings, is_brief=brief)
+        items = encode_experiments(connection, listed[:limit], records.encodings, is_brief=brief)
     more = None
     if len(listed) > limit:
         more = encode_cursor(f"{sort_by} {order}", *listed[limit - 1].position)
@@ -94,11 +94,11 @@ def list_experiments(
 
 
 @router.get("/experiment-columns")
-def list_experiment_columns(master: MasterOf) -> ColumnNames:
+def list_experiment_columns(records: RecordsOf) -> ColumnNames:
     """List the metrics and hyperparameters that can be columns of the experiment list."""
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         names = all_metric_names(connection)
-        hparams = _hparam_names(connection, master.kept_names)
+        hparams = _hparam_names(connection, records.kept_names)
     return ColumnNames(
         metrics=[MetricName(group=group, name=name) for group, name in names],
         hparams=hparams,

@@ -10,6 +10,7 @@ from sqlalchemy import select
 
 from paceline.config import validate_config
 from paceline.master._master import Master
+from paceline.master._stored_records import StoredRecords
 from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
@@ -17,6 +18,7 @@ from paceline.master.api._row_helpers import (
     Cursor,
     Limit,
     MasterOf,
+    RecordsOf,
     checkpoint_page,
     experiment_row,
     write_rows,
@@ -63,9 +65,9 @@ async def create_experiment(request: CreateExperiment, master: MasterOf) -> Expe
 
 
 @router.get("/experiments/{experiment_id}")
-def read_experiment(experiment_id: ExperimentId, master: MasterOf) -> Experiment:
+def read_experiment(experiment_id: ExperimentId, records: RecordsOf) -> Experiment:
     """Read one experiment."""
-    return _read(master, experiment_id)
+    return _read(records, experiment_id)
 
 
 @router.post("/experiments/{experiment_id}/continue")
@@ -94,14 +96,14 @@ async def act_on_experiment(
 @router.get("/experiments/{experiment_id}/checkpoints")
 def list_checkpoints(
     experiment_id: ExperimentId,
-    master: MasterOf,
+    records: RecordsOf,
     limit: Limit = 100,
     cursor: Cursor = None,
     sort_by: Annotated[Literal["steps", "metric"], Query()] = "steps",
 ) -> Page[Checkpoint]:
     """List an experiment's checkpoints, the latest or the best first."""
     checkpoints = tables.checkpoints.c
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
         keys: tuple[Any, ...] = (
             checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid,
@@ -184,8 +186,8 @@ def context_path_exists(master: Master, digest: str) -> bool:
     return is_digest and (master.home.contexts_path / f"{digest}.tar.gz").exists()
 
 
-def _read(master: Master, experiment_id: int) -> Experiment:
-    with master.database.read() as connection:
+def _read(records: StoredRecords, experiment_id: int) -> Experiment:
+    with records.database.read() as connection:
         row = experiment_row(connection, experiment_id)
         view = experiment_view(connection, row)
     return view.model_copy(update={"notes": row.notes})

@@ -12,7 +12,7 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, experiment_row
+from paceline.master.api._row_helpers import RecordsOf, experiment_row
 from paceline.master.store import config_of, sample_trials, tables, tagged
 from paceline.messages.hyperparameters import HparamAxis, HparamTable
 from paceline.messages.metrics import MetricName
@@ -25,7 +25,7 @@ _LARGEST_TABLE = 10_000
 @router.get("/experiments/{experiment_id}/hyperparameters", response_model=HparamTable)
 def read_hyperparameters(
     experiment_id: ExperimentId,
-    master: MasterOf,
+    records: RecordsOf,
     metric: Annotated[
         str | None, Query(description="GROUP/NAME; its best value of each trial is told.")
     ] = None,
@@ -35,7 +35,7 @@ def read_hyperparameters(
 
     Of more than `limit` trials the best half are told, and others that are spread evenly.
     """
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         experiment = experiment_row(connection, experiment_id)
         searcher = config_of(experiment).searcher
         name = _metric_beside_hyperparameters(metric, searcher.metric)

@@ -1,6 +1,7 @@
 """Helpers that several routes share."""
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -9,6 +10,7 @@ from pydantic_core import to_json
 from sqlalchemy import Connection, Row, Select, select
 
 from paceline.master._master import Master
+from paceline.master._stored_records import StoredRecords
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.experiments import StateChanges
 from paceline.master.store import (
@@ -36,9 +38,19 @@ async def _master(request: Request) -> Master:
 
 
 MasterOf = Annotated[Master, Depends(_master)]
+# A GET route that takes this, and no master, may be answered by a second process.
+RecordsOf = Annotated[StoredRecords, Depends(_master)]
 TrialId = Annotated[int, Path(ge=1, le=2**62)]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="At most so many items.")]
 Cursor = Annotated[str | None, Query(description="`next_cursor` of the answer before.")]
+
+
+def records_parameter(endpoint: Callable[..., Any]) -> str | None:
+    """Return which parameter of a route's function takes the `StoredRecords`, None if none does."""
+    for name, one in inspect.signature(endpoint).parameters.items():
+        if one.annotation == RecordsOf:
+            return name
+    return None
 
 
 async def write_rows(master: Master, job: Callable[[Transaction], Result]) -> Result:

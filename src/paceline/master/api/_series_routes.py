@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, experiment_row
+from paceline.master.api._row_helpers import MasterOf, RecordsOf, experiment_row
 from paceline.master.store import (
     Selection,
     cut_curve,
@@ -41,11 +41,11 @@ def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
 @router.get("/experiments/{experiment_id}/metric-names")
 def list_metric_names(
     experiment_id: ExperimentId,
-    master: MasterOf,
+    records: RecordsOf,
     trial_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
 ) -> list[MetricName]:
     """List the metrics that an experiment's trials, or one of them, reported so far."""
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         experiment_row(connection, experiment_id)
         names = metric_names(connection, experiment_id, trial_id)
     return [MetricName(group=group, name=name) for group, name in names]

@@ -12,7 +12,7 @@ from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import (
     Cursor,
     Limit,
-    MasterOf,
+    RecordsOf,
     experiment_row,
     page_of_encoded,
     place_in_rows,
@@ -54,7 +54,7 @@ _FIELDS: dict[str, ColumnElement[Any]] = {
 @router.get("/experiments/{experiment_id}/trials", response_model=Page[Trial])
 def list_trials(
     experiment_id: ExperimentId,
-    master: MasterOf,
+    records: RecordsOf,
     limit: Limit = 100,
     cursor: Cursor = None,
     state: Annotated[list[TrialState] | None, Query()] = None,
@@ -67,7 +67,7 @@ def list_trials(
     ] = None,
 ) -> Response:
     """List an experiment's trials by id unless told otherwise; the first page tells the total."""
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         searcher = config_of(experiment_row(connection, experiment_id)).searcher
         conditions = [_trials.experiment_id == experiment_id]
         if state:
@@ -90,7 +90,7 @@ def list_trials(
             connection, select(*LISTED_TRIAL_COLUMNS, *keys[:-1]).where(*conditions),
             after=after, limit=limit + 1,
         )  # fmt: skip
-        items = encode_trials(connection, rows[:limit], master.encodings)
+        items = encode_trials(connection, rows[:limit], records.encodings)
     more = None
     if len(rows) > limit:
         last = rows[limit - 1]

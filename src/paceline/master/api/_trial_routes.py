@@ -11,6 +11,7 @@ from paceline.master.api._row_helpers import (
     Cursor,
     Limit,
     MasterOf,
+    RecordsOf,
     TrialId,
     checkpoint_page,
     experiment_row,
@@ -39,16 +40,16 @@ router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
 
 
 @router.get("/trials/{trial_id}")
-def read_trial(trial_id: TrialId, master: MasterOf) -> Trial:
+def read_trial(trial_id: TrialId, records: RecordsOf) -> Trial:
     """Read one trial with its attempts and metric summaries."""
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         return trial_view(connection, trial_row(connection, trial_id))
 
 
 @router.get("/trials/{trial_id}/time")
-def read_trial_time(trial_id: TrialId, master: MasterOf) -> TrialTime:
+def read_trial_time(trial_id: TrialId, records: RecordsOf) -> TrialTime:
     """Read what the time of a trial went to."""
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         shares, until = time_shares(connection, trial_row(connection, trial_id))
     return TrialTime(
         **shares.seconds(), total_s=shares.total_s, goodput=shares.goodput, until=until
@@ -56,10 +57,10 @@ def read_trial_time(trial_id: TrialId, master: MasterOf) -> TrialTime:
 
 
 @router.get("/trials/{trial_id}/environments")
-def list_environments(trial_id: TrialId, master: MasterOf) -> list[AttemptEnvironment]:
+def list_environments(trial_id: TrialId, records: RecordsOf) -> list[AttemptEnvironment]:
     """Read what the attempts of a trial ran in, the earliest first."""
     attempts = tables.attempts.c
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         trial = trial_row(connection, trial_id)
         source = experiment_row(connection, trial.experiment_id).source
         query = select(attempts.number, attempts.environment).where(attempts.trial_id == trial_id)
@@ -97,14 +98,14 @@ async def continue_trial(trial_id: TrialId, request: ContinueTrial, master: Mast
 @router.get("/trials/{trial_id}/metrics")
 def list_metrics(
     trial_id: TrialId,
-    master: MasterOf,
+    records: RecordsOf,
     group: str = "validation",
     limit: Limit = MAX_PAGE,
     cursor: Cursor = None,
 ) -> Page[MetricRow]:
     """List the rows of one metric group in step order; superseded rows are left out."""
     after = position_in_rows(cursor, [0])[0] if cursor is not None else -1
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         trial_row(connection, trial_id)
         rows = read_rows(connection, trial_id, group, after_step=after, limit=limit + 1)
     more = encode_cursor(rows[limit - 1].step) if len(rows) > limit else None
@@ -123,12 +124,12 @@ def list_metrics(
 
 @router.get("/trials/{trial_id}/checkpoints")
 def list_trial_checkpoints(
-    trial_id: TrialId, master: MasterOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
+    trial_id: TrialId, records: RecordsOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
 ) -> Page[Checkpoint]:
     """List a trial's checkpoints, the latest first."""
     checkpoints = tables.checkpoints.c
     keys = (checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid)
-    with master.database.read() as connection:
+    with records.database.read() as connection:
         trial_row(connection, trial_id)
         query = select(tables.checkpoints).where(checkpoints.trial_id == trial_id)
         order = Order(keys, is_descending=True)

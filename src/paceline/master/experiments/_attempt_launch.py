@@ -1,6 +1,5 @@
 """Launch data for the runner and the processes of an attempt."""
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from pathlib import Path
 from sqlalchemy import Connection, select
 
 from paceline._network_interfaces import LOOPBACK
+from paceline._usable_cores import num_cores
 from paceline.config import Environment, ExperimentConfig, build_command, hide_secrets
 from paceline.journal import RunInfo, TrialInfo
 from paceline.master.executors import Launch
@@ -68,7 +68,10 @@ class Node:
         """
         if node_id is None:
             return Place(
-                name=LOCAL_NAME, devices=self.devices, num_cores=_num_cores(), python=sys.executable
+                name=LOCAL_NAME,
+                devices=self.devices,
+                num_cores=num_cores(),
+                python=sys.executable,
             )
         place = self.place_of(node_id)
         if place is None:
@@ -168,7 +171,3 @@ def _variables(environment: Environment) -> dict[str, str]:
 def checkpoint_root(config: ExperimentConfig) -> str | None:
     """Return the directory or URL of a configuration's checkpoint storage, if it names one."""
     return None if config.checkpoint_storage is None else config.checkpoint_storage.root
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -31,6 +31,7 @@ from paceline.master.store._database import (
     Transaction,
 )
 from paceline.master.store._database_copy import check_copy, copy_database
+from paceline.master.store._database_engine import DatabaseReader
 from paceline.master.store._database_files import DatabaseLostError, DatabaseUnavailableError
 from paceline.master.store._encoded_experiments import encode_experiments
 from paceline.master.store._encoded_trials import LISTED_TRIAL_COLUMNS, encode_trials
@@ -120,6 +121,7 @@ __all__ = [
     "Database",
     "DatabaseDamagedError",
     "DatabaseLostError",
+    "DatabaseReader",
     "DatabaseUnavailableError",
     "DatabaseVersionError",
     "ENDED",

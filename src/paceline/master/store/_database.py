@@ -1,7 +1,6 @@
 """The database: one writer thread with group commit, and readers beside it."""
 
 import itertools
-import json
 import logging
 import os
 import queue
@@ -14,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, update
+from sqlalchemy import Connection, insert, inspect, update
 from sqlalchemy.exc import DatabaseError
-from sqlalchemy.pool import QueuePool, StaticPool
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._database_engine import make_engine
 from paceline.master.store._database_files import (
     DatabaseFiles,
     DatabaseLostError,
@@ -118,8 +116,8 @@ class Database:
         self._files = DatabaseFiles(path)
         self._log_path = path.with_name(f"{path.name}-wal")
         self._broken: DatabaseUnavailableError | None = None
-        self._writer_engine = _make_engine(self._files, writes=True)
-        self._reader_engine = _make_engine(self._files, writes=False)
+        self._writer_engine = make_engine(self._files, writes=True)
+        self._reader_engine = make_engine(self._files, writes=False)
         try:
             self._prepare_schema()
             self._files.note_logs()
@@ -155,6 +153,11 @@ class Database:
         """Give a connection that sees one consistent state."""
         with self._reader_engine.connect() as connection:
             yield connection
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._path
 
     def on_commit(self, listener: Callable[[bool], None]) -> None:
         """Call `listener(has_events)` in the writer thread after each commit."""
@@ -354,47 +357,3 @@ def unreadable(path: Path, reason: BaseException | None) -> DatabaseVersionError
 def _is_in_transaction(connection: Connection) -> bool:
     driver: Any = connection.connection.dbapi_connection
     return bool(driver.in_transaction)
-
-
-def _make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
-    pool: dict[str, Any] = (
-        {"poolclass": StaticPool}
-        if writes
-        else {"poolclass": QueuePool, "pool_size": 8, "max_overflow": 32}
-    )
-    engine = create_engine(
-        "sqlite://",
-        creator=files.open,
-        json_serializer=_dump_json,
-        # An error of a statement is logged: it must not hold what was to be stored.
-        hide_parameters=True,
-        json_deserializer=load_json,
-        **pool,
-    )
-
-    # The driver's own transaction control knows no savepoints that span statements, so it is
-    # switched off and BEGIN is sent here.
-    @event.listens_for(engine, "connect")
-    def _configure(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-    return engine
-
-
-def load_json(text: str) -> Any:
-    """Return what is stored in a JSON column."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.MsgspecError:
-        # The stricter of the two knows no half of a surrogate pair, and is several times faster.
-        return json.loads(text)
-
-
-def _dump_json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 
 from paceline.config import hide_secrets
 from paceline.master.store._api_models import experiment_model
-from paceline.master.store._database import load_json
+from paceline.master.store._database_engine import load_json
 from paceline.master.store._encoding_cache import EncodingCache
 from paceline.master.store._experiment_list import JSON_COLUMNS, Listed
 from paceline.master.store._point_encoding import tagged

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Row, Text, type_coerce
 
 from paceline.master.store import _tables as tables
 from paceline.master.store._api_models import TrialFacts, trial_facts, trial_model
-from paceline.master.store._database import load_json
+from paceline.master.store._database_engine import load_json
 from paceline.master.store._encoding_cache import EncodingCache
 
 _trials = tables.trials.c

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import paceline
 from paceline._checked_secrets import make_secret, read_secret
+from paceline._usable_cores import num_cores
 from paceline.journal import write_atomically
 from paceline.messages.node_runners import DEFAULT_POOL, PROTOCOL, NodeFacts
 from paceline.runner.node._slots_and_gpus import find_devices, gpu_names_of_node
@@ -41,7 +42,6 @@ def find_facts(
         OSError: It cannot be read or written.
     """
     devices = find_devices(num_slots)
-    has_affinity = hasattr(os, "sched_getaffinity")
     return NodeFacts(
         name=name,
         key=_machine_key(directory),
@@ -51,7 +51,7 @@ def find_facts(
         python_version=platform.python_version(),
         devices=devices,
         device_kind=gpu_names_of_node() if devices[0] != "cpu" else _cpu_name(),
-        num_cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
+        num_cores=num_cores(),
         memory_bytes=_memory_bytes(),
         pool=pool,
         labels=dict(labels or {}),

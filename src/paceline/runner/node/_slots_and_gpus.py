@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from typing import Any
 
+from paceline._usable_cores import num_cores
+
 _GPU_LINE = re.compile(r"GPU \d+: (?P<name>.+) \(UUID: (?P<uuid>GPU-[^)]+)\)")
 _MIG_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[^)]+)\)")
 
@@ -30,8 +32,7 @@ def find_devices(num_slots: int | None) -> list[str]:
             )
         return gpus[:num_slots]
     if num_slots is None:
-        has_affinity = hasattr(os, "sched_getaffinity")
-        num_slots = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        num_slots = num_cores()
     return ["cpu"] * num_slots
 
 

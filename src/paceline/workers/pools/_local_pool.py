@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from paceline._listening import PortReservation
+from paceline._usable_cores import num_cores
 from paceline.workers.pools._generation import Generation
 from paceline.workers.pools._local_generation import local_generation
 from paceline.workers.pools._served_pool import ServedPool
 from paceline.workers.processes._fork_client import forking_start
 from paceline.workers.processes._output_reader import OnLine
 from paceline.workers.processes._process_start import Start, start_process
-from paceline.workers.processes._rank_environment import NodeLayout, num_cores
+from paceline.workers.processes._rank_environment import NodeLayout
 from paceline.workers.processes._worker_program import PROGRAM_FILE
 from paceline.workers.processes._worker_spec import WorkerSpec, local_specs
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from paceline._usable_cores import num_cores
 from paceline.workers.pools._inline_pool import OwnProcessPool
 from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._pickling import dump
 from paceline.workers.pools._worker_pool import checked_ranks
 from paceline.workers.processes._exit_as_error import exit_as_error
-from paceline.workers.processes._rank_environment import THREADS_VARIABLE, num_cores
+from paceline.workers.processes._rank_environment import THREADS_VARIABLE
 
 if TYPE_CHECKING:
     from paceline.core import DistributedContext

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from paceline._network_interfaces import LOOPBACK
+from paceline._usable_cores import num_cores
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +133,6 @@ def shards_of_launcher() -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{SHARDS_VARIABLE} must be a number from 1 on, but got {text!r}.")
     return int(text)
-
-
-def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def is_port_free(port: int) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paceline._usable_cores import num_cores
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._restart_policy import RestartPolicy
@@ -14,7 +15,6 @@ from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._worker_pool import WorkerPool
 from paceline.workers.processes._output_files import WorkerOutput
-from paceline.workers.processes._rank_environment import num_cores
 from paceline.workers.runs._function_in_worker import InWorker
 from paceline.workers.runs._group_settings import GroupSettings
 from paceline.workers.runs._run_spec import Job

@@ -1,0 +1,243 @@
+"""The second process that answers reads while many wait."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from paceline.master.api import _reading_process
+from paceline.master.api._reading_process import READY
+from paceline.master.api._row_helpers import records_parameter
+
+# One for each function of a route that a second process may answer, and what it refuses.
+PATHS = {
+    "list_experiments": ["experiments", "experiments?brief=true&state=ACTIVE&state=PAUSED",
+                         "experiments?search=serv&sort_by=name&order=asc&limit=1"],
+    "list_experiment_columns": ["experiment-columns"],
+    "read_experiment": ["experiments/1", "experiments/77"],
+    "read_config": ["experiments/1/config"],
+    "read_hyperparameters": ["experiments/1/hyperparameters?metric=training/loss",
+                             "experiments/1/hyperparameters?metric=loss"],
+    "list_trials": ["experiments/1/trials?sort_by=hparam:lr&order=desc",
+                    "experiments/1/trials?sort_by=nothing", "experiments/1/trials?state=ACTIVE"],
+    "list_checkpoints": ["experiments/1/checkpoints?sort_by=metric"],
+    "list_metric_names": ["experiments/1/metric-names", "experiments/1/metric-names?trial_id=1"],
+    "read_trial": ["trials/1", "trials/77"],
+    "read_trial_time": ["trials/1/time"],
+    "list_environments": ["trials/1/environments"],
+    "list_metrics": ["trials/1/metrics?group=training", "trials/1/metrics?cursor=wrong"],
+    "list_trial_checkpoints": ["trials/1/checkpoints"],
+    "read_checkpoint": ["checkpoints/c1", "checkpoints/none"],
+}  # fmt: skip
+
+
+class Second:
+    """The second process of a served master."""
+
+    def __init__(self, master: Any) -> None:
+        self.master = master
+        self.readers = master.app.state.readers
+        self.process = self.readers._process
+        self.asked: list[str] = []
+        answer = self.process.answer
+
+        async def noting(endpoint: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+            self.asked.append(endpoint.__name__)
+            return await answer(endpoint, arguments)
+
+        self.process.answer = noting
+
+    def start(self) -> psutil.Process:
+        """Start it as many waiting reads do, and wait until it can answer."""
+        loop = self.master.core.controls._loop
+        loop.call_soon_threadsafe(self.process.would_answer_before, 100)
+        wait_until(lambda: self.process._writer is not None)
+        return psutil.Process(self.process._process.pid)
+
+    def gets_all(self, *, gets: bool = True) -> None:
+        """Let it get all reads that it can answer, or none."""
+        self.readers._threads.num_quick = 1_000_000 if gets else 0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def second(master: Any) -> Iterator[Second]:
+    """Return the second process of a master, which is not started."""
+    made = Second(master)
+    yield made
+    made.gets_all(gets=False)
+
+
+def fill(master: Any) -> None:
+    master.create()
+    master.create(name="other", hyperparameters={})
+    master.schedule()
+    master.report(1, 0, ("training", 1, {"loss": 0.5}), ("validation", 1, {"loss": 0.25}))
+    checkpoint = {
+        "type": "checkpoint", "time": 1.0, "uuid": "c1", "steps_completed": 1, "resources": {},
+        "metadata": {}, "storage": "/nowhere", "seconds": 0.0, "blocked_seconds": 0.0, "size": 0,
+    }  # fmt: skip
+    batch = {"generation": 0, "rank": 0, "records": [[2, checkpoint]]}
+    assert master.attempt(1, "records", batches=[batch]).status_code == 200
+    # The times of a trial that goes on would differ between two reads.
+    assert master.http.post("/experiments/1/kill").status_code == 200
+    for attempt in (1, 2):
+        end = {"reason": "killed", "code": None, "signal": 9, "time": 1.0}
+        assert master.attempt(attempt, "end", **end).status_code == 204
+
+
+def test_it_answers_as_the_first_process(master: Any, second: Second) -> None:
+    fill(master)
+    movable = {
+        route.endpoint.__name__
+        for router in master.app.routes
+        for route in getattr(getattr(router, "original_router", router), "routes", [])
+        if records_parameter(getattr(route.endpoint, "__wrapped__", route.endpoint))
+    }
+    assert movable == PATHS.keys()
+    second.start()
+    for name, paths in PATHS.items():
+        for path in paths:
+            second.gets_all(gets=False)
+            expected = master.http.get(f"/{path}")
+            second.gets_all()
+            found = master.http.get(f"/{path}")
+            assert second.asked.pop() == name
+            assert not second.asked
+            assert (found.status_code, found.content) == (expected.status_code, expected.content)
+            kinds = [one.headers["content-type"] for one in (found, expected)]
+            assert kinds[0] == kinds[1]
+
+
+def test_it_sees_each_commit_at_once(master: Any, second: Second) -> None:
+    second.start()
+    second.gets_all()
+    for number in range(1, 31):
+        assert master.create(name=f"e{number}") == number
+        shown = master.http.get("/experiments").json()["items"]
+        assert [one["name"] for one in shown] == [f"e{n}" for n in range(number, 0, -1)]
+        assert master.http.patch(f"/experiments/{number}", json={"notes": "x"}).status_code == 200
+        assert master.http.get(f"/experiments/{number}").json()["notes"] == "x"
+    assert len(second.asked) == 60
+
+
+def test_it_is_started_by_reads_that_wait_and_answers_others_meanwhile(
+    master: Any, second: Second
+) -> None:
+    master.create()
+    go_on = threading.Event()
+    second.readers._threads._quick.submit(go_on.wait, 120)
+
+    def get(timeout: float) -> int:
+        url = f"{master.url}/experiments/1"
+        return httpx.get(url, headers=master.headers, timeout=timeout, verify=False).status_code
+
+    found: list[int] = []
+    waiting = [threading.Thread(target=lambda: found.append(get(120))) for _ in range(6)]
+    try:
+        for thread in waiting:
+            thread.start()
+        wait_until(lambda: second.process._writer is not None)
+        assert get(60) == 200
+        assert found == []
+    finally:
+        go_on.set()
+    for thread in waiting:
+        thread.join(60)
+    assert found == [200] * 6
+
+
+@pytest.mark.parametrize("fault", ["killed", "hung"])
+def test_what_it_does_not_answer_the_first_process_answers(
+    fault: str, master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master.create()
+    monkeypatch.setattr(_reading_process, "_LOOK_S", 0.1)
+    process = second.start()
+    if fault == "hung":
+        monkeypatch.setattr(_reading_process, "_LATE_S", 1.0)
+    process.suspend()
+    second.gets_all()
+    found: list[int] = []
+    path = "/experiments/1"
+    threads = [
+        threading.Thread(target=lambda: found.append(master.http.get(path).status_code))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(second.asked) == 3)
+    if fault == "killed":
+        process.kill()
+    for thread in threads:
+        thread.join(60)
+    assert found == [200] * 3
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    # Another one is not started at once.
+    assert master.http.get(path).status_code == 200
+    assert second.process._process is None
+    assert len(second.asked) == 3
+    second.process._not_before = 0.0
+    second.start()
+    assert master.http.get(path).status_code == 200
+    assert len(second.asked) == 4
+
+
+def test_it_ends_once_nobody_asks(
+    master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_reading_process, "_LOOK_S", 0.1)
+    process = second.start()
+    monkeypatch.setattr(_reading_process, "_IDLE_S", 0.0)
+    wait_until(lambda: second.process._process is None)
+    assert not process.is_running()
+    second.start()
+
+
+def test_it_ends_with_the_master(make_master: Callable[..., Any]) -> None:
+    master = make_master(name="another")
+    second = Second(master)
+    process = second.start()
+    master.server._stop()
+    wait_until(lambda: not process.is_running())
+
+
+def test_it_ends_when_its_socket_does(master: Any) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "paceline.master.api._reading_program"),
+                *(str(theirs.fileno()), str(master.core.database.path)),
+            ],
+            pass_fds=[theirs.fileno()],
+        )
+    with ours:
+        assert ours.recv(1) == READY
+        # Ctrl-C of the terminal is the master's affair.
+        os.kill(process.pid, signal.SIGINT)
+    assert process.wait(60) == 0
+
+
+def test_one_core_has_no_second_process(master: Any, tmp_path: Path) -> None:
+    from paceline.master.api._reading_route import Readers
+
+    readers = Readers(tmp_path / "x", num_cores=1)
+    assert readers._process is None
+    readers.close()

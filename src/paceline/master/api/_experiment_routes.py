@@ -5,7 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import Path, Query
+import msgspec
+from fastapi import Path, Query, Response
+from pydantic_core import to_json
 from sqlalchemy import select
 
 from paceline.config import validate_config
@@ -123,35 +125,36 @@ def list_checkpoints(
         )
 
 
-@router.get("/experiments/{experiment_id}/search")
+@router.get("/experiments/{experiment_id}/search", response_model=searches.SearchView)
 def read_search(
     experiment_id: ExperimentId,
     master: MasterOf,
     limit: Annotated[
         int, Query(ge=1, le=MAX_RUNG_ENTRIES, description="At most so many trials of each rung.")
     ] = MAX_RUNG_ENTRIES,
-) -> searches.SearchView:
+) -> Response:
     """Read the rungs of a halving search: who was stopped where."""
     with master.database.read() as connection:
         experiment_row(connection, experiment_id)
-    return searches.SearchView(
-        brackets=[
+    brackets = master.search_views.read(experiment_id)
+
+    def encode() -> bytes:
+        # As dictionaries: thousands of models would take longer than all the rest.
+        shown = [
             [
-                searches.Rung(
-                    length=rung.length,
-                    num_by_decision=rung.num_by_decision,
-                    entries=[
-                        searches.RungEntry(
-                            trial_id=entry.trial_id, metric=entry.metric, decision=entry.decision
-                        )
-                        for entry in thinned(rung.entries, limit)
-                    ],
-                )
+                {
+                    "length": rung.length,
+                    "entries": list(map(msgspec.structs.asdict, thinned(rung.entries, limit))),
+                    "num_by_decision": rung.num_by_decision,
+                }
                 for rung in bracket
             ]
-            for bracket in master.search_views.read(experiment_id)
+            for bracket in brackets
         ]
-    )
+        return to_json({"brackets": shown}, inf_nan_mode="null")
+
+    body = master.encodings.encoded(("search", limit, brackets), encode)
+    return Response(body, media_type="application/json")
 
 
 @router.post("/preview-search")

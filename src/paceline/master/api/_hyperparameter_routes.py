@@ -1,19 +1,20 @@
 """Hyperparameters with nested names joined by dots, and the route of an experiment's table."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import Query, Response
 from pydantic_core import to_json
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
+from paceline.config import ExperimentConfig
 from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import RecordsOf, experiment_row
-from paceline.master.store import config_of, sample_trials, tables, tagged
+from paceline.master.store import config_of, load_json, sample_trials, tables, tagged
 from paceline.messages.hyperparameters import HparamAxis, HparamTable
 from paceline.messages.metrics import MetricName
 
@@ -50,11 +51,26 @@ def read_hyperparameters(
                 connection, [row.id for row in rows], name, searcher.smaller_is_better
             )
         )
-    space = config_of(experiment).hyperparameters
-    flat = [flat_values(space, row.hparams) for row in rows]
+    body = records.encodings.encoded(
+        ("hyperparameters", experiment.config, name.model_dump(), list(map(tuple, rows)),
+         list(values.items()), num_trials),
+        lambda: _encode_table(config_of(experiment), name, rows, values, num_trials),
+    )  # fmt: skip
+    return Response(body, media_type="application/json")
+
+
+def _encode_table(
+    config: ExperimentConfig,
+    name: MetricName,
+    rows: Sequence[Row[Any]],
+    values: dict[int, Any],
+    num_trials: int,
+) -> bytes:
+    space = config.hyperparameters
+    flat = [flat_values(space, load_json(row.hparams)) for row in rows]
     table = HparamTable(
         metric=name,
-        smaller_is_better=searcher.smaller_is_better,
+        smaller_is_better=config.searcher.smaller_is_better,
         axes=_hyperparameter_axes(space, flat),
         num_trials=num_trials,
         is_sampled=num_trials > len(rows),
@@ -71,10 +87,7 @@ def read_hyperparameters(
         }
         for row, hparams in zip(rows, flat, strict=True)
     ]
-    return Response(
-        to_json({**table.model_dump(), "rows": shown}, inf_nan_mode="null"),
-        media_type="application/json",
-    )
+    return to_json({**table.model_dump(), "rows": shown}, inf_nan_mode="null")
 
 
 def flat_values(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:

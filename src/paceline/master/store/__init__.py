@@ -31,7 +31,7 @@ from paceline.master.store._database import (
     Transaction,
 )
 from paceline.master.store._database_copy import check_copy, copy_database
-from paceline.master.store._database_engine import DatabaseReader
+from paceline.master.store._database_engine import DatabaseReader, load_json
 from paceline.master.store._database_files import DatabaseLostError, DatabaseUnavailableError
 from paceline.master.store._encoded_experiments import encode_experiments
 from paceline.master.store._encoded_trials import LISTED_TRIAL_COLUMNS, encode_trials
@@ -178,6 +178,7 @@ __all__ = [
     "json_path",
     "keep_ids",
     "list_rows",
+    "load_json",
     "log_levels",
     "marks_of_running",
     "measure_checkpoints",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import Connection, Row, Select, Text, select, type_coerce
 
 from paceline.master.store import _tables as tables
 from paceline.master.store._many_ids import ids_parameter, many_ids
@@ -11,7 +11,11 @@ from paceline.master.store._row_counts import TRIALS, numbers_of
 
 _trials = tables.trials.c
 _SAMPLED: Select[Any] = select(
-    _trials.id, _trials.state, _trials.hparams, _trials.steps_completed, _trials.best_metric
+    _trials.id,
+    _trials.state,
+    type_coerce(_trials.hparams, Text).label("hparams"),
+    _trials.steps_completed,
+    _trials.best_metric,
 )
 _FACTOR, _RANGE = 2_654_435_761, 2**32
 
@@ -21,7 +25,7 @@ def sample_trials(
 ) -> tuple[list[Row[Any]], int]:
     """Return up to `limit` trials in order of id, and how many there are.
 
-    The rows have id, state, hyperparameters, completed steps and best metric.
+    The rows have id, state, hyperparameters as JSON, completed steps and best metric.
 
     Of more trials half are those with the best metric, and the others are chosen by a hash of their
     ids, so that they are spread evenly and mostly the same at the next call.

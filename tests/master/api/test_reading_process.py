@@ -235,6 +235,16 @@ def test_it_ends_when_its_socket_does(master: Any) -> None:
     assert process.wait(60) == 0
 
 
+def test_it_makes_no_database_where_one_was_deleted(
+    second: Second, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    second.process._database_path = missing = tmp_path / "missing.sqlite"
+    loop = second.master.core.controls._loop
+    loop.call_soon_threadsafe(second.process.would_answer_before, 100)
+    wait_until(lambda: "does not answer and is ended" in caplog.text)
+    assert not missing.exists()
+
+
 def test_one_core_has_no_second_process(master: Any, tmp_path: Path) -> None:
     from paceline.master.api._reading_route import Readers
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import pickle
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,7 @@ class ReadingProcess:
         # What waits for an answer, and since when; and since when nothing did.
         self._asked: deque[tuple[asyncio.Future[Answer | None], float]] = deque()
         self._answered_at = 0.0
+        self._is_closed = False
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -80,7 +83,8 @@ class ReadingProcess:
         Args:
             num_waiting: How many reads wait for the other one, or are answered there.
         """
-        if self._task is None and num_waiting >= _MANY and time.monotonic() > self._not_before:
+        can_start = time.monotonic() > self._not_before and not self._is_closed
+        if self._task is None and num_waiting >= _MANY and can_start:
             self._task = asyncio.get_running_loop().create_task(self._run())
         return self._writer is not None and len(self._asked) < num_waiting
 
@@ -95,9 +99,10 @@ class ReadingProcess:
             NotAnsweredError: It failed, or the process has ended.
         """
         assert self._writer is not None, "`would_answer_before` must have said so"
+        question = packed((endpoint, arguments))
         future = asyncio.get_running_loop().create_future()
         self._asked.append((future, time.monotonic()))
-        self._writer.write(packed((endpoint, arguments)))
+        self._writer.write(question)
         found: Answer | None = await future
         if found is None:
             raise NotAnsweredError
@@ -105,7 +110,7 @@ class ReadingProcess:
 
     def close(self) -> None:
         """End the process."""
-        self._not_before = float("inf")
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
         self._end()
@@ -115,15 +120,10 @@ class ReadingProcess:
             logger.info("Many reads wait: a second process answers some of them.")
             ours = await asyncio.to_thread(self._start)
             reader, writer = await asyncio.open_connection(sock=ours)
-            await asyncio.wait_for(reader.readexactly(len(READY)), _START_S)
-            self._writer, self._answered_at = writer, time.monotonic()
-            while (head := await self._next_head(reader)) is not None:
-                content = await asyncio.wait_for(reader.readexactly(length_of(head)), _LATE_S)
-                asked, _ = self._asked.popleft()
-                self._answered_at = time.monotonic()
-                # Whoever asked may have gone.
-                if not asked.done():
-                    asked.set_result(pickle.loads(content))  # noqa: S301 - our own process
+            with closing(writer):
+                await asyncio.wait_for(reader.readexactly(len(READY)), _START_S)
+                self._writer, self._answered_at = writer, time.monotonic()
+                await self._take_answers(reader)
         except (OSError, EOFError, asyncio.TimeoutError) as error:
             self._not_before = time.monotonic() + _PAUSE_S
             reason = str(error) or type(error).__name__
@@ -131,6 +131,15 @@ class ReadingProcess:
         finally:
             self._end()
             self._task = None
+
+    async def _take_answers(self, reader: asyncio.StreamReader) -> None:
+        while (head := await self._next_head(reader)) is not None:
+            content = await asyncio.wait_for(reader.readexactly(length_of(head)), _LATE_S)
+            asked, _ = self._asked.popleft()
+            self._answered_at = time.monotonic()
+            # Whoever asked may have gone.
+            if not asked.done():
+                asked.set_result(pickle.loads(content))  # noqa: S301 - our own process
 
     async def _next_head(self, reader: asyncio.StreamReader) -> bytes | None:
         """Return the beginning of the next answer, None once nobody has asked for a while."""
@@ -146,21 +155,24 @@ class ReadingProcess:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "paceline.master.api._reading_program"),
                     *(str(theirs.fileno()), str(self._database_path)),
                 ],
                 stdin=subprocess.DEVNULL,
+                # Modules beside which the master was started must not take the place of others.
+                env=os.environ | {"PYTHONSAFEPATH": "1"},
                 pass_fds=[theirs.fileno()],
             )
+            if not self._is_closed:
+                undo.pop_all()
         return ours
 
     def _end(self) -> None:
         """End the process, and let those who wait for it know."""
-        if self._writer is not None:
-            self._writer.close()
         self._writer = None
         if self._process is not None:
             self._process.kill()

@@ -14,10 +14,14 @@ from paceline.master.store._database_files import DatabaseFiles
 
 
 class DatabaseReader:
-    """Reads a database that a `Database` has open, in this process or in another one."""
+    """Reads a database that a `Database` has open, in this process or in another one.
+
+    Raises:
+        DatabaseLostError: It is missing.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._engine = make_engine(DatabaseFiles(path), writes=False)
+        self._engine = make_engine(DatabaseFiles(path, makes=False), writes=False)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

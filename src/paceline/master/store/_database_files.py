@@ -22,14 +22,21 @@ class DatabaseFiles:
     SQLite goes on with files that were deleted: changes would be stored where nobody finds them.
 
     Args:
-        path: The path of the database; an empty file is made if there is none.
+        path: The path of the database.
+        makes: Whether an empty file is made if there is none.
+
+    Raises:
+        DatabaseLostError: There is none, and none is to be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, makes: bool = True) -> None:
         self.path = path
-        # Made here, as SQLite gives the files beside it the same mode.
-        open_private(path, "ab").close()
-        path.chmod(0o600)
+        if makes:
+            # Made here, as SQLite gives the files beside it the same mode.
+            open_private(path, "ab").close()
+            path.chmod(0o600)
+        elif not path.exists():
+            raise DatabaseLostError(f"The database {str(path)!r} must be there, but is missing.")
         self._identities = {path: _identity(path)}
 
     def note_logs(self) -> None:

@@ -1,5 +1,6 @@
 """Runners of nodes as processes of their own: a search over two, and what happens when they die."""
 
+import os
 import signal
 import stat
 from collections.abc import Callable
@@ -196,6 +197,42 @@ def test_a_master_that_was_killed_finds_its_nodes_and_their_attempts_again(
     assert experiment.wait().value == "COMPLETED"
     assert len(attempts(master, 1)) == 1
     wait_until(lambda: [found.state for found in client.nodes()] == ["ready"])
+
+
+def test_down_tells_how_many_trials_run_on_nodes_and_what_becomes_of_them(
+    master: Any, make_node: Callable[..., Any], submit: Callable[..., Any],
+    wait_until: Callable[..., None], command_server: Any, tmp_path: Path,
+) -> None:  # fmt: skip
+    def down(*options: str) -> str:
+        command = ("-m", "paceline.cli", "down", "--home", str(master.home), *options)
+        result = command_server.run_to_end(
+            *command, directory=tmp_path, environment=dict(os.environ)
+        )
+        assert result.returncode == 0, result.stderr
+        return str(result.stdout + result.stderr)
+
+    node = make_node("box", "--slots", "2").start()
+    wait_until(lambda: master.client().nodes())
+    submit(2)
+    wait_until(is_at_step_2(master, 1))
+    wait_until(is_at_step_2(master, 2))
+    told = down("--keep-trials")
+    assert "2 trials go on without a master" in told
+    assert "Stopping" not in told
+    assert master.wait(60) == 0
+    assert node.training()
+    master.start()
+    wait_until(lambda: [found.state for found in master.client().nodes()] == ["ready"])
+    told = down()
+    assert "Stopping: 2 trials get up to 30 s to store checkpoints and will go on at" in told
+    assert "without a master" not in told
+    assert master.wait(60) == 0
+    wait_until(lambda: not node.training())
+    open_gate(node)
+    client = master.start().client()
+    [experiment] = client.list_experiments()
+    assert experiment.wait().value == "COMPLETED"
+    assert [found.resumed_steps for found in attempts(master, 1)] == [0, 2]
 
 
 # Far more than the test takes: no lease ends in it.

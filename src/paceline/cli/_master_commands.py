@@ -254,7 +254,7 @@ def _interrupt_told(home: Path) -> Iterator[None]:
 
 
 def _tell_interrupt(signals: socket.socket, home: Path) -> None:
-    from paceline.cli._master_process import count_running_attempts
+    from paceline.cli._master_process import count_running_trials
     from paceline.cli._state_words import num_trials_text
     from paceline.client import read_master_file
 
@@ -262,8 +262,9 @@ def _tell_interrupt(signals: socket.socket, home: Path) -> None:
         if received[0] not in (signal.SIGINT, signal.SIGTERM):
             continue
         file = read_master_file(home)
-        is_up = file is not None and file.pid == os.getpid()
-        if is_up and (num_trials := count_running_attempts(home)):
+        if file is None or file.pid != os.getpid():
+            return
+        if num_trials := count_running_trials(file, home):
             gets = "gets" if num_trials == 1 else "get"
             typer.echo(
                 f"\nStopping: {num_trials_text(num_trials)} {gets} up to {_DRAIN_S} s to store"
@@ -284,7 +285,7 @@ def down(
     home: Home = None,
 ) -> None:
     """Stop the master. The next `up` continues its experiments."""
-    from paceline.cli._master_process import count_running_attempts, is_alive, shut_down
+    from paceline.cli._master_process import count_running_trials, is_alive, shut_down
     from paceline.cli._state_words import num_trials_text
     from paceline.client import read_master_file
 
@@ -294,7 +295,7 @@ def down(
         typer.echo(f"No master runs in {directory}.")
         _tell_left_running(directory)
         return
-    num_trials = count_running_attempts(directory)
+    num_trials = count_running_trials(file, directory)
     # A master whose database was deleted can ask no trial for a checkpoint; they go on without it.
     if num_trials and not keep_trials and (directory / "master.sqlite").exists():
         gets = "gets" if num_trials == 1 else "get"
@@ -304,15 +305,18 @@ def down(
         )
     shut_down(file, directory, keep_trials=keep_trials, timeout_s=timeout)
     typer.echo(f"Stopped the master at {file.shown_url}.")
-    _tell_left_running(directory)
+    # Nobody can be asked about other nodes any more.
+    _tell_left_running(directory, num_trials if keep_trials else None)
 
 
-def _tell_left_running(home: Path) -> None:
-    """Say how many trials run without a master, if any do."""
+def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
+    """Say how many trials run without a master, if any do; by default, those of this machine."""
     from paceline.cli._master_process import count_running_attempts
     from paceline.cli._state_words import num_trials_text
 
-    if num_trials := count_running_attempts(home):
+    if num_trials is None:
+        num_trials = count_running_attempts(home)
+    if num_trials:
         goes = "goes" if num_trials == 1 else "go"
         typer.echo(
             f"{num_trials_text(num_trials)} {goes} on without a master; the next `paceline up`"

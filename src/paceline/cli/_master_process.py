@@ -198,6 +198,24 @@ def count_running_attempts(home: Path) -> int:
     return sum(AttemptDirectory(path).runner_pid() is not None for path in found)
 
 
+def count_running_trials(file: MasterFile, home: Path) -> int:
+    """Return how many trials run on all nodes of a master, or here if it does not say."""
+    from paceline.client import Client, ClientError, read_token
+    from paceline.messages.master_info import MasterStatus
+    from paceline.messages.states import LIVE_ATTEMPTS
+
+    try:
+        if master_answers(file):
+            with Client(file.url, read_token(home)) as client:
+                info = client.status()
+            if isinstance(info, MasterStatus):
+                return sum(info.attempts.get(state, 0) for state in LIVE_ATTEMPTS)
+    except ClientError:
+        # It has lost its database, or is about to end.
+        pass
+    return count_running_attempts(home)
+
+
 def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: float) -> None:
     """Ask a master to stop and return once it has; one that does not answer is ended.
 

@@ -49,7 +49,7 @@ def list_jobs(
         right=["Ahead", "Trial", "Slots"],
         shortened=["Experiment"],
         wrapped="Why",
-        empty="Nothing waits for slots.",
+        empty=f"Nothing waits for slots{'' if pool is None else f' in the pool {pool!r}'}.",
     )
 
 

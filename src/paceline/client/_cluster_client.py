@@ -122,7 +122,7 @@ class ClusterClient:
         behind: int | None = None,
         to: Literal["front", "end"] | None = None,
     ) -> None:
-        """Give an experiment another turn among those of its pool that are as important.
+        """Move an experiment in the queue of its pool, among those of the same priority.
 
         Args:
             experiment_id: The experiment.

@@ -129,7 +129,7 @@ def _check_waits(row: Row[Any]) -> None:
     how = "runs without this master" if row.external_id is not None else f"is {row.state}"
     raise RefusedError(
         "not_scheduled",
-        f"Experiment {row.id} must be active or paused to be given another turn, but {how}.",
+        f"Experiment {row.id} must be active or paused to change when it gets slots, but {how}.",
     )
 
 

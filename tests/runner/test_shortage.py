@@ -130,6 +130,33 @@ def test_output_on_a_full_disk_arrives_or_is_told_to_be_lost(
         assert "of the attempt's output could not be kept, because its disk was full" in error
 
 
+FILLS = """
+import paceline as det
+with det.core.init() as context:
+    context.train.report_validation_metrics(1, {"loss": 0.5})
+    with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
+        (path / "weights").write_bytes(bytes(2_000_000))
+"""
+LAUNCHER = "python3 -m paceline.launch.torch_distributed --nproc-per-node 1 python3 train.py"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("entrypoint", ["python3 train.py", LAUNCHER])
+def test_a_disk_that_is_full_while_a_trial_trains_may_pass(
+    shared_master: Any, small_disk: Path, entrypoint: str
+) -> None:
+    """Restarts count, as the code may have filled it; the error does not blame the code."""
+    experiment_id = shared_master.create(
+        FILLS, entrypoint=entrypoint, checkpoint_storage=str(small_disk), max_restarts=0
+    )
+    trial = shared_master.wait_for_end(experiment_id)
+    [attempt] = trial["attempts"]
+    assert "No space left on device" in trial["error"]
+    assert (attempt["exit"]["reason"], attempt["exit"]["kind"]) == ("exited", "transient")
+    assert (trial["state"], trial["error_kind"]) == ("ERROR", "transient")
+    assert "max_restarts is 0" in trial["error"]
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("num_left", [0, 1, 2])
 def test_a_runner_that_lacks_inodes_says_so_or_leaves_the_attempt_to_be_tried_again(

@@ -95,6 +95,29 @@ def test_the_log_repeats_the_first_line_of_an_error_alone(bench: Any) -> None:
     assert "(exit code 1: ValueError: no) and max_restarts is 2." in bench.notes(1)
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/data/x'", "transient"),
+        ("CheckpointWriteError: [Errno 122] Checkpoint 1 cannot be written", "transient"),
+        ("OSError: [Errno 2] No such file or directory: '/data/x'", "user"),
+        ("ValueError: 28", "user"),
+    ],
+)
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_full_disk_is_not_the_users_error(
+    bench: Any, error: str, kind: str, is_told: bool
+) -> None:
+    """The code told of it by the journal, or a launcher by its own words."""
+    bench.create("single")
+    attempt_id = bench.start(1)
+    if is_told:
+        bench.send(attempt_id, AttemptFinished(time=1.0, outcome="error", error=error))
+    bench.end(attempt_id, code=1, detail=None if is_told else f"Rank 1 failed: {error}")
+    assert bench.attempt(attempt_id).exit["kind"] == kind
+    assert bench.trial(1).restarts == 1
+
+
 def lack(bench: Any, attempt_id: int, ago_s: float) -> None:
     """End an attempt that could not start for want of something, some seconds ago."""
     detail = "[Errno 28] No space left on device"

@@ -1,5 +1,6 @@
 """The end of an attempt, and what follows from it."""
 
+import errno
 import signal
 from typing import Any
 
@@ -48,6 +49,8 @@ NO_RUNNER = "the runner died"
 _MAX_INVALID_IN_A_ROW = 100
 # A shell tells by such a code that its command was ended by a signal.
 _BY_SIGNAL = 128
+# What Python puts before the text of an `OSError`. The words after it may be Paceline's own.
+_FULL_DISK = tuple(f"[Errno {number}]" for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def end_attempt(
@@ -63,8 +66,8 @@ def end_attempt(
     if attempt.state == AttemptState.ENDED.value:
         return
     attempts = tables.attempts
-    end = msgspec.structs.replace(end, kind=_error_kind_of_end(end, attempt))
     error = _error_of_chief(attempt, end)
+    end = msgspec.structs.replace(end, kind=_error_kind_of_end(end, attempt, error))
     stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
     del stored["sent_at"]
     connection.execute(
@@ -124,11 +127,15 @@ def _is_successful_end(end: AttemptEnd, outcome: str | None) -> bool:
     return end.code == 0 or (has_aborted and outcome in ("completed", "preempted"))
 
 
-def _error_kind_of_end(end: AttemptEnd, attempt: Row[Any]) -> ErrorKind | None:
+def _error_kind_of_end(end: AttemptEnd, attempt: Row[Any], error: str | None) -> ErrorKind | None:
     is_success = _is_successful_end(end, attempt.outcome) or attempt.early_exit == INVALID_HP
     if is_success and end.reason is ExitReason.EXITED:
         return None
-    return end.kind or kind_of_end(end.reason, is_success)
+    kind = end.kind or kind_of_end(end.reason, is_success)
+    if kind is ErrorKind.USER and end.reason is ExitReason.EXITED:
+        text = error or end.detail or ""
+        return ErrorKind.TRANSIENT if any(mark in text for mark in _FULL_DISK) else kind
+    return kind
 
 
 def _facts_of_end(

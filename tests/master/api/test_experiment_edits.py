@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
+from paceline.master.api import _checkpoint_routes
 from paceline.master.store import tables
 from paceline.storage import DirectoryStorage
 
@@ -126,6 +127,45 @@ def test_an_experiment_in_use_is_not_deleted(ended: Any) -> None:
         assert (reply.status_code, reply.json()["code"]) == (409, "not_deletable")
         assert message in reply.json()["detail"]
     assert ended.http.get("/checkpoints/one").json()["state"] == "COMPLETED"
+
+
+@pytest.mark.parametrize("query", ["", "?glob=state"])
+def test_no_trial_starts_from_a_checkpoint_whose_files_are_being_deleted(
+    ended: Any, monkeypatch: pytest.MonkeyPatch, query: str
+) -> None:
+    user = {"name": "single", "metric": "loss", "source_checkpoint_uuid": "one"}
+    config = {"name": "b", "entrypoint": "python3 a.py", "searcher": user}
+    row = ended.http.get("/checkpoints/one").json()
+    replies = []
+
+    def create_meanwhile(delete: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            body = {"config": config, "activate": False}
+            replies.append(ended.http.post("/experiments", json=body))
+            replies.append(ended.http.post(f"/trials/{row['trial_id']}/continue", json={}))
+            return delete(*arguments)
+
+        return run
+
+    for name in ("delete_files", "delete_matching_files"):
+        monkeypatch.setattr(
+            _checkpoint_routes, name, create_meanwhile(getattr(_checkpoint_routes, name))
+        )
+    assert ended.http.delete(f"/checkpoints/one{query}").json()["state"] == "DELETED"
+    told = [(reply.status_code, reply.json()["code"]) for reply in replies]
+    assert told == [(409, "no_checkpoint")] * 2
+    assert "is being deleted" in replies[0].json()["detail"]
+    again = ended.http.post("/experiments", json={"config": config, "activate": False})
+    assert "was deleted" in again.json()["detail"]
+
+
+def test_a_checkpoint_that_could_not_be_deleted_can_be_started_from(
+    ended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_checkpoint_routes, "delete_files", lambda *_: False)
+    assert ended.http.delete("/checkpoints/one").status_code == 503
+    user = {"name": "single", "metric": "loss", "source_checkpoint_uuid": "one"}
+    assert ended.create(searcher=user) == 2
 
 
 def test_an_action_on_many_tells_how_each_went(ended: Any) -> None:

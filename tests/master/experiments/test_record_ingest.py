@@ -340,7 +340,7 @@ def test_a_checkpoint_is_stored_once_and_marked_when_deleted(bench: Any) -> None
     assert (row.state, row.resources, row.size) == ("PARTIALLY_DELETED", {"a": 1}, 1)
     with bench.database.read() as connection:
         assert latest_checkpoint(connection, 1) is None
-        check_checkpoint(connection, uuid)
+        check_checkpoint(connection, uuid, ())
     bench.send(attempt_id, CheckpointDeleted(time=1.0, uuid=uuid))
     assert bench.row(tables.checkpoints).state == "DELETED"
     bench.send(attempt_id, CheckpointFilesDeleted(time=1.0, uuid=uuid, resources={"a": 1}))

@@ -5,8 +5,8 @@ from uuid import uuid4
 import pytest
 
 from paceline.journal import CheckpointStored
+from paceline.master.experiments import RefusedError, delete_files
 from paceline.master.experiments import _checkpoint_sweep as _sweep
-from paceline.master.experiments import delete_files
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.store import tables
 from paceline.storage import storage_from
@@ -62,7 +62,7 @@ def test_files_and_rows_follow_the_policy_of_the_experiment(
         uuids[step] = store(bench, attempt_id, step, storage)
     bench.end(attempt_id)
     for _ in range(2):
-        sweep_checkpoints(bench.database, experiment_id)
+        sweep_checkpoints(bench.changes, bench.database, experiment_id)
         assert names(storage) == {uuids[step] for step in kept}
         states = {row.steps_completed: row.state for row in bench.rows(tables.checkpoints)}
         assert states == {step: "COMPLETED" if step in kept else "DELETED" for step in range(1, 6)}
@@ -84,7 +84,7 @@ def test_bytes_and_age_bound_what_an_ended_experiment_keeps(
     # At the time 9.5 those of 3 to 5 are young, but with the best they are a byte too many.
     for now_s, kept, next_s in [(9.5, {2, 4, 5}, 11.0), (11.5, {2, 5}, None)]:
         monkeypatch.setattr(_sweep.time, "time", lambda now_s=now_s: now_s)
-        assert sweep_checkpoints(bench.database, experiment_id) == next_s
+        assert sweep_checkpoints(bench.changes, bench.database, experiment_id) == next_s
         assert names(storage) == {uuids[step] for step in kept}
         assert bench.experiment(experiment_id).retention_done == (next_s is None)
 
@@ -133,9 +133,44 @@ def test_what_another_experiment_starts_from_is_kept(bench: Any, storage: Path) 
     uuid, other = (store(bench, attempt_id, step, storage) for step in (2, 1))
     bench.command("continue_trial", 1, {}, activate=False)
     bench.end(attempt_id)
-    sweep_checkpoints(bench.database, experiment_id)
+    sweep_checkpoints(bench.changes, bench.database, experiment_id)
     assert uuid in names(storage)
     assert other not in names(storage)
+
+
+def test_a_checkpoint_is_started_from_or_deleted_and_never_both(
+    bench: Any, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One experiment is created after the plan was made, the others while files are deleted."""
+    rules = {"save_trial_best": 0, "save_trial_latest": 0}
+    fields = {"checkpoint_storage": {"type": "directory", "path": str(storage)} | rules}
+    experiment_id = bench.create("single", **fields)
+    attempt_id = bench.start(1)
+    first, second, third = (store(bench, attempt_id, step, storage) for step in (1, 2, 3))
+    bench.end(attempt_id)
+    plan, delete = _sweep._plan_sweep, _sweep.delete_files
+
+    def start_from(uuid: str) -> None:
+        bench.create(searcher={"source_checkpoint_uuid": uuid}, activate=False)
+
+    def plan_and_start(*arguments: Any) -> Any:
+        planned = plan(*arguments)
+        start_from(first)
+        return planned
+
+    def start_and_delete(place: str, uuid: str) -> bool:
+        with pytest.raises(RefusedError, match="is being deleted"):
+            start_from(uuid)
+        with pytest.raises(RefusedError, match="must have a checkpoint|is being deleted"):
+            start_from(third)
+        return delete(place, uuid)
+
+    monkeypatch.setattr(_sweep, "_plan_sweep", plan_and_start)
+    monkeypatch.setattr(_sweep, "delete_files", start_and_delete)
+    sweep_checkpoints(bench.changes, bench.database, experiment_id)
+    assert names(storage) == {first}
+    with pytest.raises(RefusedError, match="was deleted"):
+        start_from(second)
 
 
 def test_of_two_checkpoints_at_one_step_the_newer_one_is_the_latest(
@@ -150,7 +185,7 @@ def test_of_two_checkpoints_at_one_step_the_newer_one_is_the_latest(
             bench.leave(attempt_id)
             bench.command("activate", experiment_id)
     bench.end(attempt_id)
-    sweep_checkpoints(bench.database, experiment_id)
+    sweep_checkpoints(bench.changes, bench.database, experiment_id)
     assert names(storage) == {uuid}
 
 

@@ -19,7 +19,7 @@ from paceline.master.experiments import (
     delete_matching_files,
     note_deleted_files,
 )
-from paceline.master.store import checkpoint_views, tables
+from paceline.master.store import Transaction, checkpoint_views, tables
 from paceline.messages.checkpoints import Checkpoint
 from paceline.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
 from paceline.storage import storage_from
@@ -49,12 +49,15 @@ async def delete_checkpoint(
 ) -> Checkpoint:
     """Delete a checkpoint's files, or those that patterns match; it stays listed."""
     view = await asyncio.to_thread(read_checkpoint, uuid, master)
-    await asyncio.to_thread(_check_unused, master, uuid)
-    left = await asyncio.to_thread(_delete_checkpoint_files, view, glob)
-    if left != view.resources:
-        await write_rows(
-            master, lambda transaction: note_deleted_files(transaction.connection, uuid, left)
-        )
+    await write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
+    try:
+        left = await asyncio.to_thread(_delete_checkpoint_files, view, glob)
+        if left != view.resources:
+            await write_rows(
+                master, lambda transaction: note_deleted_files(transaction.connection, uuid, left)
+            )
+    finally:
+        master.changes.being_deleted.discard(uuid)
     return await asyncio.to_thread(read_checkpoint, uuid, master)
 
 
@@ -104,17 +107,16 @@ def _delete_checkpoint_files(checkpoint: Checkpoint, globs: list[str] | None) ->
     return left
 
 
-def _check_unused(master: Master, uuid: str) -> None:
-    """Answer 409 while a trial that has not ended starts or goes on from a checkpoint."""
+def _withdraw_unused(transaction: Transaction, master: Master, uuid: str) -> None:
+    """Let no trial start from a checkpoint any more; 409 if one that has not ended does."""
     trials, attempts = tables.trials, tables.attempts
-    with master.database.read() as connection:
-        warm = select(trials.c.id).where(
-            trials.c.source_checkpoint == uuid, trials.c.state.in_(LIVE_TRIALS)
-        )
-        resumed = select(attempts.c.trial_id).where(
-            attempts.c.resumed_from == uuid, attempts.c.state.in_(LIVE_ATTEMPTS)
-        )
-        user = connection.execute(warm.union(resumed).limit(1)).scalar()
+    warm = select(trials.c.id).where(
+        trials.c.source_checkpoint == uuid, trials.c.state.in_(LIVE_TRIALS)
+    )
+    resumed = select(attempts.c.trial_id).where(
+        attempts.c.resumed_from == uuid, attempts.c.state.in_(LIVE_ATTEMPTS)
+    )
+    user = transaction.connection.execute(warm.union(resumed).limit(1)).scalar()
     if user is not None:
         raise ApiError(
             409,
@@ -122,3 +124,4 @@ def _check_unused(master: Master, uuid: str) -> None:
             f"Checkpoint {uuid} must not be deleted while trial {user} starts from it. Hint: kill"
             " that trial first, or wait for its end.",
         )
+    master.changes.being_deleted.add(uuid)

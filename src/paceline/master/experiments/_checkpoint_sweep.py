@@ -17,6 +17,7 @@ from paceline.master.experiments._retention_plan import (
     plan_retention,
 )
 from paceline.master.experiments._start_checkpoints import latest_checkpoint
+from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Database, Transaction, config_of, read_series, tables
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
 from paceline.storage import CheckpointError, storage_from
@@ -30,7 +31,9 @@ _LEFTOVER_AGE_S = 3600.0
 _ENDED_TRIALS = [state.value for state in TrialState if state.is_terminal]
 
 
-def sweep_checkpoints(database: Database, experiment_id: int) -> float | None:
+def sweep_checkpoints(
+    changes: StateChanges, database: Database, experiment_id: int
+) -> float | None:
     """Apply the experiment's retention policy: delete files, then mark the rows.
 
     While it runs, this does nothing unless the config asks for it. Deleting twice is harmless, so
@@ -53,9 +56,22 @@ def sweep_checkpoints(database: Database, experiment_id: int) -> float | None:
     if has_ended:
         for storage in set(storages.values()):
             _sweep_leftovers(storage)
-    deleted = [uuid for uuid in doomed if delete_files(storages[uuid], uuid)]
-    faults.reach("master.retention.deleted")
-    _mark_for_sweep(database, experiment_id, deleted, is_done=next_s is None if has_ended else None)
+
+    def withdraw(transaction: Transaction) -> list[str]:
+        """Let no trial start from them any more; trials may have since they were chosen."""
+        needed = _needed_in_sweep(transaction.connection, experiment_id)
+        left = [uuid for uuid in doomed if uuid not in needed]
+        changes.being_deleted.update(left)
+        return left
+
+    doomed = database.write(withdraw).result() if doomed else []
+    try:
+        deleted = [uuid for uuid in doomed if delete_files(storages[uuid], uuid)]
+        faults.reach("master.retention.deleted")
+        is_done = next_s is None if has_ended else None
+        _mark_for_sweep(database, experiment_id, deleted, is_done=is_done)
+    finally:
+        changes.being_deleted.difference_update(doomed)
     return next_s if has_ended else None
 
 

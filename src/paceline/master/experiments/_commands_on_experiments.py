@@ -81,7 +81,9 @@ class Commands:
             searcher["source_checkpoint_uuid"] = self._latest_of(connection, parent_trial_id)
             searcher["source_trial_id"] = None
         elif searcher.get("source_checkpoint_uuid") is not None:
-            check_checkpoint(connection, searcher["source_checkpoint_uuid"])
+            check_checkpoint(
+                connection, searcher["source_checkpoint_uuid"], self._changes.being_deleted
+            )
         seed = resolved["reproducibility"]["experiment_seed"]
         if seed is None:
             seed = resolved["reproducibility"]["experiment_seed"] = secrets.randbelow(_MAX_SEED)
@@ -385,7 +387,7 @@ class Commands:
 
     def _latest_of(self, connection: Connection, trial_id: int) -> str:
         self._changes.trial(connection, trial_id)
-        found = latest_checkpoint(connection, trial_id)
+        found = latest_checkpoint(connection, trial_id, self._changes.being_deleted)
         if found is None:
             raise RefusedError(
                 "no_checkpoint",

@@ -341,7 +341,7 @@ class Reconciler:
         for experiment_id in due:
             if time.time() < self._next_sweeps.get(experiment_id, 0.0):
                 continue
-            next_s = sweep_checkpoints(self._database, experiment_id)
+            next_s = sweep_checkpoints(self._changes, self._database, experiment_id)
             self._next_sweeps.pop(experiment_id, None)
             if next_s is not None:
                 self._next_sweeps[experiment_id] = next_s

@@ -64,6 +64,10 @@ class StateChanges:
         self._logs = logs
         self.wake = wake
         self._notify_attempt = notify_attempt
+        # Checkpoints whose files are being deleted. Transactions add to it, as they come one after
+        # the other: then no trial may start from these any more. After a crash, they are deleted
+        # again, or their files are gone.
+        self.being_deleted: set[str] = set()
 
     # ---- reading -------------------------------------------------------------------------
 

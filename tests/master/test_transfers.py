@@ -20,7 +20,10 @@ from paceline.journal import (
     RunDirectory,
     RunInfo,
 )
-from paceline.messages.attempts import AttemptSpec, MasterAddress
+from paceline.master.experiments import end_runner
+from paceline.master.nodes import Transfers
+from paceline.messages.attempts import AttemptEnd, AttemptSpec, MasterAddress
+from paceline.messages.states import ExitReason
 from paceline.runner import AttemptDirectory, _fetch_checkpoint, _send_pieces, _ship_checkpoints
 from paceline.runner._fetch_checkpoint import fetch_checkpoint
 from paceline.runner._master_link import MasterLink, RefusedByMasterError, UnreachableError
@@ -403,6 +406,47 @@ def test_a_piece_that_is_written_after_its_checkpoint_was_stored_goes_with_the_a
     assert (storage_of(served).root / ".incoming").exists()
     served.attempt(1, "end", reason="runner_lost", code=None, signal=None, time=0.0)
     assert [path.name for path in storage_of(served).root.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize("is_master_new", [False, True])
+def test_what_a_lost_attempt_did_not_send_to_the_end_is_removed(
+    node: Node, served: Any, is_master_new: bool
+) -> None:
+    """Its runner says nothing any more, and nobody else may send anything there."""
+    node.store("one")
+    node.offer("one")
+    node.piece("one", "model", 0, b"0123456789")
+    transfers = served.core.transfers
+    transfers.waiting.note(1, "one", "No space left")
+    if is_master_new:
+        transfers = Transfers(
+            served.core.database, served.home.cluster_id,
+            str(storage_of(served).root), served.core.changes,
+        )  # fmt: skip
+    transfers.forget_ended()
+    assert (storage_of(served).root / ".incoming").exists()
+    end = AttemptEnd(reason=ExitReason.RUNNER_LOST, code=None, signal=None, time=0.0)
+    served.core.database.write(
+        lambda transaction: end_runner(served.core.changes, transaction, 1, 0, end)
+    ).result()
+    transfers.forget_ended()
+    assert not list(storage_of(served).root.iterdir())
+    assert transfers.waiting.all() == []
+
+
+def test_what_a_lost_attempt_left_to_an_earlier_master_is_removed(node: Node, served: Any) -> None:
+    node.store("one")
+    node.offer("one")
+    node.piece("one", "model", 0, b"0123456789")
+    end = AttemptEnd(reason=ExitReason.RUNNER_LOST, code=None, signal=None, time=0.0)
+    served.core.database.write(
+        lambda transaction: end_runner(served.core.changes, transaction, 1, 0, end)
+    ).result()
+    root = storage_of(served).root
+    Transfers(
+        served.core.database, served.home.cluster_id, str(root), served.core.changes
+    ).forget_ended()
+    assert not list(root.iterdir())
 
 
 def test_only_a_few_checkpoints_are_sent_at_a_time(node: Node) -> None:

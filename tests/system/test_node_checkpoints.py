@@ -192,6 +192,24 @@ def test_a_runner_that_was_killed_while_it_sends_leaves_the_rest_to_the_next_one
     assert not incoming.exists()
 
 
+@pytest.mark.parametrize("lease_s", [10])
+def test_what_a_node_that_is_gone_did_not_send_to_the_end_is_removed(
+    master: Any, make_node: Callable[..., NodeProcess], submit: Callable[..., Any],
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    master.start()
+    node = make_node("box", "--slots", "1").start(PACELINE_FAULT="runner.checkpoint.piece_sent:2")
+    wait_until(lambda: master.client().nodes())
+    experiment = submit(14 * 2**20)
+    [trial] = experiment.trials()
+    incoming = master.home / "checkpoints" / ".incoming"
+    directory = AttemptDirectory(node.directory / "attempts" / "1")
+    wait_until(lambda: incoming.exists() and directory.runner_pid() is None)
+    node.close()
+    wait_until(lambda: master.client().get_trial(trial.id).data.attempts[0].exit)
+    wait_until(lambda: not incoming.exists(), 30)
+
+
 @pytest.mark.parametrize(
     "fault", ["storage.piece_written:3", "storage.before_moved_in", "master.checkpoint.moved_in"]
 )

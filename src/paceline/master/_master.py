@@ -142,6 +142,7 @@ class Master:
             self.leases,
             self.nodes.slots,
             (self.unmanaged.end_silent, self.nodes.look),
+            self.transfers.forget_ended,
         )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.recorder = Recorder(self.database, home.path)

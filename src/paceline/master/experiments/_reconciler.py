@@ -81,6 +81,7 @@ class Reconciler:
         leases: Leases,
         other_slots: Callable[[], list[NodeSlots]] = list,
         upkeep: Sequence[Callable[[Transaction], None]] = (),
+        clean_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._changes = changes
@@ -88,6 +89,7 @@ class Reconciler:
         self._node = node
         self._other_slots = other_slots
         self._upkeep = upkeep
+        self._clean_up = clean_up
         self._wakeup = threading.Event()
         self._is_closing = False
         self._is_draining = False
@@ -156,7 +158,13 @@ class Reconciler:
             self._wakeup.wait(_TICK_S)
             self._wakeup.clear()
             # Each by itself, so that one that fails does not hold up the others.
-            for step in (self._make_pass, self._watch_attempts, self._retain, self._prune_events):
+            for step in (
+                self._make_pass,
+                self._watch_attempts,
+                self._clean_up,
+                self._retain,
+                self._prune_events,
+            ):
                 try:
                     step()
                 except DatabaseLostError:

@@ -81,6 +81,7 @@ class Transfers:
         self._open: dict[tuple[int, str, int], IncomingCheckpoint] = {}
         # Where attempts have sent files to.
         self._roots: dict[int, Path] = {}
+        self._knows_earlier = False
 
     def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
         """Return what is missing of a checkpoint, or store it if nothing is.
@@ -241,13 +242,43 @@ class Transfers:
             # A piece may also have been written when its checkpoint was stored already.
             self.sweep(root)
 
+    def forget_ended(self) -> None:
+        """Remove what attempts did not send to the end that ended without word of a runner."""
+        if not self._knows_earlier:
+            self._take_up()
+        with self._lock:
+            known = {*self._roots, *(one.attempt_id for one in self.waiting.all())}
+        if not known:
+            return
+        with self._database.read() as connection:
+            live = _live_attempts(connection)
+        for attempt_id in known - live:
+            self.forget(attempt_id)
+
+    def _take_up(self) -> None:
+        """Find where attempts may have sent files to, before this master began."""
+        attempts = tables.attempts.c
+        with self._database.read() as connection:
+            query = select(attempts.id, attempts.experiment_id).where(
+                attempts.state.in_(LIVE_ATTEMPTS), attempts.run_attempt.is_(None)
+            )
+            experiments = {row.id: row.experiment_id for row in connection.execute(query)}
+            places = {one: self._place_of(connection, one) for one in set(experiments.values())}
+        roots = {
+            attempt_id: DirectoryStorage(places[experiment_id]).root
+            for attempt_id, experiment_id in experiments.items()
+            if "://" not in places[experiment_id]
+        }
+        with self._lock:
+            self._roots = roots | self._roots
+        self._knows_earlier = True
+        self.sweep(DirectoryStorage(self._default_storage).root)
+
     def sweep(self, root: Path) -> None:
         """Remove what attempts that have ended did not send to the end, from a storage."""
         prefix = f"{self._cluster_id}-"
-        attempts = tables.attempts.c
         with self._database.read() as connection:
-            query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
-            live = set(connection.execute(query).scalars())
+            live = _live_attempts(connection)
 
         def is_wanted(sender: str) -> bool:
             number = sender.removeprefix(prefix)
@@ -375,6 +406,12 @@ class Transfers:
             note_deleted_files(transaction.connection, row.uuid, left)
 
         self._database.write(note).result()
+
+
+def _live_attempts(connection: Connection) -> set[int]:
+    attempts = tables.attempts.c
+    query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
+    return set(connection.execute(query).scalars())
 
 
 def _check_own(row: Row[Any], attempt: Row[Any]) -> None:

@@ -470,11 +470,51 @@ def test_a_waiting_trial_says_why_its_pool_has_no_runner_until_there_is_one(
     starter.fails = False
     runners._rest_until["p"] = 0.0
     runners._look_after("p", need)
-    # It may fail as well.
-    assert why in reasons(served)[0]
+    if is_refused:
+        assert "No runner could" not in reasons(served)[0]
+        assert "1 runner " in reasons(served)[0]
+    else:
+        # It may fail as well.
+        assert why in reasons(served)[0]
     register(runners, next(iter(starter.jobs)))
     runners._look_after("p", need)
     assert why not in reasons(served)[0]
+
+
+def test_a_failure_is_shown_until_a_pass_goes_well(
+    runners: PoolRunners, starter: NotedStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster may not have answered for a moment, when nothing had to be started."""
+
+    def fail() -> dict[str, bool]:
+        raise StarterError("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(starter, "runners", fail)
+        runners._look_after("p", None)
+    for _ in range(2):
+        # The pool rests first.
+        assert runners.failure("p") == "No runner could be started for it: no answer"
+        runners._look_after("p", None)
+    runners._rest_until["p"] = 0.0
+    runners._look_after("p", None)
+    assert runners.failure("p") is None
+
+
+def test_a_runner_that_registers_late_ends_the_failure_that_names_it(
+    runners: PoolRunners, starter: NotedStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter.knows_all = False
+    runners._look_after("p", PoolNeed(sizes=(1,)))
+    [name] = starter.jobs
+    starter.jobs.clear()
+    runners._starting["p"][name] = time.monotonic() - 1
+    runners._look_after("p", None)
+    assert "has not registered" in (runners.failure("p") or "")
+    register(runners, name)
+    monkeypatch.setattr(runners, "_present", lambda _: {name: True})
+    runners._look_after("p", None)
+    assert runners.failure("p") is None
 
 
 @pytest.mark.parametrize(

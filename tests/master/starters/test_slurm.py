@@ -50,6 +50,23 @@ class TestSlurm(StarterContract):
     pass
 
 
+def test_a_pool_says_why_its_jobs_wait_in_the_queue_of_slurm(
+    cluster: SlurmCluster, make_pool: Callable[..., Pool]
+) -> None:
+    options = cluster.definition["options"] | cluster.waiting
+    pool = make_pool(
+        {**cluster.definition, "slots": 1, "max_runners": 2, "options": options}, cluster.variables
+    )
+    with pool.client() as client:
+        experiment = pool.create(client)
+        text = "1 runner waits in the queue of Slurm: JobHeldUser."
+        pool.wait(lambda: any((one.detail or "").endswith(text) for one in client.pools()))
+        [entry] = client.queue()
+        assert entry.detail.endswith(text)
+        experiment.kill()
+        pool.wait(lambda: not cluster.jobs())
+
+
 @pytest.mark.slow
 def test_a_job_near_its_time_limit_lets_its_trial_go_on_in_another(
     cluster: SlurmCluster, make_pool: Callable[..., Pool]

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from paceline.master.auth import Tokens
 from paceline.master.nodes import Nodes
@@ -67,7 +67,9 @@ class PoolRunners:
         # master has asked for, nobody knows: they count as one group.
         self._group_of: dict[str, dict[str, str]] = {name: {} for name in pools}
         self._rest_until = dict.fromkeys(pools, 0.0)
-        self._failures: dict[str, str] = {}
+        # Why a pass failed last, and which runners have not registered, with what is said of them.
+        self._no_starts: dict[str, str] = {}
+        self._absent: dict[str, tuple[set[str], str]] = {}
         self._waits: dict[str, str | None] = dict.fromkeys(pools)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool-runners", daemon=True)
@@ -92,9 +94,10 @@ class PoolRunners:
     def failure(self, pool: str) -> str | None:
         """Say that runners of a pool could not be started, or have not registered.
 
-        It is a sentence with the reason. None if that is not so, or once one has registered.
+        It is a sentence with the reason. None if that is not so, once a later start goes well, or
+        once one has registered.
         """
-        return self._failures.get(pool)
+        return self._no_starts.get(pool) or self._absent.get(pool, (set(), None))[1]
 
     def describe_starting(self, pool: str) -> str | None:
         """Say which runners of a pool have not joined yet, and why, as far as that is known.
@@ -156,6 +159,7 @@ class PoolRunners:
             return
         try:
             self._make_pass(name, need)
+            self._no_starts.pop(name, None)
         except StarterError as error:
             if self._closing.is_set():
                 return
@@ -181,7 +185,7 @@ class PoolRunners:
         for runner in [*late, *(one for one in met if one in starting)]:
             del starting[runner]
         # Those that wait in the queue of their cluster come later.
-        self._note_failure(name, came, [one for one in late if known.get(one, True)])
+        self._note_absent(name, came, met, [one for one in late if known.get(one, True)])
         if starter.knows_all:
             # Who still leaves has to say so.
             self._revoke(name, known.keys() | starting.keys() | self._heard(name))
@@ -230,11 +234,13 @@ class PoolRunners:
             self._cancel(name, spare)
 
     def _note_no_start(self, pool: str, error: str) -> None:
-        self._failures[pool] = f"No runner could be started for it: {error}"
+        self._no_starts[pool] = f"No runner could be started for it: {error}"
 
-    def _note_failure(self, pool: str, came: set[str], late: Sequence[str]) -> None:
-        if came:
-            self._failures.pop(pool, None)
+    def _note_absent(self, pool: str, came: set[str], met: Set[str], late: Sequence[str]) -> None:
+        """Note which runners have not registered in time, until they or others have."""
+        names_before, _ = self._absent.get(pool, (set(), ""))
+        if came or met & names_before:
+            self._absent.pop(pool, None)
         if late:
             settings, starter = self._pools[pool]
             names = sorted(late)
@@ -246,7 +252,7 @@ class PoolRunners:
                 f" {settings.url or self._address.url} (`url` of the pool). Look at"
                 f" {starter.log_of(names[0])}."
             )
-            self._failures[pool] = why
+            self._absent[pool] = set(names), why
             logger.warning("Pool %s: %s", pool, why)
 
     def _note_wait(self, pool: str, why: str | None) -> None:

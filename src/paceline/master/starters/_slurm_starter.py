@@ -1,6 +1,7 @@
 """Start runners as jobs of Slurm, by plain `sbatch`."""
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated
@@ -62,6 +63,8 @@ class SlurmStarter(Starter):
         super().__init__(pool, cluster_id, directory, options)
         # Runners whose steps were seen: without one, they have ended.
         self._begun: set[str] = set()
+        # How many runners wait for each reason that `squeue` gives.
+        self._waiting: Counter[str] = Counter()
 
     def new_names(self, taken: Set[str], most: int) -> Sequence[str]:
         """Return names that tell which runners have one job."""
@@ -105,6 +108,17 @@ class SlurmStarter(Starter):
             self._begun |= here
         return is_running
 
+    def why_waiting(self) -> str | None:
+        """Return the reasons that Slurm gives for the jobs in its queue."""
+        if not self._waiting:
+            return None
+        reasons = [
+            f"{number} {'runner waits' if number == 1 else 'runners wait'} in the queue of Slurm:"
+            f" {reason}."
+            for reason, number in sorted(self._waiting.items())
+        ]
+        return " ".join(reasons)
+
     def log_of(self, name: str) -> str:
         """Say where the output of the job is: a job of several runners has one file."""
         first, _, number = name.rpartition(".")
@@ -122,14 +136,19 @@ class SlurmStarter(Starter):
     def _jobs(self) -> list[tuple[Sequence[str], bool]]:
         """Return the runners of each job of this pool, and whether it runs."""
         found: list[tuple[Sequence[str], bool]] = []
+        waiting: Counter[str] = Counter()
         # What has ended within the last minutes is listed too, with its state.
-        listed = run_program(["squeue", "--me", "--noheader", "--format=%T %j"])
+        listed = run_program(["squeue", "--me", "--noheader", "--format=%T %j %r"])
         for line in listed.splitlines():
-            state, _, job = line.strip().partition(" ")
+            # A reason may have several words; the names of jobs have no blanks.
+            state, job, reason = (*line.split(maxsplit=2), "", "", "")[:3]
             if job.startswith(self._prefix) and state not in _OVER:
                 name, _, size = job.removeprefix(self._prefix).partition("*")
                 names = [f"{name}.{number}" for number in range(int(size))] if size else [name]
                 found.append((names, state in _RUNNING))
+                if state == "PENDING" and reason not in ("", "None"):
+                    waiting[reason] += len(names)
+        self._waiting = waiting
         return found
 
     def _job_name(self, names: Sequence[str]) -> str:

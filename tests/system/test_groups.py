@@ -254,3 +254,38 @@ def test_an_elastic_trial_takes_what_is_free_at_each_start(cluster: Cluster) -> 
     before, after = cluster.attempts(experiment)
     assert (before.exit.outcome, after.resumed_steps >= 5) == ("preempted", True)
     assert [step for step, _ in cluster.losses(experiment)] == list(range(1, 41))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lease_s", [10])
+def test_an_elastic_trial_shrinks_when_a_node_is_lost_and_grows_once_it_is_back(
+    cluster: Cluster,
+) -> None:
+    """It grows at its next start, here after a pause, as it does not grow while it runs."""
+    for name in ("first", "second", "third"):
+        cluster.add(name, 1)
+    experiment = cluster.submit({"min": 2, "max": 8}, HOLD_AT=5, CREEPS=1, LENGTH=40)
+    cluster.await_batch(5, num_ranks=3)
+    cluster.nodes["third"].close()
+    all_three = {"first": 1, "second": 1, "third": 1}
+    two = {"first": 1, "second": 1}
+    cluster.wait_until(lambda: len(cluster.attempts(experiment)) == 2)
+    assert cluster.places(experiment) == [all_three, two], cluster.told(experiment)
+    resumed = cluster.attempts(experiment)[1].resumed_steps
+    assert resumed >= 4
+    assert resumed % 4 == 0
+    cluster.nodes["third"].start()
+    cluster.wait_until(lambda: [n.state for n in cluster.client.nodes()] == ["ready"] * 3)
+    cluster.wait_until(lambda: max(step for step, _ in cluster.losses(experiment)) > resumed + 1)
+    assert len(cluster.attempts(experiment)) == 2
+    experiment.pause()
+    cluster.wait_until(lambda: cluster.attempts(experiment)[1].exit)
+    (cluster.out / "go").touch()
+    experiment.activate()
+    cluster.complete(experiment)
+    assert cluster.places(experiment) == [all_three, two, all_three]
+    lost, paused, last = cluster.attempts(experiment)
+    assert (lost.exit.kind.value, paused.exit.outcome) == ("transient", "preempted")
+    assert last.resumed_steps > resumed
+    assert cluster.trial(experiment).data.restarts == 0
+    assert [step for step, _ in cluster.losses(experiment)] == list(range(1, 41))

@@ -534,6 +534,26 @@ def test_lost_nodes_are_forgotten_after_a_while_but_for_those_that_are_drained_o
     assert later(8 * 24 * 3600) == {"drained", "slot", "here"}
 
 
+@pytest.mark.parametrize("is_leaving", [True, False])
+def test_a_node_whose_attempt_the_system_has_ended_gets_none_until_it_polls(
+    is_leaving: bool, master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    box = join("box", 1)
+    master.create()
+    run(master)
+    [attempt_id] = box.take()
+    end = {"reason": "exited", "code": 0, "signal": None, "time": 1.0, "is_leaving": is_leaving}
+    assert master.attempt(attempt_id, "end", **end).status_code == 204
+    run(master)
+    assert len(attempts(master)) == (1 if is_leaving else 2)
+    box.attempts = []
+    # Had it been told to end, it would say so now.
+    box.work()
+    run(master)
+    assert len(attempts(master)) == 2
+    assert box.take() == [2]
+
+
 def test_the_next_master_knows_who_has_left_and_when_others_were_heard(
     master: Any, join: Callable[..., FakeRunner]
 ) -> None:

@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
+
 from paceline import core, faults
 from paceline.journal import RUN_DIRECTORY_VARIABLE
 from paceline.messages.attempts import AttemptControl, AttemptEnd, AttemptSpec
@@ -129,6 +131,7 @@ class AttemptRun:
         """Run to the end and send everything, or leave it where the next master finds it."""
         self._shipper.start()
         end = self._run_entrypoint()
+        end = msgspec.structs.replace(end, is_leaving=self._follower.is_terminating)
         self._follower.stop()
         self._group.close()
         core.discard_unfinished(self._directory.run)

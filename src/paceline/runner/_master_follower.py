@@ -97,6 +97,11 @@ class MasterFollower:
         return self._kill_reason
 
     @property
+    def is_terminating(self) -> bool:
+        """Whether the system has told this runner to end."""
+        return self._is_terminating
+
+    @property
     def has_lost(self) -> bool:
         """Whether the master has ended the attempt: nothing may be started or reported for it."""
         return self._has_lost.is_set()

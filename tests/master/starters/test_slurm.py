@@ -184,7 +184,9 @@ def test_a_trial_on_two_nodes_goes_on_in_another_job(
         pool.hold.unlink()
         assert experiment.wait() == "COMPLETED", pool.log()
         said = [line.text for line in experiment.trials()[0].iter_logs()]
-        assert sum(line.startswith(("rank 0 of 2", "rank 1 of 2")) for line in said) == 4, said
+        num_starts = sum(line.startswith(("rank 0 of 2", "rank 1 of 2")) for line in said)
+        # An attempt may begin on a runner that is about to hear of the end of its job.
+        assert num_starts == 4 or (how == "node down" and num_starts > 4), said
         pool.wait(lambda: not cluster.jobs())
         pool.wait(lambda: not pool.runner_processes())
         pool.wait(lambda: all(token.revoked_at for token in client.list_tokens()))

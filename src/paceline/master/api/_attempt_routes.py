@@ -21,7 +21,7 @@ from paceline.master.experiments import (
     read_attempt,
     read_control_of,
 )
-from paceline.master.store import Transaction, config_of
+from paceline.master.store import Transaction, config_of, slots_by_node
 from paceline.messages.attempts import (
     AttemptControl,
     AttemptEnd,
@@ -151,10 +151,15 @@ async def store_end(
     """Record how an attempt ended, on one of its nodes; a second time changes nothing."""
     master.leases.renew(runner_id(attempt_id, member))
     end = (await _decode(request, AttemptEnd)).by_clock_of(time.time())
-    await write_rows(
-        master,
-        lambda transaction: end_runner(master.changes, transaction, attempt_id, member, end),
-    )
+
+    def job(transaction: Transaction) -> None:
+        if end.is_leaving:
+            # What ends the attempt may end its node as well, which has not said so yet.
+            for node_id in slots_by_node(read_attempt(transaction.connection, attempt_id)):
+                master.nodes.doubt(node_id)
+        end_runner(master.changes, transaction, attempt_id, member, end)
+
+    await write_rows(master, job)
     await asyncio.to_thread(master.transfers.forget, attempt_id)
 
 

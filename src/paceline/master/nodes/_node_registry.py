@@ -207,6 +207,15 @@ class Nodes:
         if changed:
             self._wake()
 
+    def doubt(self, node_id: int) -> None:
+        """Give a node no attempts until it polls again, which it is asked to do now."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            if heard is None:
+                return
+            heard.is_ready = False
+        self.tell(node_id)
+
     # ---- attempts -----------------------------------------------------------------------
 
     def tell(self, node_id: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 import paceline
-from paceline.master.nodes import Nodes
+from paceline.master.nodes import Nodes, work_for
 from paceline.master.store import tables
 from paceline.messages.node_runners import PROTOCOL, NodePoll
 
@@ -554,6 +554,33 @@ def test_a_node_whose_attempt_the_system_has_ended_gets_none_until_it_polls(
     assert box.take() == [2]
 
 
+def test_a_poll_that_waits_does_not_say_that_a_node_stays_whose_attempt_was_ended(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    box = join("box", 1)
+    registry, node_id = master.core.nodes, box.session["node_id"]
+
+    def is_open() -> bool:
+        return registry.slots()[0].is_open
+
+    box.number += 1
+    waiting = NodePoll(
+        key=box.facts["key"], session=box.session["session"], number=box.number, attempts=[],
+        alive=[],
+    )  # fmt: skip
+    core = master.core
+    registry.hear(node_id, waiting, None)
+    work_for(core.database, core.changes, registry, node_id, waiting)
+    assert is_open()
+    registry.doubt(node_id)
+    # Its answer is made now; it was sent before the system ended the attempt.
+    registry.hear(node_id, waiting, None)
+    work_for(core.database, core.changes, registry, node_id, waiting)
+    assert not is_open()
+    box.work()
+    assert is_open()
+
+
 def test_the_next_master_knows_who_has_left_and_when_others_were_heard(
     master: Any, join: Callable[..., FakeRunner]
 ) -> None:
@@ -562,8 +589,11 @@ def test_the_next_master_knows_who_has_left_and_when_others_were_heard(
     back.work(is_leaving=True)
     back.work()
     registry = master.core.nodes
+    registry.leases.advance(LEASE_S + 1)
     registry._next_look = 0.0
     master.schedule()
+    seen = {node.name: registry.seen_at(node.id) for node in registry.all()}
+    assert all(seen[node.name] > node.registered_at for node in registry.all())
 
     def next_master() -> dict[str, tuple[bool, bool, float | None]]:
         nodes = Nodes(master.core.database, "cluster")
@@ -574,7 +604,6 @@ def test_the_next_master_knows_who_has_left_and_when_others_were_heard(
             if not nodes.was_heard(node.id)
         }
 
-    seen = {node.name: registry.seen_at(node.id) for node in registry.all()}
     assert next_master() == {
         "gone": (True, False, seen["gone"]),
         "back": (False, True, seen["back"]),

@@ -199,6 +199,22 @@ def test_what_it_does_not_answer_the_first_process_answers(
     assert len(second.asked) == 4
 
 
+def test_an_answer_that_cannot_be_read_ends_it_and_nobody_waits_for_it(
+    master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master.create()
+    second.start()
+    second.gets_all()
+
+    def fail(_content: bytes) -> None:
+        raise AttributeError("no such class")
+
+    monkeypatch.setattr(_reading_process.pickle, "loads", fail)
+    assert master.http.get("/experiments/1").status_code == 200
+    wait_until(lambda: second.process._process is None)
+    assert second.process._not_before > time.monotonic()
+
+
 def test_it_ends_once_nobody_asks(
     master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,16 +234,43 @@ def test_it_ends_with_the_master(make_master: Callable[..., Any]) -> None:
     wait_until(lambda: not process.is_running())
 
 
-def test_it_ends_when_its_socket_does(master: Any) -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "paceline.master.api._reading_program"),
-                *(str(theirs.fileno()), str(master.core.database.path)),
-            ],
-            pass_fds=[theirs.fileno()],
-        )
+@pytest.fixture
+def start_program(master: Any) -> Callable[..., tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """Return a function that starts the program as the master does, in some directory."""
+
+    def start(
+        sources: str, directory: Path | None = None
+    ) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", _reading_process._PROGRAM, os.pathsep.join(sys.path)),
+                    *(str(theirs.fileno()), str(master.core.database.path), sources),
+                ],
+                pass_fds=[theirs.fileno()],
+                cwd=directory,
+            )
+        return ours, process
+
+    return start
+
+
+def test_another_paceline_than_that_of_the_master_answers_nothing(
+    start_program: Callable[..., tuple[socket.socket, subprocess.Popen[bytes]]],
+) -> None:
+    ours, process = start_program("of before")
+    with ours:
+        assert ours.recv(1) == b""
+    assert process.wait(60) == 1
+
+
+def test_it_ends_when_its_socket_does(
+    start_program: Callable[..., tuple[socket.socket, subprocess.Popen[bytes]]], tmp_path: Path
+) -> None:
+    # Not the module of this name, although the master may have been started here.
+    (tmp_path / "socket.py").write_text("raise SystemExit(3)")
+    ours, process = start_program(_reading_process.state_of_sources(), tmp_path)
     with ours:
         assert ours.recv(1) == READY
         # Ctrl-C of the terminal is the master's affair.

@@ -124,4 +124,5 @@ def _withdraw_unused(transaction: Transaction, master: Master, uuid: str) -> Non
             f"Checkpoint {uuid} must not be deleted while trial {user} starts from it. Hint: kill"
             " that trial first, or wait for its end.",
         )
+    transaction.after_rollback(lambda: master.changes.being_deleted.discard(uuid))
     master.changes.being_deleted.add(uuid)

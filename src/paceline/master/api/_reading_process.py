@@ -1,6 +1,8 @@
 """A second process that answers reads of the database while many wait for the first one."""
 
 import asyncio
+import functools
+import hashlib
 import logging
 import os
 import pickle
@@ -14,6 +16,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import paceline
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,26 @@ _LOOK_S = 5.0
 _PAUSE_S = 10.0
 _LENGTH_BYTES = 4
 READY = b"r"
+# With the modules of this process, wherever it was started.
+_PROGRAM = """
+import sys
+sys.path[:] = sys.argv.pop(1).split(":")
+from paceline.master.api._reading_program import main
+main()
+"""
+
+
+@functools.cache
+def state_of_sources() -> str:
+    """Return what tells apart two states of the installed package, as at the first call.
+
+    A package that is replaced while the master runs would have the second process another version.
+    """
+    root = Path(paceline.__file__).parent
+    found = sorted(
+        (str(path.relative_to(root)), path.stat().st_mtime_ns) for path in root.rglob("*.py")
+    )
+    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 class NotAnsweredError(Exception):
@@ -68,6 +92,7 @@ class ReadingProcess:
 
     def __init__(self, database_path: Path) -> None:
         self._database_path = database_path
+        state_of_sources()
         # What waits for an answer, and since when; and since when nothing did.
         self._asked: deque[tuple[asyncio.Future[Answer | None], float]] = deque()
         self._answered_at = 0.0
@@ -124,7 +149,7 @@ class ReadingProcess:
                 await asyncio.wait_for(reader.readexactly(len(READY)), _START_S)
                 self._writer, self._answered_at = writer, time.monotonic()
                 await self._take_answers(reader)
-        except (OSError, EOFError, asyncio.TimeoutError) as error:
+        except Exception as error:
             self._not_before = time.monotonic() + _PAUSE_S
             reason = str(error) or type(error).__name__
             logger.warning("The second process for reads does not answer and is ended: %s", reason)
@@ -135,11 +160,12 @@ class ReadingProcess:
     async def _take_answers(self, reader: asyncio.StreamReader) -> None:
         while (head := await self._next_head(reader)) is not None:
             content = await asyncio.wait_for(reader.readexactly(length_of(head)), _LATE_S)
+            answer = pickle.loads(content)  # noqa: S301 - our own process
             asked, _ = self._asked.popleft()
             self._answered_at = time.monotonic()
             # Whoever asked may have gone.
             if not asked.done():
-                asked.set_result(pickle.loads(content))  # noqa: S301 - our own process
+                asked.set_result(answer)
 
     async def _next_head(self, reader: asyncio.StreamReader) -> bytes | None:
         """Return the beginning of the next answer, None once nobody has asked for a while."""
@@ -159,12 +185,10 @@ class ReadingProcess:
             undo.callback(ours.close)
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "paceline.master.api._reading_program"),
-                    *(str(theirs.fileno()), str(self._database_path)),
+                    *(sys.executable, "-c", _PROGRAM, os.pathsep.join(sys.path)),
+                    *(str(theirs.fileno()), str(self._database_path), state_of_sources()),
                 ],
                 stdin=subprocess.DEVNULL,
-                # Modules beside which the master was started must not take the place of others.
-                env=os.environ | {"PYTHONSAFEPATH": "1"},
                 pass_fds=[theirs.fileno()],
             )
             if not self._is_closed:

@@ -1,4 +1,4 @@
-"""The program of the second process for reads: `python -m ... SOCKET DATABASE`."""
+"""The program of the second process for reads; its arguments: socket, database, sources."""
 
 import logging
 import pickle
@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.master._name_cache import NameCache
-from paceline.master.api._reading_process import READY, Answer, length_of, packed
+from paceline.master.api._reading_process import (
+    READY,
+    Answer,
+    length_of,
+    packed,
+    state_of_sources,
+)
 from paceline.master.api._reading_route import response_of
 from paceline.master.api._row_helpers import records_parameter
 from paceline.master.store import DatabaseReader, EncodingCache
@@ -34,6 +40,8 @@ def main() -> None:
     """Answer what comes through a socket, in order, until its other end is closed."""
     # Ctrl-C goes to all processes of a terminal; this one ends with the first process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.argv[3] != state_of_sources():
+        raise SystemExit("Paceline was changed since the master started: reads are left to it.")
     stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
     records = _Records(DatabaseReader(Path(sys.argv[2])))
     stream.write(READY)
@@ -61,7 +69,3 @@ def _answer(
         logger.debug("Not answered: %s", error)
         return None
     return Answer(bytes(found.body), found.media_type, time.monotonic() - began)
-
-
-if __name__ == "__main__":
-    main()

@@ -28,6 +28,8 @@ faults.register("master.retention.deleted")
 
 # Longer than any pause between two writes of a checkpoint that is still being written.
 _LEFTOVER_AGE_S = 3600.0
+# The writer looks for all of them at once, and trials that start meanwhile pass them by.
+_DELETED_AT_ONCE = 500
 _ENDED_TRIALS = [state.value for state in TrialState if state.is_terminal]
 
 
@@ -56,23 +58,35 @@ def sweep_checkpoints(
     if has_ended:
         for storage in set(storages.values()):
             _sweep_leftovers(storage)
+    ordered = sorted(doomed)
+    for start in range(0, len(ordered), _DELETED_AT_ONCE):
+        some = ordered[start : start + _DELETED_AT_ONCE]
+        _delete_in_sweep(changes, database, experiment_id, {one: storages[one] for one in some})
+    if has_ended:
+        _mark_for_sweep(database, experiment_id, is_done=next_s is None)
+    return next_s if has_ended else None
+
+
+def _delete_in_sweep(
+    changes: StateChanges, database: Database, experiment_id: int, storages: dict[str, str]
+) -> None:
+    """Delete checkpoints by their UUIDs, but those that trials have begun to need meanwhile."""
 
     def withdraw(transaction: Transaction) -> list[str]:
-        """Let no trial start from them any more; trials may have since they were chosen."""
-        needed = _needed_in_sweep(transaction.connection, experiment_id)
-        left = [uuid for uuid in doomed if uuid not in needed]
+        """Let no trial start from them any more."""
+        needed = _needed_among(transaction.connection, list(storages))
+        left = [uuid for uuid in storages if uuid not in needed]
+        transaction.after_rollback(lambda: changes.being_deleted.difference_update(left))
         changes.being_deleted.update(left)
         return left
 
-    doomed = database.write(withdraw).result() if doomed else []
+    doomed = database.write(withdraw).result()
     try:
         deleted = [uuid for uuid in doomed if delete_files(storages[uuid], uuid)]
         faults.reach("master.retention.deleted")
-        is_done = next_s is None if has_ended else None
-        _mark_for_sweep(database, experiment_id, deleted, is_done=is_done)
+        _mark_for_sweep(database, experiment_id, deleted, is_done=None)
     finally:
         changes.being_deleted.difference_update(doomed)
-    return next_s if has_ended else None
 
 
 def _mark_for_sweep(
@@ -165,6 +179,27 @@ def _needed_in_sweep(connection: Connection, experiment_id: int) -> frozenset[st
     latest = [latest_checkpoint(connection, trial_id) for trial_id in live.all()]
     newest = [found[0] for found in latest if found is not None]
     return frozenset(filter(None, [*sources.all(), *resumed.all(), *newest]))
+
+
+def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
+    """Return which of some checkpoints trials go on from, or will."""
+    trials, attempts, checkpoints = tables.trials.c, tables.attempts.c, tables.checkpoints.c
+    sources = select(trials.source_checkpoint).where(trials.source_checkpoint.in_(uuids))
+    resumed = select(attempts.resumed_from).where(
+        attempts.resumed_from.in_(uuids), attempts.state != AttemptState.ENDED.value
+    )
+    needed = {*connection.execute(sources).scalars(), *connection.execute(resumed).scalars()}
+    owners = (
+        select(checkpoints.trial_id)
+        .join(tables.trials, trials.id == checkpoints.trial_id)
+        .where(checkpoints.uuid.in_(uuids), trials.state.not_in(_ENDED_TRIALS))
+        .distinct()
+    )
+    for trial_id in connection.execute(owners).scalars().all():
+        latest = latest_checkpoint(connection, trial_id)
+        if latest is not None:
+            needed.add(latest[0])
+    return needed
 
 
 def _sweep_leftovers(storage: str) -> None:

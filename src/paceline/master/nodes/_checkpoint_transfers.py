@@ -232,8 +232,10 @@ class Transfers:
 
     def forget(self, attempt_id: int) -> None:
         """Remove what an attempt did not send to the end, if it has ended on all of its nodes."""
+        # An attempt may be gone with its experiment.
+        query = select(tables.attempts.c.state).where(tables.attempts.c.id == attempt_id)
         with self._database.read() as connection:
-            if read_attempt(connection, attempt_id).state in LIVE_ATTEMPTS:
+            if connection.execute(query).scalar() in LIVE_ATTEMPTS:
                 return
         self.waiting.forget(attempt_id)
         with self._lock:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from sqlalchemy import bindparam, delete, insert, select, update
+from sqlalchemy import delete, insert, select, update
 
 from paceline.master._waiting_requests import WaitingRequests
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases, live_attempts
@@ -48,6 +48,8 @@ class _Heard:
     alive: frozenset[int] = frozenset()
     # Of all sessions that this master has heard.
     ever: set[int] = field(default_factory=set)
+    # The newest poll when the node was doubted: only a later one tells that it stays.
+    doubted: int = -1
     # Attempts that ended while the node had them, of which it was told.
     told: frozenset[int] = frozenset()
 
@@ -76,7 +78,7 @@ class Nodes:
         self._is_usable = is_usable
         self._started_at = time.time()
         self._next_look = 0.0
-        self._stored_until = 0.0
+        self._stored_seen: dict[int, float | None] = {}
         self._wake = wake
         self._lock = threading.RLock()
         self.leases = Leases(lease_s)
@@ -198,10 +200,12 @@ class Nodes:
                 self._note_left(node_id, has_left=True)
         self._wake()
 
-    def note_ready(self, node_id: int, *, is_ready: bool) -> None:
-        """Note whether a node that has polled may get attempts."""
+    def note_ready(self, node_id: int, poll: NodePoll, *, is_ready: bool) -> None:
+        """Note whether a node may get attempts, by what it said in a poll."""
         with self._lock:
             heard = self._heard.get(node_id) or _Heard()
+            if poll.number <= heard.doubted:
+                return
             changed = heard.is_ready != is_ready
             heard.is_ready = is_ready
         if changed:
@@ -213,7 +217,7 @@ class Nodes:
             heard = self._heard.get(node_id)
             if heard is None:
                 return
-            heard.is_ready = False
+            heard.is_ready, heard.doubted = False, heard.number
         self.tell(node_id)
 
     # ---- attempts -----------------------------------------------------------------------
@@ -294,7 +298,7 @@ class Nodes:
     def seen_at(self, node_id: int) -> float | None:
         """Return when this master, or one before it, last heard of a node: seconds since the epoch.
 
-        Masters before this one knew it to a minute.
+        Of what was heard by masters before, only what preceded a loss is stored.
         """
         with self._lock:
             heard, node = self._heard.get(node_id), self._nodes.get(node_id)
@@ -340,7 +344,7 @@ class Nodes:
         transaction.after_commit(lambda: self._drop(node_id))
 
     def look(self, transaction: Transaction) -> None:
-        """Store when nodes were heard of, and forget those that nobody waits for; once a minute."""
+        """Store when lost nodes were heard of, and forget those that nobody waits for; seldom."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _LOOK_INTERVAL_S
@@ -392,17 +396,14 @@ class Nodes:
         self._database.write(lambda transaction: transaction.connection.execute(query))
 
     def _store_seen(self, transaction: Transaction) -> None:
+        """Store when nodes that are lost were last heard of; once, as each change is recorded."""
         with self._lock:
-            rows = [
-                {"node": node_id, "at": heard.seen_at}
-                for node_id, heard in self._heard.items()
-                if heard.seen_at is not None and heard.seen_at > self._stored_until
-            ]
-            self._stored_until = max([self._stored_until, *(row["at"] or 0.0 for row in rows)])
-        if rows:
-            nodes = tables.nodes
-            query = update(nodes).where(nodes.c.id == bindparam("node"))
-            transaction.connection.execute(query.values(seen_at=bindparam("at")), rows)
+            seen = {id_: heard.seen_at for id_, heard in self._heard.items() if self.is_lost(id_)}
+            new = {id_: at for id_, at in seen.items() if at and at != self._stored_seen.get(id_)}
+            self._stored_seen = seen
+        for node_id, seen_at in new.items():
+            query = update(tables.nodes).where(tables.nodes.c.id == node_id)
+            transaction.connection.execute(query.values(seen_at=seen_at))
 
     def _check_owner(
         self, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None

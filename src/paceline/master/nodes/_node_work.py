@@ -52,7 +52,7 @@ def work_for(
             for one in missing
             if poll.is_leaving or one.has_begun or nodes.had_attempt(node_id, one.attempt_id)
         ]
-        nodes.note_ready(node_id, is_ready=not has_strays and not poll.is_leaving)
+        nodes.note_ready(node_id, poll, is_ready=not has_strays and not poll.is_leaving)
     if lost:
         _end_lost(database, changes, lost)
     offers = nodes.orders.launches(node_id)

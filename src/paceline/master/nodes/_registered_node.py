@@ -36,7 +36,7 @@ class RegisteredNode:
     """A node as it is stored.
 
     Args:
-        seen_at: When a master heard of it, up to a minute before it last did.
+        seen_at: When a master last heard of it before it was lost or left, or it registered.
         has_left: It has said that it leaves, and has not come back.
     """
 

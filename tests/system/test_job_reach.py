@@ -225,7 +225,7 @@ def can_run_as_another_user() -> bool:
 
 
 @pytest.fixture
-def node_of_another_user(make_master: Callable[..., Any], open_place: Path) -> Iterator[Any]:
+def node_of_another_user(open_place: Path, make_master: Callable[..., Any]) -> Iterator[Any]:
     """Return a node that another Unix user has started, on the machine of its master."""
     if not can_run_as_another_user():
         pytest.skip("needs the right to become another user")

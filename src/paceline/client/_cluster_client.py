@@ -66,7 +66,8 @@ class ClusterClient:
         """Forget a node that is lost, has left or is drained.
 
         Raises:
-            ApiError: There is no such node, or it has attempts, or is neither lost nor drained.
+            ApiError: There is no such node, or it has attempts, or is not lost,
+                has not left and is not drained.
         """
         self._session.send("DELETE", f"nodes/{name}")
 

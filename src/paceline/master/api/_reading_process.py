@@ -92,7 +92,8 @@ class ReadingProcess:
 
     def __init__(self, database_path: Path) -> None:
         self._database_path = database_path
-        state_of_sources()
+        # Beside the start of the server, which it would delay.
+        asyncio.get_running_loop().run_in_executor(None, state_of_sources)
         # What waits for an answer, and since when; and since when nothing did.
         self._asked: deque[tuple[asyncio.Future[Answer | None], float]] = deque()
         self._answered_at = 0.0

@@ -28,7 +28,7 @@ faults.register("master.retention.deleted")
 
 # Longer than any pause between two writes of a checkpoint that is still being written.
 _LEFTOVER_AGE_S = 3600.0
-# The writer looks for all of them at once, and trials that start meanwhile pass them by.
+# The writer looks for all of them at once, and trials that start meanwhile leave them out.
 _DELETED_AT_ONCE = 500
 _ENDED_TRIALS = [state.value for state in TrialState if state.is_terminal]
 
@@ -138,7 +138,7 @@ def _plan_sweep(
         }
         options: dict[str, Any] = {
             "smaller_is_better": searcher.smaller_is_better,
-            "protected": _needed_in_sweep(connection, experiment.id),
+            "protected": frozenset(_needed_among(connection, [row.uuid for row in rows])),
         }
     candidates = [
         Candidate(
@@ -158,31 +158,16 @@ def _plan_sweep(
     return storages, doomed, next_planning_s(kept, policy, **options)
 
 
-def _needed_in_sweep(connection: Connection, experiment_id: int) -> frozenset[str]:
-    """Return the checkpoints that trials go on from, or will."""
-    trials, attempts = tables.trials.c, tables.attempts.c
-    sources = connection.execute(
-        select(trials.source_checkpoint).where(trials.source_checkpoint.is_not(None))
-    ).scalars()
-    resumed = connection.execute(
-        select(attempts.resumed_from).where(
-            attempts.experiment_id == experiment_id,
-            attempts.state != AttemptState.ENDED.value,
-            attempts.resumed_from.is_not(None),
-        )
-    ).scalars()
-    live = connection.execute(
-        select(trials.id).where(
-            trials.experiment_id == experiment_id, trials.state.not_in(_ENDED_TRIALS)
-        )
-    ).scalars()
-    latest = [latest_checkpoint(connection, trial_id) for trial_id in live.all()]
-    newest = [found[0] for found in latest if found is not None]
-    return frozenset(filter(None, [*sources.all(), *resumed.all(), *newest]))
-
-
 def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
     """Return which of some checkpoints trials go on from, or will."""
+    needed: set[str] = set()
+    # SQLite takes so many parameters of a query, and no more.
+    for start in range(0, len(uuids), _DELETED_AT_ONCE):
+        needed |= _needed_among_some(connection, uuids[start : start + _DELETED_AT_ONCE])
+    return needed
+
+
+def _needed_among_some(connection: Connection, uuids: list[str]) -> set[str]:
     trials, attempts, checkpoints = tables.trials.c, tables.attempts.c, tables.checkpoints.c
     sources = select(trials.source_checkpoint).where(trials.source_checkpoint.in_(uuids))
     resumed = select(attempts.resumed_from).where(

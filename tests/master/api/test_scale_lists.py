@@ -216,8 +216,8 @@ def test_a_part_of_many_trials_is_told_as_such(stored: Any) -> None:
     assert part == read("/experiments/1/hyperparameters", params={"limit": 10}).json()
 
 
-def halving(master: Any) -> None:
-    """Run a halving search of nine trials to its end."""
+def halving(master: Any, look_after: int = 0) -> None:
+    """Run a halving search of nine trials to its end; look at its rungs after some of them."""
     searcher = {"name": "adaptive_asha", "metric": "loss", "max_trials": 9, "max_time": 4,
                 "time_metric": "batches", "divisor": 2, "mode": "aggressive",
                 "max_concurrent_trials": 1}  # fmt: skip
@@ -230,6 +230,26 @@ def halving(master: Any) -> None:
         end = {"reason": "exited", "code": 0, "signal": None, "time": 1.0, "detail": ""}
         reply = master.attempt(attempt, "end", **end)
         assert reply.status_code == 204, reply.text
+        if attempt == look_after:
+            assert master.http.get("/experiments/1/search").status_code == 200
+
+
+def test_a_view_that_was_made_during_a_search_does_not_outlive_it(
+    make_master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.master.experiments import _stored_search_views
+
+    # As on a machine on which it takes long to make one.
+    monkeypatch.setattr(_stored_search_views, "_REST", 1e9)
+    looked, other = make_master(num_slots=1), make_master(num_slots=1, name="other")
+    halving(looked, look_after=4)
+    halving(other)
+    found, expected = (one.http.get("/experiments/1/search").json() for one in (looked, other))
+    decisions = [
+        [rung["num_by_decision"] for bracket in view["brackets"] for rung in bracket]
+        for view in (found, expected)
+    ]
+    assert decisions[0] == decisions[1]
 
 
 def test_rungs_are_those_of_the_search_and_its_inputs_are_not_applied_again(

@@ -78,18 +78,21 @@ class SearchViews:
         with self._database.read() as connection:
             num_inputs = _num_inputs(connection, experiment_id)
             made = self._made.get(experiment_id)
-            if made is not None:
-                if made.num_inputs == num_inputs or time.monotonic() < made.fresh_until:
-                    return made.brackets
-                self._made.pop(experiment_id, None)
+            if made is not None and made.num_inputs == num_inputs:
+                return made.brackets
             stored = connection.execute(
                 select(tables.search_views).where(
                     tables.search_views.c.experiment_id == experiment_id
                 )
             ).first()
-        if stored is None or stored.num_inputs != num_inputs:
-            return None
-        return _decoder.decode(stored.view)
+        # Of a search that has ended nobody looks again: what is seconds old would stay on a page.
+        if stored is not None and stored.num_inputs == num_inputs:
+            self._made.pop(experiment_id, None)
+            return _decoder.decode(stored.view)
+        if made is not None and time.monotonic() < made.fresh_until:
+            return made.brackets
+        self._made.pop(experiment_id, None)
+        return None
 
     def _make(self, experiment_id: int) -> Brackets:
         began = time.monotonic()

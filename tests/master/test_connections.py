@@ -362,7 +362,35 @@ def test_one_address_gets_only_its_share(make_master: Callable[..., Any]) -> Non
         assert master.http.get("/slots").status_code == 200
 
 
-@pytest.mark.parametrize("num_files", [64, 256, 1024, 4096, 1_048_576])
+def test_those_who_are_known_are_as_many_as_they_like_at_one_address(
+    make_master: Callable[..., Any],
+) -> None:
+    limits = ConnectionLimits(
+        num_strangers=50, num_known=20, num_accepts_per_turn=5, num_per_address=4
+    )
+    master = make_master(limits=limits)
+    with ExitStack() as stack:
+
+        def client() -> httpx.Client:
+            transport = httpx.HTTPTransport(verify=False, local_address="127.0.0.2")
+            return stack.enter_context(
+                httpx.Client(
+                    base_url=master.url,
+                    headers=master.headers,
+                    timeout=PATIENCE_S,
+                    transport=transport,
+                )
+            )
+
+        # Their connections stay open, idle.
+        clients = [client() for _ in range(12)]
+        assert [one.get("/slots").status_code for one in clients] == [200] * 12
+        assert sum(one.is_known for one in list(master.server.server_state.connections)) >= 12
+        # Nor do they keep strangers out, which may be known in a moment.
+        assert client().get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("num_files", [64, 256, 1024, 4096, 16_384, 1_048_576])
 def test_limits_leave_files_for_the_rest_of_the_master(num_files: int) -> None:
     limits = ConnectionLimits.for_files(num_files)
     # Connections that were accepted, but have not entered yet.

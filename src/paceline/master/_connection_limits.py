@@ -19,7 +19,7 @@ from paceline._environment_settings import integer_setting
 from paceline.master._answer_headers import with_security_headers
 from paceline.master.auth import sender_at
 
-_WANTED_FILES = 4096
+_WANTED_FILES = 16_384
 _MAX_STRANGERS = 128
 _MAX_DROPPED = 1024
 _SHARED = ("127.0.0.1", "::1")
@@ -44,7 +44,8 @@ class ConnectionLimits:
     `dropped_s` seconds later: whoever opens a new one for each that is closed would otherwise keep
     the process busy with that alone. `num_dropped` of them are held so.
 
-    `num_per_address` holds for each address but loopback, which all of the machine share.
+    `num_per_address` holds for the strangers of each address but loopback, which all of the machine
+    share. Those who are known are many at the address of a node with many attempts.
     """
 
     num_strangers: int
@@ -102,23 +103,21 @@ class Connections:
     def enter(self, connection: "Connection") -> None:
         """Take a new connection in; another stranger's goes if there are too many."""
         self.move(connection)
-        self._num_of_address[connection.address] += 1
-        self._limit_address(connection.address)
-        num_waiting, num_busy = len(self._waiting_strangers), len(self._busy_strangers)
-        if num_waiting + num_busy > self.limits.num_strangers:
-            # Neither those that send no request nor those that never end one get all the places.
-            are_waiting_many = num_waiting > self.limits.num_strangers // 2
-            self._drop_first(self._waiting_strangers if are_waiting_many else self._busy_strangers)
+        address = connection.address
+        if self._num_of_address[address] > self.limits.num_per_address and address not in _SHARED:
+            self._drop_stranger(self.limits.num_per_address, address)
+        if len(self._waiting_strangers) + len(self._busy_strangers) > self.limits.num_strangers:
+            self._drop_stranger(self.limits.num_strangers)
 
     def move(self, connection: "Connection") -> None:
         """Note that a connection's state has changed."""
         self.leave(connection)
         if connection.is_known:
             self._known[connection] = None
-        elif connection.is_busy:
-            self._busy_strangers[connection] = None
-        else:
-            self._waiting_strangers[connection] = None
+            return
+        places = self._busy_strangers if connection.is_busy else self._waiting_strangers
+        places[connection] = None
+        self._num_of_address[connection.address] += 1
 
     def numbers(self) -> dict[str, int]:
         """Return how many connections there are by kind."""
@@ -129,47 +128,43 @@ class Connections:
         """Tell whether one more may be known; one that is idle goes for it."""
         if len(self._known) < self.limits.num_known:
             return True
-        idle = {connection: None for connection in self._known if not connection.is_busy}
-        if idle:
-            self._drop_first(idle)
-        return bool(idle)
+        idle = next((one for one in self._known if not one.is_busy), None)
+        if idle is not None:
+            self._drop(idle)
+        return idle is not None
 
     def leave(self, connection: "Connection") -> None:
-        """Forget a connection."""
-        for places in (self._waiting_strangers, self._busy_strangers, self._known):
-            places.pop(connection, None)
+        """Forget a connection, unless it has been dropped."""
+        self._known.pop(connection, None)
+        for places in (self._waiting_strangers, self._busy_strangers):
+            if connection in places:
+                del places[connection]
+                self._num_of_address[connection.address] -= 1
+                if self._num_of_address[connection.address] == 0:
+                    del self._num_of_address[connection.address]
 
     def lose(self, connection: "Connection") -> None:
         """Forget a connection that has ended."""
         self.leave(connection)
         self._dropped.pop(connection, None)
-        if not connection.is_dropped:
-            self._leave_address(connection)
 
-    def _leave_address(self, connection: "Connection") -> None:
-        self._num_of_address[connection.address] -= 1
-        if self._num_of_address[connection.address] <= 0:
-            del self._num_of_address[connection.address]
+    def _drop_stranger(self, limit: int, address: str | None = None) -> None:
+        """Drop the longest of those that send no request, or of those that never end one.
 
-    def _limit_address(self, address: str) -> None:
-        """Let the oldest connection of an address go that has too many, strangers' first."""
-        if address in _SHARED or self._num_of_address[address] <= self.limits.num_per_address:
-            return
-        idle = {connection: None for connection in self._known if not connection.is_busy}
-        for places in (self._waiting_strangers, self._busy_strangers, idle):
-            found = {one: None for one in places if one.address == address}
-            if found:
-                self._drop_first(found)
-                return
+        Each kind keeps half of the places, so that neither gets all of them.
+        """
+        places = (self._waiting_strangers, self._busy_strangers)
+        waiting, busy = (
+            [one for one in place if address in (None, one.address)] for place in places
+        )
+        self._drop((waiting if len(waiting) > limit // 2 else busy)[0])
 
-    def _drop_first(self, connections: dict["Connection", None]) -> None:
-        connection = next(iter(connections))
+    def _drop(self, connection: "Connection") -> None:
         self.leave(connection)
         if connection.is_known or not self.limits.num_dropped:
             connection.transport.abort()
             return
         self._dropped[connection] = None
-        self._leave_address(connection)
         connection.drop()
         if len(self._dropped) > self.limits.num_dropped:
             oldest = next(iter(self._dropped))

@@ -37,7 +37,7 @@ class MasterProcess:
         self.num_slots = num_slots
         self.options = options
         self._process: Any = None
-        self._clients: list[Client] = []
+        self._clients: dict[tuple[str, str], Client] = {}
 
     def start(self, fault: str | None = None, **variables: str) -> "MasterProcess":
         """Start and wait until it answers, or has died at its fault point."""
@@ -91,11 +91,10 @@ class MasterProcess:
         self._process.send_signal(signum)
 
     def client(self) -> Client:
-        """Return a client of the master that runs now."""
+        """Return a client of the master that runs now, the same one each time."""
         address = json.loads((self.home / "master.json").read_text())
-        client = Client(address["url"], (self.home / "token").read_text().strip())
-        self._clients.append(client)
-        return client
+        key = address["url"], (self.home / "token").read_text().strip()
+        return self._clients.setdefault(key, Client(*key))
 
     def log(self) -> str:
         """Return what the master printed."""
@@ -123,7 +122,7 @@ class MasterProcess:
 
     def close(self) -> None:
         """Stop everything that belongs to the home."""
-        for client in self._clients:
+        for client in self._clients.values():
             client.close()
         if self.is_alive:
             self.kill()

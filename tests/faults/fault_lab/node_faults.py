@@ -6,6 +6,8 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 
 from fault_lab.node_round import NodeRound
 from fault_lab.nodes import NodeProcess
@@ -45,6 +47,7 @@ class NodeFaults:
         }
         self._what = ""
         self._planned = self._plan()
+        self._log = Path()
 
     def _plan(self) -> tuple[str, int, float, float]:
         """Choose what comes next, always by equally many numbers."""
@@ -65,7 +68,9 @@ class NodeFaults:
         self._what, place, self._length_s, pause_s = self._planned
         node = round_.nodes[place % len(round_.nodes)]
         self._place = place
+        self._log = round_.directory / "faults.log"
         if self._faults[self._what](round_, node):
+            self._note(f"{self._what} at {node.name}, place {place}")
             round_.note_strike()
             self._num_left -= 1
             self.num_made += 1
@@ -94,12 +99,20 @@ class NodeFaults:
             except (ClientError, OSError):  # there may be no master
                 self._undo.append((now + 0.5, undo))
 
+    def _note(self, text: str) -> None:
+        """Say in the directory of the round what was done, for whoever looks into a problem."""
+        with self._log.open("a") as file:
+            file.write(f"{datetime.now():%H:%M:%S.%f} {text}\n")
+
     def _lasting(self, what: object, undo: Callable[[], object]) -> bool:
         self._struck.add(what)
+
+        kind = self._what
 
         def end() -> None:
             undo()
             self._struck.discard(what)
+            self._note(f"end of {kind}")
 
         self._undo.append((time.monotonic() + self._length_s, end))
         return True

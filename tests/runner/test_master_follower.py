@@ -49,6 +49,7 @@ def make_follower(group: LocalGroup, tmp_path: Path) -> Iterator[MakeFollower]:
     yield make
     for follower, _ in made:
         follower.stop()
+        follower.leave()
 
 
 @pytest.fixture

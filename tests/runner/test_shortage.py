@@ -55,12 +55,16 @@ def few_inodes(tmp_path: Path, make_small_disk: Callable[..., Path]) -> FewInode
 
 
 @pytest.fixture
-def cramped(master: Any, few_inodes: FewInodes) -> Iterator[Any]:
-    """Return a master, not yet started, whose attempts lie on that file system."""
-    master.home.mkdir()
-    (master.home / "attempts").symlink_to(few_inodes.path)
-    yield master
-    master.close()
+def cramped(tmp_path: Path, master_class: Any, few_inodes: FewInodes) -> Iterator[Any]:
+    """Return a master, not yet started, whose attempts lie on that file system.
+
+    Its runners may not be silent for as long as they wait for space.
+    """
+    made = master_class(tmp_path / "home", 2, runner_timeout_s=6.0)
+    made.home.mkdir()
+    (made.home / "attempts").symlink_to(few_inodes.path)
+    yield made
+    made.close()
 
 
 @pytest.mark.root
@@ -127,6 +131,7 @@ def test_output_on_a_full_disk_arrives_or_is_told_to_be_lost(
         assert (lines, error) == (["on a full disk"], "")
     else:
         assert lines == []
+        assert "sign of life" not in cramped.log()
         assert "of the attempt's output could not be kept, because its disk was full" in error
 
 

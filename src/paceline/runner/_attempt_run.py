@@ -143,6 +143,7 @@ class AttemptRun:
             logger.error("The master has ended the attempt; nothing is sent for it any more.")
         else:
             ship_end(self._shipper, end, lost)
+        self._follower.leave()
         if self._spool is not None:
             with contextlib.suppress(OSError):
                 self._spool.close()

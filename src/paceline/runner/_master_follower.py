@@ -79,6 +79,7 @@ class MasterFollower:
         # Reentrant, as a signal handler may interrupt itself.
         self._lock = threading.RLock()
         self._is_over = threading.Event()
+        self._has_left = threading.Event()
         # Of what is wanted; answers to two requests may arrive in another order.
         self._version = 0
         self._wanted = Control()
@@ -154,12 +155,16 @@ class MasterFollower:
         threading.Thread(target=self._follow, name="control", daemon=True).start()
 
     def stop(self) -> None:
-        """Do nothing more; the thread may wait for an answer a while longer."""
+        """Pass nothing more on; that this runner asks still tells the master that it lives."""
         with self._lock:
             self._is_over.set()
             for timer in (self._write_timer, self._kill_timer):
                 if timer is not None:
                     timer.cancel()
+
+    def leave(self) -> None:
+        """Ask no more; the thread may wait for an answer a while longer."""
+        self._has_left.set()
 
     def pass_on(self, control: AttemptControl | None, judged: tuple[int, int]) -> None:
         """Tell the processes that the search has judged a record; for any thread.
@@ -186,7 +191,7 @@ class MasterFollower:
         version = self._version
         is_away = False
         backoff = MasterBackoff()
-        while not self._is_over.is_set():
+        while not self._has_left.is_set():
             pause = _PAUSE_S
             try:
                 self._give_sign()
@@ -208,6 +213,8 @@ class MasterFollower:
                 if error.is_over:
                     self._lose(error)
                     return
+                if self._is_over.is_set():
+                    return
                 if error.status == _NOT_FOUND:
                     logger.error("The master no longer knows this attempt: %s", error)
                     return
@@ -217,7 +224,7 @@ class MasterFollower:
                 # Whatever it is, an attempt that nobody can stop any more would be worse.
                 logger.exception("What the master wants could not be passed on; trying again.")
                 pause = backoff.next_s()
-            self._is_over.wait(pause)
+            self._has_left.wait(pause)
 
     def _ask(self, version: int) -> AttemptControl:
         query = f"?after={version}&timeout_s={_CONTROL_WAIT_S}"
@@ -231,6 +238,8 @@ class MasterFollower:
         return msgspec.json.decode(reply, type=AttemptControl)
 
     def _obey(self, control: AttemptControl) -> None:
+        if self._is_over.is_set():
+            return
         # Before the file is written, which a full disk may prevent.
         if control.should_kill:
             self._kill(ExitReason.KILLED, control.kill_grace_s)
@@ -278,7 +287,7 @@ class MasterFollower:
     def _mend(self) -> None:
         """Write the control file again if it does not hold what was written."""
         with self._lock:
-            if self._written is None or self._write_timer is not None:
+            if self._is_over.is_set() or self._written is None or self._write_timer is not None:
                 return
             try:
                 is_whole = self._run.read_control() == self._written

@@ -111,6 +111,24 @@ def test_a_runner_takes_an_address_without_a_scheme(mastered: Any, tmp_path: Pat
     assert "for `paceline runner --token-file`." in made.stderr
 
 
+@pytest.mark.root
+@pytest.mark.parametrize("room", [0, 4096])
+def test_a_runner_that_begins_on_a_full_disk_says_so(
+    paceline: Any, tmp_path: Path, small_disk: Path, fill_disk: Callable[..., None], room: int
+) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("any")
+    directory = small_disk / "runner"
+    for path in (directory, directory / "attempts"):
+        path.mkdir()
+    fill_disk(small_disk, leave_bytes=room)
+    options = ("--token-file", token, "--dir", directory, "--slots", 1)
+    ended = paceline("runner", "--master", "127.0.0.1:1", *options, code=1)
+    assert f"must be able to write to '{directory}', but: [Errno 28]" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:
     told = mastered("up", "--detach").stdout
     links = [mastered("login").stdout.strip()]

@@ -144,13 +144,17 @@ def _serve_node(
     from paceline.runner.node import NodeRunner, find_facts
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token_file = token_file.expanduser().absolute()
     try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = find_facts(directory, **options)  # type: ignore[arg-type]
+        runner = NodeRunner(master, token_file, directory, facts, idle_timeout_s)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    token_file = token_file.expanduser().absolute()
-    runner = NodeRunner(master, token_file, directory, facts, idle_timeout_s)
+    except OSError as error:
+        raise CommandError(
+            f"The runner must be able to write to {str(directory)!r}, but: {error}."
+        ) from error
     signal.signal(signal.SIGINT, lambda _number, _frame: runner.stop())
     signal.signal(signal.SIGTERM, lambda _number, _frame: runner.leave())
     runner.run()

@@ -63,6 +63,10 @@ class NodeFaults:
         """Wait a moment, end what has lasted long enough, and begin at most one fault."""
         time.sleep(0.1)
         self._end_due()
+        for node in round_.nodes:
+            # As systemd would: one that begins with a full disk ends.
+            if node not in self._struck and "must be able to write" in node.log_end():
+                round_.start_node(node)
         if self._num_left <= 0 or time.monotonic() < self._next_at or not round_.notes.exists():
             return
         self._what, place, self._length_s, pause_s = self._planned

@@ -109,6 +109,11 @@ class NodeProcess:
                 found.append(process)
         return found
 
+    def log_end(self) -> str:
+        """Return the last words of its runner."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return text[-500:]
+
     def close(self) -> None:
         """Kill all of it at once, until nothing is left."""
         if self.process is not None:

@@ -1,5 +1,6 @@
 """The second process that answers reads while many wait."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from paceline.master.api import _reading_process
+from paceline.master.api._readers import Readers
 from paceline.master.api._reading_process import READY
 from paceline.master.api._row_helpers import records_parameter
 
@@ -56,17 +58,32 @@ class Second:
             return await answer(endpoint, arguments)
 
         self.process.answer = noting
+        self._gets_all = False
+        self.readers._next = self._next
 
     def start(self) -> psutil.Process:
         """Start it as many waiting reads do, and wait until it can answer."""
         loop = self.master.core.controls._loop
-        loop.call_soon_threadsafe(self.process.would_answer_before, 100)
+        loop.call_soon_threadsafe(self.process.start)
         wait_until(lambda: self.process._writer is not None)
         return psutil.Process(self.process._process.pid)
 
     def gets_all(self, *, gets: bool = True) -> None:
         """Let it get all reads that it can answer, or none."""
-        self.readers._threads.num_quick = 1_000_000 if gets else 0
+        self._gets_all = gets
+
+    def _next(self, *, leaves: bool) -> Any:
+        """Leave to the first process what the second one cannot answer, or all."""
+        readers = self.readers
+        if leaves and not self._gets_all:
+            return None
+        if not leaves and self._gets_all and self.process.is_ready:
+            for entry in readers._waiting:
+                if not entry[1]:
+                    readers._waiting.remove(entry)
+                    return entry[0]
+            return None
+        return Readers._next(readers, leaves=leaves)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -137,30 +154,68 @@ def test_it_sees_each_commit_at_once(master: Any, second: Second) -> None:
     assert len(second.asked) == 60
 
 
-def test_it_is_started_by_reads_that_wait_and_answers_others_meanwhile(
-    master: Any, second: Second
-) -> None:
+def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: Second) -> None:
+    del second.readers._next
     master.create()
-    go_on = threading.Event()
-    second.readers._threads._quick.submit(go_on.wait, 120)
+    is_held, go_on = threading.Event(), threading.Event()
 
-    def get(timeout: float) -> int:
-        url = f"{master.url}/experiments/1"
-        return httpx.get(url, headers=master.headers, timeout=timeout, verify=False).status_code
+    def hold() -> None:
+        is_held.set()
+        go_on.wait(120)
 
-    found: list[int] = []
-    waiting = [threading.Thread(target=lambda: found.append(get(120))) for _ in range(6)]
+    def get(path: str) -> int:
+        url = f"{master.url}/{path}"
+        return httpx.get(url, headers=master.headers, timeout=120, verify=False).status_code
+
+    found: list[str] = []
+
+    def note(path: str) -> None:
+        assert get(path) == 200
+        found.append(path)
+
+    paths = ["slots", *6 * ["experiments/1"], "queue"]
+    waiting = [threading.Thread(target=note, args=[path]) for path in paths]
+    loop = master.core.controls._loop
+    held = asyncio.run_coroutine_threadsafe(second.readers._threads.answer("held", hold), loop)
+    assert is_held.wait(60)
     try:
         for thread in waiting:
             thread.start()
-        wait_until(lambda: second.process._writer is not None)
-        assert get(60) == 200
-        assert found == []
+        # Those that the first process alone can answer hold up no others.
+        wait_until(lambda: len(found) == 6)
+        assert set(found) == {"experiments/1"}
+        assert get("experiments/1") == 200
     finally:
         go_on.set()
     for thread in waiting:
         thread.join(60)
-    assert found == [200] * 6
+    held.result(60)
+    assert sorted(found[6:]) == ["queue", "slots"]
+
+
+def test_who_asks_no_more_holds_up_nobody(master: Any, second: Second) -> None:
+    del second.readers._next
+    readers = second.readers
+    is_held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> dict[str, Any]:
+        is_held.set()
+        go_on.wait(120)
+        return {}
+
+    async def ask_and_leave() -> None:
+        asked = [asyncio.create_task(readers.answer(hold, {})) for _ in range(3)]
+        await asyncio.to_thread(is_held.wait, 60)
+        # One whose turn it is, and one in the line.
+        for task in asked[:2]:
+            task.cancel()
+        await asyncio.wait(asked[:2])
+        go_on.set()
+        await asked[2]
+
+    loop = master.core.controls._loop
+    asyncio.run_coroutine_threadsafe(ask_and_leave(), loop).result(120)
+    assert (readers._num_here, readers._num_there, len(readers._waiting)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("fault", ["killed", "hung"])
@@ -283,14 +338,12 @@ def test_it_makes_no_database_where_one_was_deleted(
 ) -> None:
     second.process._database_path = missing = tmp_path / "missing.sqlite"
     loop = second.master.core.controls._loop
-    loop.call_soon_threadsafe(second.process.would_answer_before, 100)
+    loop.call_soon_threadsafe(second.process.start)
     wait_until(lambda: "does not answer and is ended" in caplog.text)
     assert not missing.exists()
 
 
 def test_one_core_has_no_second_process(master: Any, tmp_path: Path) -> None:
-    from paceline.master.api._reading_route import Readers
-
     readers = Readers(tmp_path / "x", num_cores=1)
     assert readers._process is None
     readers.close()

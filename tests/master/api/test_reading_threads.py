@@ -4,14 +4,42 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline.master.api import _reading_route
-from paceline.master.api._reading_route import ReadingThreads
+from paceline.master.api import _readers
+from paceline.master.api._readers import Readers
 
 
-def run_beside(threads: ReadingThreads, held: str, other: str) -> str:
+def slow(make: Callable[[], Any]) -> Any:
+    """The function of one route."""
+    return make()
+
+
+def quick(make: Callable[[], Any]) -> Any:
+    """The function of another one."""
+    return make()
+
+
+Route = Callable[[Callable[[], Any]], Any]
+
+
+@pytest.fixture
+def readers(tmp_path: Path) -> Iterator[Readers]:
+    """Return what answers reads in this process."""
+    made = Readers(tmp_path / "none", num_cores=1)
+    yield made
+    made.close()
+
+
+async def answer(readers: Readers, route: Route, make: Callable[[], object]) -> str:
+    """Return the body of an answer."""
+    return bytes((await readers.answer(route, {"make": make})).body).decode()
+
+
+def run_beside(readers: Readers, held: Route, other: Route) -> str:
     """Answer for a route while an answer for another one is held up; return the thread's name."""
     is_held, go_on = threading.Event(), threading.Event()
 
@@ -20,11 +48,11 @@ def run_beside(threads: ReadingThreads, held: str, other: str) -> str:
         assert go_on.wait(60)
 
     async def run() -> str:
-        first = asyncio.create_task(threads.answer(held, hold))
+        first = asyncio.create_task(answer(readers, held, hold))
         await asyncio.to_thread(is_held.wait)
         try:
-            answer = threads.answer(other, lambda: threading.current_thread().name)
-            return await asyncio.wait_for(answer, 60)
+            name = answer(readers, other, lambda: threading.current_thread().name)
+            return await asyncio.wait_for(name, 60)
         finally:
             go_on.set()
             await first
@@ -32,54 +60,43 @@ def run_beside(threads: ReadingThreads, held: str, other: str) -> str:
     return asyncio.run(run())
 
 
-@pytest.fixture
-def threads() -> Iterator[ReadingThreads]:
-    made = ReadingThreads()
-    yield made
-    made.close()
-
-
-def answer(threads: ReadingThreads, route: str, make: Callable[[], object]) -> object:
-    return asyncio.run(threads.answer(route, make))
-
-
 def test_a_slow_route_holds_up_no_quick_one(
-    threads: ReadingThreads, monkeypatch: pytest.MonkeyPatch
+    readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_reading_route, "_SLOW_S", 0.01)
-    answer(threads, "slow", lambda: time.sleep(0.02))
-    assert run_beside(threads, "slow", "quick").startswith("paceline-reader")
+    monkeypatch.setattr(_readers, "_SLOW_S", 0.01)
+    asyncio.run(answer(readers, slow, lambda: time.sleep(0.02)))
+    assert run_beside(readers, slow, quick).startswith('"paceline-reader')
     # Of slow ones some run at a time.
-    assert run_beside(threads, "slow", "slow").startswith("paceline-slow-reader")
+    assert run_beside(readers, slow, slow).startswith('"paceline-slow-reader')
 
 
 def test_a_slow_read_that_fails_makes_its_route_slow_too(
-    threads: ReadingThreads, monkeypatch: pytest.MonkeyPatch
+    readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         time.sleep(0.02)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(_reading_route, "_SLOW_S", 0.01)
+    monkeypatch.setattr(_readers, "_SLOW_S", 0.01)
     with pytest.raises(ZeroDivisionError):
-        answer(threads, "slow", fail)
-    assert run_beside(threads, "slow", "quick").startswith("paceline-reader")
+        asyncio.run(answer(readers, slow, fail))
+    assert run_beside(readers, slow, quick).startswith('"paceline-reader')
 
 
 def test_a_route_is_slow_for_a_while_only(
-    threads: ReadingThreads, monkeypatch: pytest.MonkeyPatch
+    readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_reading_route, "_SLOW_S", 0.01)
-    monkeypatch.setattr(_reading_route, "_SLOW_FOR_S", 0.0)
-    answer(threads, "slow", lambda: time.sleep(0.02))
-    name = answer(threads, "slow", lambda: threading.current_thread().name)
-    assert str(name).startswith("paceline-reader")
+    monkeypatch.setattr(_readers, "_SLOW_S", 0.01)
+    monkeypatch.setattr(_readers, "_SLOW_FOR_S", 0.0)
+    asyncio.run(answer(readers, slow, lambda: time.sleep(0.02)))
+    name = asyncio.run(answer(readers, slow, lambda: threading.current_thread().name))
+    assert name.startswith('"paceline-reader')
 
 
-def test_quick_reads_take_turns(threads: ReadingThreads) -> None:
+def test_quick_reads_take_turns(readers: Readers) -> None:
     async def run() -> set[str]:
         answers = [
-            threads.answer(number, lambda: threading.current_thread().name) for number in range(20)
+            answer(readers, quick, lambda: threading.current_thread().name) for _ in range(20)
         ]
         return set(await asyncio.gather(*answers))
 

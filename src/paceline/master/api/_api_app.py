@@ -43,7 +43,7 @@ from paceline.master.api import (
 )
 from paceline.master.api._access_guard import Guard
 from paceline.master.api._body_limits import BodyLimits
-from paceline.master.api._reading_route import NUM_THREADS, Readers
+from paceline.master.api._readers import NUM_THREADS, Readers
 from paceline.master.api._request_counts import RequestCounting
 from paceline.master.api._scopes import PREFIX
 from paceline.master.api._web_ui_files import WebUi

@@ -21,8 +21,6 @@ import paceline
 
 logger = logging.getLogger(__name__)
 
-# From so many reads on that wait in the first process, a second one is started.
-_MANY = 4
 # After so long without a read it ends.
 _IDLE_S = 60.0
 # How long it may take to load what it needs, on a busy machine.
@@ -88,10 +86,12 @@ class ReadingProcess:
 
     Args:
         database_path: The database, which this process has open.
+        on_ready: Called once it can be asked.
     """
 
-    def __init__(self, database_path: Path) -> None:
+    def __init__(self, database_path: Path, on_ready: Callable[[], object]) -> None:
         self._database_path = database_path
+        self._on_ready = on_ready
         # Beside the start of the server, which it would delay.
         asyncio.get_running_loop().run_in_executor(None, state_of_sources)
         # What waits for an answer, and since when; and since when nothing did.
@@ -103,16 +103,16 @@ class ReadingProcess:
         self._task: asyncio.Task[None] | None = None
         self._not_before = 0.0
 
-    def would_answer_before(self, num_waiting: int) -> bool:
-        """Tell whether fewer wait for this process than for another one; start it if many do.
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be asked."""
+        return self._writer is not None
 
-        Args:
-            num_waiting: How many reads wait for the other one, or are answered there.
-        """
+    def start(self) -> None:
+        """Start it, unless it runs or has failed a moment ago."""
         can_start = time.monotonic() > self._not_before and not self._is_closed
-        if self._task is None and num_waiting >= _MANY and can_start:
+        if self._task is None and can_start:
             self._task = asyncio.get_running_loop().create_task(self._run())
-        return self._writer is not None and len(self._asked) < num_waiting
 
     async def answer(self, endpoint: Callable[..., Any], arguments: dict[str, Any]) -> Answer:
         """Return what a function of a route returns in the second process.
@@ -124,7 +124,7 @@ class ReadingProcess:
         Raises:
             NotAnsweredError: It failed, or the process has ended.
         """
-        assert self._writer is not None, "`would_answer_before` must have said so"
+        assert self._writer is not None, "it must be ready"
         question = packed((endpoint, arguments))
         future = asyncio.get_running_loop().create_future()
         self._asked.append((future, time.monotonic()))
@@ -149,6 +149,7 @@ class ReadingProcess:
             with closing(writer):
                 await asyncio.wait_for(reader.readexactly(len(READY)), _START_S)
                 self._writer, self._answered_at = writer, time.monotonic()
+                self._on_ready()
                 await self._take_answers(reader)
         except Exception as error:
             self._not_before = time.monotonic() + _PAUSE_S

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.master._name_cache import NameCache
+from paceline.master.api._readers import response_of
 from paceline.master.api._reading_process import (
     READY,
     Answer,
@@ -20,7 +21,6 @@ from paceline.master.api._reading_process import (
     packed,
     state_of_sources,
 )
-from paceline.master.api._reading_route import response_of
 from paceline.master.api._row_helpers import records_parameter
 from paceline.master.store import DatabaseReader, EncodingCache
 

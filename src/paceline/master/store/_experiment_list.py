@@ -216,12 +216,18 @@ def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
     # Labels are stored as a JSON list, so each one is found by its own JSON text.
     found += [_column_contains(labels, json.dumps(label)) for label in query.labels]
     if query.search:
-        columns = (_experiments.c.name, _experiments.c.description, labels)
-        matches = [_column_contains(column, query.search) for column in columns]
-        if query.search.isascii() and query.search.isdecimal() and len(query.search) < 19:
-            matches.append(_experiments.c.id == int(query.search))
-        found.append(or_(*matches))
+        found.append(_experiments.c.id.in_(_found_by_text(query.search)))
     return found
+
+
+def _found_by_text(text: str) -> Select[Any]:
+    """Return the ids of experiments with a text or a number, by an index that has all texts."""
+    table = _experiments.alias()
+    columns = (table.c.name, table.c.description, cast(table.c.labels, Text))
+    matches = [_column_contains(column, text) for column in columns]
+    if text.isascii() and text.isdecimal() and len(text) < 19:
+        matches.append(table.c.id == int(text))
+    return select(table.c.id).where(or_(*matches))
 
 
 def _column_contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:

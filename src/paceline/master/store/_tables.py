@@ -85,6 +85,8 @@ experiments = Table(
     # The orders of the list, among those that are archived and those that are not.
     Index("ix_experiments_archived", "is_archived"),
     Index("ix_experiments_name", "is_archived", text("name COLLATE NOCASE")),
+    # A search reads it in place of rows, which are large.
+    Index("ix_experiments_texts", "name", "description", "labels"),
     Index("ix_experiments_created", "is_archived", "created_at"),
     Index("ix_experiments_ended", "is_archived", "ended_at"),
     Index("ix_experiments_best", "is_archived", "best_metric"),

@@ -268,6 +268,9 @@ def _to_version_11(operations: Operations) -> None:
         sa.Column("has_left", sa.Boolean(), nullable=False, server_default=sa.false()),
     ):
         operations.add_column("nodes", column)
+    operations.create_index(
+        "ix_experiments_texts", "experiments", ["name", "description", "labels"]
+    )
 
 
 # The step at index n leads from version n + 1 to the next.

@@ -96,7 +96,7 @@ class NodeRunner:
             NodeStoppedError: The master refuses this runner, or another one has taken its place.
         """
         with self._holding():
-            write_atomically(self._address_path, seal(encode(self._address())))
+            self._write(self._address_path, seal(encode(self._address())))
             self._session = self._register()
             self._check_cluster()
             threading.Thread(target=self._poll_all, name="poll", daemon=True).start()
@@ -157,7 +157,15 @@ class NodeRunner:
                 f"The directory {str(self._directory)!r} must belong to one master, but holds"
                 " attempts of another one. Hint: choose another `--dir`."
             )
-        write_atomically(path, self._session.cluster_id.encode())
+        self._write(path, self._session.cluster_id.encode())
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            write_atomically(path, data)
+        except OSError as error:
+            raise NodeStoppedError(
+                f"The runner must be able to write to {str(self._directory)!r}, but: {error}."
+            ) from error
 
     def _poll_all(self) -> None:
         pauses = MasterBackoff()

@@ -1,0 +1,176 @@
+"""Who answers reads: threads of the master, and a second process while many wait."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Response
+from pydantic_core import to_json
+
+from paceline.master.api._reading_process import NotAnsweredError, ReadingProcess
+from paceline.master.api._row_helpers import records_parameter
+
+# Threads that answer beside the one for quick reads: those of slow reads, which use the processor
+# less than the database and files, and FastAPI's for requests that are no reads.
+NUM_THREADS = 8
+_NUM_SLOW = 3
+# A route that took so long once is a slow one for a while, in seconds.
+_SLOW_S = 0.1
+_SLOW_FOR_S = 60.0
+# From so many quick reads on that wait or are answered here, the second process is started.
+_MANY = 4
+# How many quick reads have been given to the thread, and to the second process. More than one, so
+# that it has the next one at once.
+_HERE = 1
+_THERE = 3
+_JSON = "application/json"
+T = TypeVar("T")
+
+
+class ReadingThreads:
+    """The threads in which reads are answered: one for quick routes, others for slow ones.
+
+    Python runs one thread at a time. Two that are busy and the event loop take turns, which makes
+    every answer later and their number smaller. But quick reads must not wait for slow ones.
+    """
+
+    def __init__(self) -> None:
+        self._quick = ThreadPoolExecutor(1, thread_name_prefix="paceline-reader")
+        self._slow = ThreadPoolExecutor(_NUM_SLOW, thread_name_prefix="paceline-slow-reader")
+        self._slow_until: dict[object, float] = {}
+
+    async def answer(self, route: object, make: Callable[[], T]) -> T:
+        """Return what a function returns, which reads for a route, in the thread of quick ones.
+
+        Args:
+            route: The route, whose reads take alike long.
+            make: The function.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._quick, self._timed, route, make)
+
+    async def answer_slow(self, route: object, make: Callable[[], T]) -> T:
+        """Return what a function returns, in one of the threads for slow routes."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._slow, self._timed, route, make)
+
+    def is_slow(self, route: object) -> bool:
+        """Tell whether a read of a route took long lately."""
+        return time.monotonic() < self._slow_until.get(route, 0.0)
+
+    def note(self, route: object, seconds: float) -> None:
+        """Note how long a read of a route took."""
+        if seconds > _SLOW_S:
+            self._slow_until[route] = time.monotonic() + _SLOW_FOR_S
+
+    def _timed(self, route: object, make: Callable[[], T]) -> T:
+        began = time.monotonic()
+        try:
+            return make()
+        finally:
+            self.note(route, time.monotonic() - began)
+
+    def close(self) -> None:
+        """Answer nothing that waits any more."""
+        for threads in (self._quick, self._slow):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Readers:
+    """Where reads are answered: by threads, and by a second process while many wait for them.
+
+    Quick reads wait in one line. The thread for them and the second process each take the one that
+    has waited longest, so that neither keeps reads waiting while the other one has nothing to do,
+    and the faster one takes more.
+
+    Args:
+        database_path: The database.
+        num_cores: How many cores this process may use.
+    """
+
+    def __init__(self, database_path: Path, num_cores: int) -> None:
+        self._threads = ReadingThreads()
+        self._process = ReadingProcess(database_path, self._give_turns) if num_cores > 1 else None
+        # Each gets whether it goes to the process, and says whether it can.
+        self._waiting: deque[tuple[asyncio.Future[bool], bool]] = deque()
+        self._num_here = 0
+        self._num_there = 0
+
+    async def answer(self, endpoint: Callable[..., Any], arguments: dict[str, Any]) -> Response:
+        """Return what a route's function returns, as a response."""
+        threads, name = self._threads, records_parameter(endpoint)
+
+        def make() -> Response:
+            return response_of(endpoint(**arguments))
+
+        if threads.is_slow(endpoint):
+            return await threads.answer_slow(endpoint, make)
+        can_leave = name is not None and self._process is not None
+        while True:
+            async with self._turn(can_leave=can_leave) as leaves:
+                if not leaves:
+                    return await threads.answer(endpoint, make)
+                assert self._process is not None
+                others = {key: value for key, value in arguments.items() if key != name}
+                with suppress(NotAnsweredError):
+                    answer = await self._process.answer(endpoint, others)
+                    threads.note(endpoint, answer.seconds)
+                    return Response(answer.body, media_type=answer.media_type)
+            can_leave = False
+
+    def close(self) -> None:
+        """Answer nothing that waits any more."""
+        self._threads.close()
+        if self._process is not None:
+            self._process.close()
+
+    @asynccontextmanager
+    async def _turn(self, *, can_leave: bool) -> AsyncIterator[bool]:
+        """Wait in the line; yields whether the turn is in the second process."""
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, can_leave))
+        self._give_turns()
+        try:
+            yield await turn
+        finally:
+            if turn.cancelled():
+                self._waiting.remove((turn, can_leave))
+            elif turn.result():
+                self._num_there -= 1
+            else:
+                self._num_here -= 1
+            self._give_turns()
+
+    def _give_turns(self) -> None:
+        if self._process is not None and len(self._waiting) + self._num_here > _MANY:
+            self._process.start()
+        if self._num_here < _HERE and (turn := self._next(leaves=False)):
+            self._num_here += 1
+            turn.set_result(False)
+        while self._has_room_there() and (turn := self._next(leaves=True)):
+            self._num_there += 1
+            turn.set_result(True)
+
+    def _has_room_there(self) -> bool:
+        return self._process is not None and self._process.is_ready and self._num_there < _THERE
+
+    def _next(self, *, leaves: bool) -> asyncio.Future[bool] | None:
+        """Take the first out of the line, or the first that can leave."""
+        for index, (turn, can_leave) in enumerate(self._waiting):
+            # One that is done was cancelled: whoever asked has gone.
+            if not turn.done() and (can_leave or not leaves):
+                del self._waiting[index]
+                return turn
+        return None
+
+
+def response_of(found: Any) -> Response:
+    """Return what a route's function has returned as a response."""
+    if isinstance(found, Response):
+        return found
+    return Response(to_json(found, inf_nan_mode="null"), media_type=_JSON)

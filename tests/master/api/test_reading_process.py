@@ -161,7 +161,7 @@ def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: 
 
     def hold() -> None:
         is_held.set()
-        go_on.wait(120)
+        assert go_on.wait(120)
 
     def get(path: str) -> int:
         url = f"{master.url}/{path}"
@@ -176,7 +176,7 @@ def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: 
     paths = ["slots", *6 * ["experiments/1"], "queue"]
     waiting = [threading.Thread(target=note, args=[path]) for path in paths]
     loop = master.core.controls._loop
-    held = asyncio.run_coroutine_threadsafe(second.readers._threads.answer("held", hold), loop)
+    held = asyncio.run_coroutine_threadsafe(second.readers.answer(hold, {}), loop)
     assert is_held.wait(60)
     try:
         for thread in waiting:

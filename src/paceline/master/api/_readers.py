@@ -24,10 +24,10 @@ _SLOW_S = 0.1
 _SLOW_FOR_S = 60.0
 # From so many quick reads on that wait or are answered here, the second process is started.
 _MANY = 4
-# How many quick reads have been given to the thread, and to the second process. More than one, so
-# that it has the next one at once.
+# How many quick reads are given to the thread, and to the second process: so many that it has the
+# next one at once, however long the event loop takes to hear of an answer.
 _HERE = 1
-_THERE = 3
+_THERE = 8
 _JSON = "application/json"
 T = TypeVar("T")
 
@@ -84,9 +84,8 @@ class ReadingThreads:
 class Readers:
     """Where reads are answered: by threads, and by a second process while many wait for them.
 
-    Quick reads wait in one line. The thread for them and the second process each take the one that
-    has waited longest, so that neither keeps reads waiting while the other one has nothing to do,
-    and the faster one takes more.
+    Quick reads wait in one line. The second process has some of those that it can answer, and the
+    thread takes the one that has waited longest, so that the faster one takes more.
 
     Args:
         database_path: The database.
@@ -149,12 +148,12 @@ class Readers:
     def _give_turns(self) -> None:
         if self._process is not None and len(self._waiting) + self._num_here > _MANY:
             self._process.start()
-        if self._num_here < _HERE and (turn := self._next(leaves=False)):
-            self._num_here += 1
-            turn.set_result(False)
         while self._has_room_there() and (turn := self._next(leaves=True)):
             self._num_there += 1
             turn.set_result(True)
+        if self._num_here < _HERE and (turn := self._next(leaves=False)):
+            self._num_here += 1
+            turn.set_result(False)
 
     def _has_room_there(self) -> bool:
         return self._process is not None and self._process.is_ready and self._num_there < _THERE

@@ -27,8 +27,9 @@ from paceline.runner._attempt_end_report import (
 from paceline.runner._checkpoint_place import place_on_each_node
 from paceline.runner._code_archive import ArchiveLimits, ArchiveTooLargeError, unpack_archive
 from paceline.runner._fetch_checkpoint import fetch_checkpoint
+from paceline.runner._fetch_code import fetch_code
 from paceline.runner._master_follower import MasterFollower
-from paceline.runner._master_link import MasterBackoff, MasterLink, UnreachableError
+from paceline.runner._master_link import MasterLink
 from paceline.runner._node_group import NodeGroup
 from paceline.runner._output_spool import OutputSpool
 from paceline.runner._secret_file import FILE_NAME, read_secret_file
@@ -266,7 +267,15 @@ class AttemptRun:
                 _unpack_code(Path(spec.home) / "contexts" / name, target)
             else:
                 archive = self._directory.path / name
-                archive.write_bytes(self._fetch(f"/contexts/{spec.context_digest}"))
+                is_there = fetch_code(
+                    self._link,
+                    spec.context_digest,
+                    archive,
+                    lambda: not self._is_unwanted,
+                    self._tell,
+                )
+                if not is_there:
+                    return target
                 _unpack_code(archive, target)
                 archive.unlink()
         if spec.working_dir is None:
@@ -295,16 +304,6 @@ class AttemptRun:
     @property
     def _is_unwanted(self) -> bool:
         return self._follower.has_lost or self._follower.kill_reason is not None
-
-    def _fetch(self, path: str) -> bytes:
-        """Return what the master has at a path; wait for the master if it does not answer."""
-        pauses = MasterBackoff()
-        while True:
-            try:
-                return self._link.get(path)
-            except UnreachableError as error:
-                logger.warning("The master cannot be reached: %s", error)
-                time.sleep(pauses.next_s())
 
     def _command(self) -> list[str]:
         entrypoint = self._spec.entrypoint

@@ -10,7 +10,8 @@ import msgspec
 
 from paceline import faults
 from paceline.messages.attempts import CheckpointFiles
-from paceline.runner._master_link import MasterBackoff, MasterLink, UnreachableError
+from paceline.runner._master_link import MasterLink
+from paceline.runner._repeated_get import RepeatedGet
 from paceline.storage import CheckpointCorruptError, DirectoryStorage, IncomingCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def fetch_checkpoint(
         return
     path = f"/attempts/{attempt_id}/checkpoints/{uuid}"
     began = time.monotonic()
-    fetch = _Fetch(link, is_wanted)
+    fetch = RepeatedGet(link, "checkpoint", is_wanted)
     reply = fetch.get(path)
     if reply is None:
         return
@@ -57,7 +58,7 @@ def fetch_checkpoint(
     shards = {rank: text.encode() for rank, text in files.shards.items()}
     incoming = IncomingCheckpoint(storage, _SENDER, uuid, files.manifest.encode(), shards)
     for _ in range(_MAX_TRIES):
-        if not fetch.fetch_missing(path, incoming):
+        if not _fetch_missing(fetch, path, incoming):
             return
         problems = incoming.seal()
         if not problems:
@@ -69,40 +70,22 @@ def fetch_checkpoint(
     raise CheckpointCorruptError(f"Checkpoint {uuid} must arrive whole, but {details}.")
 
 
-class _Fetch:
-    """Requests that are repeated until the master answers."""
-
-    def __init__(self, link: MasterLink, is_wanted: Callable[[], bool]) -> None:
-        self._link = link
-        self._is_wanted = is_wanted
-
-    def get(self, path: str) -> bytes | None:
-        """Return what the master has at a path, None if it is not wanted any more."""
-        pauses = MasterBackoff()
-        while self._is_wanted():
-            try:
-                return self._link.get(path)
-            except UnreachableError as error:
-                logger.warning("The checkpoint cannot be fetched now: %s", error)
-                time.sleep(pauses.next_s())
-        return None
-
-    def fetch_missing(self, path: str, incoming: IncomingCheckpoint) -> bool:
-        """Fetch what is missing of a checkpoint; False if it is not wanted any more."""
-        for name, size in incoming.missing().items():
-            offset, wanted = size, incoming.manifest.files[name].size
-            while True:
-                query = f"name={quote(name, safe='')}&offset={offset}"
-                data = self.get(f"{path}/pieces?{query}")
-                if data is None:
-                    return False
-                if not data and offset < wanted:
-                    raise CheckpointCorruptError(
-                        f"The file {name!r} must have {wanted} bytes, but the master has {offset}."
-                    )
-                # One that is too long is damaged, which is found at the end.
-                offset = incoming.write(name, offset, data[: wanted - offset])
-                faults.reach("runner.checkpoint.piece_fetched")
-                if offset >= wanted:
-                    break
-        return True
+def _fetch_missing(fetch: RepeatedGet, path: str, incoming: IncomingCheckpoint) -> bool:
+    """Fetch what is missing of a checkpoint; False if it is not wanted any more."""
+    for name, size in incoming.missing().items():
+        offset, wanted = size, incoming.manifest.files[name].size
+        while True:
+            query = f"name={quote(name, safe='')}&offset={offset}"
+            data = fetch.get(f"{path}/pieces?{query}")
+            if data is None:
+                return False
+            if not data and offset < wanted:
+                raise CheckpointCorruptError(
+                    f"The file {name!r} must have {wanted} bytes, but the master has {offset}."
+                )
+            # One that is too long is damaged, which is found at the end.
+            offset = incoming.write(name, offset, data[: wanted - offset])
+            faults.reach("runner.checkpoint.piece_fetched")
+            if offset >= wanted:
+                break
+    return True

@@ -128,9 +128,11 @@ class MasterLink:
         """
         return self._request("POST", path, body, timeout_s)
 
-    def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
+    def get(
+        self, path: str, timeout_s: float = _TIMEOUT_S, headers: Mapping[str, str] | None = None
+    ) -> bytes:
         """Return the body of a resource; raises like `post`."""
-        return self._request("GET", path, None, timeout_s)
+        return self._request("GET", path, None, timeout_s, headers or {})
 
     def put(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Send bytes and return the answer's body; raises like `post`."""
@@ -158,7 +160,7 @@ class MasterLink:
         try:
             connection = self._connect(timeout_s)
             sent = {"Authorization": f"Bearer {self._token}"}
-            if body is not None:
+            if body is not None or method == "GET":
                 sent.update(headers)
             connection.request(method, f"{self._prefix}/api/v1{path}", body, sent)
             response = connection.getresponse()

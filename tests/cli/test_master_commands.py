@@ -109,6 +109,19 @@ def test_a_runner_takes_an_address_without_a_scheme(mastered: Any, tmp_path: Pat
     assert "The token must have the scope 'runner' for that" in refused.stderr
     made = mastered("token", "create", "box", "--scope", "runner")
     assert "for `paceline runner --token-file`." in made.stderr
+    token.write_text("")
+    assert "is empty" in mastered("runner", "--master", address, *options, code=1).stderr
+    token.write_text("of-another-master")
+    words = ["runner", "--master", address, *map(str, options)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", *words], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    # It goes on asking, and says what is wrong.
+    line = next(line for line in process.stderr if "WARNING" in line)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert f"does not take the token in {token}: HTTP 401: " in line
 
 
 @pytest.mark.root
@@ -464,12 +477,15 @@ def test_with_a_working_directory_nothing_is_sent(mastered: Any, code: Path) -> 
     assert "is COMPLETED after" in result.stdout
 
 
-def test_an_experiment_without_slots_says_who_has_them(mastered: Any, code: Path) -> None:
-    first = create(
-        mastered,
-        code,
-        *("--config", "data={steps: 999, pause_s: 0.2}", "--config", "resources.slots_per_trial=2"),
-    )["id"]
+@pytest.mark.parametrize("num_slots", [2, 1])
+def test_an_experiment_without_slots_says_who_has_them(
+    mastered: Any, code: Path, num_slots: int
+) -> None:
+    """A drained slot does not count."""
+    if num_slots == 1:
+        mastered("slot", "drain", "local", 1)
+    options = ("data={steps: 999, pause_s: 0.2}", f"resources.slots_per_trial={num_slots}")
+    first = create(mastered, code, *(part for one in options for part in ("--config", one)))["id"]
     first_trial(mastered, first)
     described = mastered("e", "describe", first).stdout
     [line] = [line for line in described.splitlines() if line.startswith("Runs on")]
@@ -477,12 +493,16 @@ def test_an_experiment_without_slots_says_who_has_them(mastered: Any, code: Path
     second = create(mastered, code)["id"]
     text = mastered("e", "describe", second).stdout
     assert "Runs on" not in text
-    assert f"waiting for 1 slot; 0 of 2 free, held by experiment {first}" in text
+    words = " ".join(text.split())
+    told = f"waiting for 1 slot; 0 of {num_slots} free, held by experiment {first}. It waits until"
+    assert told in words
     assert "QUEUED" in mastered("e", "lt", second).stdout
     listed = json.loads(mastered("e", "list", "--state", "queued", "--json").stdout)
     assert [e["id"] for e in listed] == [second]
     assert "STOPPING_" not in mastered("e", "cancel", first).stdout
     mastered("e", "kill", first)
+    if num_slots == 1:
+        mastered("slot", "resume", "local", 1)
     mastered("e", "wait", second)
 
 

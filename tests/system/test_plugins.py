@@ -284,6 +284,7 @@ def test_an_executor_that_is_not_known_or_is_none_is_refused(
     for executor, told in (
         ("other", "`executor` must be local, wrong, but got 'other'"),
         ("wrong", "must be a class of `Executor`"),
+        ("slurm", "(`starter: slurm`) and use `paceline up --pool-file FILE`"),
     ):
         command = [sys.executable, "-m", "paceline.cli", "up", "--port", "0"]
         command += ["--slots", "1", "--executor", executor]

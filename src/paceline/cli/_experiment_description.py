@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from paceline.client import Client, Experiment, Trial
     from paceline.messages.experiments import Experiment as ExperimentData
 
+# The most that the master lists at once.
+_MOST_WAITING = 1000
 _MOST_NODES = 10
 
 
@@ -61,18 +63,23 @@ def _waits_for(client: "Client", data: "ExperimentData") -> str | None:
 
     if experiment_word(data) != "QUEUED" or data.is_unmanaged:
         return None
-    slots = client.slots()
+    resources = data.config.get("resources", {})
+    pool, given = resources.get("pool") or "default", resources.get("slots_per_trial", 1)
+    slots = [one for one in client.slots() if one.pool == pool and not one.is_drained]
     if any(slot.experiment_id == data.id for slot in slots):
         return "starting"
-    given = data.config.get("resources", {}).get("slots_per_trial", 1)
     wanted = int(given["min"] if isinstance(given, dict) else given)
     free = sum(slot.experiment_id is None for slot in slots)
     holders = sorted({slot.experiment_id for slot in slots if slot.experiment_id is not None})
-    text = f"waiting for {wanted} slot{'s' * (wanted > 1)}; {free} of {len(slots)} free"
+    text = f"waiting for {wanted} slot{'s' * (wanted > 1)}"
+    text += f" of the pool {pool!r}" if pool != "default" else ""
+    text += f"; {free} of {len(slots)} free"
     if holders:
         text += f", held by experiment{'s' * (len(holders) > 1)} "
         text += ", ".join(map(str, holders))
-    return text
+    waiting = client.queue(pool=pool, limit=_MOST_WAITING)
+    reason = next((one.detail for one in waiting if one.experiment_id == data.id), None)
+    return text if reason is None else f"{text}. {reason}"
 
 
 def _nodes_of(client: "Client", data: "ExperimentData") -> str | None:

@@ -269,9 +269,14 @@ def _check_token_file(path: Path) -> None:
             f" ({error.strerror})."
         ) from error
     try:
-        read_secret(path.expanduser())
+        token = read_secret(path.expanduser())
     except DamagedSecretError as error:
         raise CommandError(f"{error} Hint: copy the token there again.") from error
+    if not token:
+        raise CommandError(
+            f"`--token-file` must be a file with a token, but {str(path)!r} is empty. Hint:"
+            " `paceline token create NAME --scope runner` makes one on the machine of the master."
+        )
     if stat.S_IMODE(mode) & 0o077:
         raise CommandError(
             f"`--token-file` must be a file that only its owner may read, but {str(path)!r} has"

@@ -25,6 +25,7 @@ from paceline.messages.attempts import AttemptSpec, MasterAddress
 
 _TIMEOUT_S = 30.0
 _FAILED_STATUS = 500
+_UNAUTHORIZED = 401
 _JSON = {"Content-Type": "application/json"}
 # Malformed, too large, not to be processed.
 _CONTENT_STATUSES = (400, 413, 422)
@@ -41,6 +42,10 @@ class UnreachableError(Exception):
 
 class UntrustedMasterError(UnreachableError):
     """Raised when TLS cannot be agreed on with the master, mostly for its certificate."""
+
+
+class TokenRefusedError(UnreachableError):
+    """Raised when the master does not take the token, which may be another one soon."""
 
 
 class MasterFailedError(UnreachableError):
@@ -177,7 +182,10 @@ class MasterLink:
             # The server has closed it.
             self.close()
             raise MasterFailedError(text)
-        if response.status >= 500 or response.status in (401, 408, 429):
+        if response.status == _UNAUTHORIZED:
+            self.close()
+            raise TokenRefusedError(text)
+        if response.status >= 500 or response.status in (408, 429):
             self.close()
             raise UnreachableError(text)
         if response.status >= 400:

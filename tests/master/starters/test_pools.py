@@ -12,6 +12,7 @@ import pytest
 
 import paceline
 from paceline.config import ConfigError, Section
+from paceline.master.executors._executor_registry import STARTERS
 from paceline.master.scheduling import PoolNeed
 from paceline.master.starters import (
     PoolDefinition,
@@ -19,6 +20,7 @@ from paceline.master.starters import (
     RunnerOrder,
     Starter,
     StarterError,
+    _starter_registry,
     read_pool_file,
 )
 from paceline.master.starters._missing_runners import missing_runners, runner_groups
@@ -532,3 +534,7 @@ def test_the_log_of_a_runner_can_be_found(
     pool = {"starter": kind, "directory": "~/runners", "options": options}
     path.write_text(json.dumps({"pools": {"p": pool}}))
     assert read_pool_file(path, "cluster")["p"][1].log_of(name) == place
+
+
+def test_executors_send_who_names_a_starter_to_pools() -> None:
+    assert set(STARTERS) == _starter_registry._OWN.keys()

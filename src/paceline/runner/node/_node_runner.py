@@ -24,6 +24,7 @@ from paceline.runner._master_link import (
     MasterBackoff,
     MasterLink,
     RefusedByMasterError,
+    TokenRefusedError,
     UnreachableError,
     UntrustedMasterError,
     encode,
@@ -75,6 +76,7 @@ class NodeRunner:
         self._certificate_path = directory / "master.pem"
         self._idle_timeout_s = idle_timeout_s
         self._busy_at = time.monotonic()
+        self._token_path = token_path
         self._link = MasterLink(lambda: self._address(read_secret(token_path)))
         self._processes = AttemptProcesses(directory / "attempts", directory)
         self._questions: queue.SimpleQueue[NodePoll] = queue.SimpleQueue()
@@ -133,7 +135,16 @@ class NodeRunner:
             except UnreachableError as error:
                 if str(error) != trouble:
                     trouble = str(error)
-                    logger.warning("The master at %s cannot be reached: %s", self._url, error)
+                    if isinstance(error, TokenRefusedError):
+                        logger.warning(
+                            "The master at %s does not take the token in %s: %s The runner asks"
+                            " again and again, as the file may get another one.",
+                            self._url,
+                            self._token_path,
+                            error,
+                        )
+                    else:
+                        logger.warning("The master at %s cannot be reached: %s", self._url, error)
                 if self._num_signals:
                     raise NodeStoppedError("Stopped before the master answered.") from error
                 time.sleep(pauses.next_s())

@@ -140,6 +140,12 @@ def test_a_runner_that_begins_on_a_full_disk_says_so(
     ended = paceline("runner", "--master", "127.0.0.1:1", *options, code=1)
     assert f"must be able to write to '{directory}', but: [Errno 28]" in ended.stderr
     assert "Traceback" not in ended.stderr
+    (small_disk / "filler").unlink()
+    (directory / "runner.lock").unlink(missing_ok=True)
+    (directory / "runner.lock").mkdir()
+    ended = paceline("runner", "--master", "127.0.0.1:1", *options, code=1)
+    assert f"must be able to write to '{directory}', but: [Errno 21]" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_the_printed_link_signs_a_browser_in(mastered: Any) -> None:

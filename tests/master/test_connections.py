@@ -366,7 +366,7 @@ def test_those_who_are_known_are_as_many_as_they_like_at_one_address(
     make_master: Callable[..., Any],
 ) -> None:
     limits = ConnectionLimits(
-        num_strangers=50, num_known=20, num_accepts_per_turn=5, num_per_address=4
+        num_strangers=50, num_known=40, num_accepts_per_turn=5, num_per_address=4
     )
     master = make_master(limits=limits)
     with ExitStack() as stack:
@@ -388,6 +388,35 @@ def test_those_who_are_known_are_as_many_as_they_like_at_one_address(
         assert sum(one.is_known for one in list(master.server.server_state.connections)) >= 12
         # Nor do they keep strangers out, which may be known in a moment.
         assert client().get("/health").status_code == 200
+
+
+def test_those_of_one_address_leave_half_of_the_places_to_others(
+    make_master: Callable[..., Any],
+) -> None:
+    master = make_master(
+        limits=ConnectionLimits(num_strangers=9, num_known=6, num_accepts_per_turn=5)
+    )
+    with ExitStack() as stack:
+
+        def client(address: str) -> httpx.Client:
+            transport = httpx.HTTPTransport(verify=False, local_address=address)
+            return stack.enter_context(
+                httpx.Client(
+                    base_url=master.url,
+                    headers=master.headers,
+                    timeout=PATIENCE_S,
+                    transport=transport,
+                )
+            )
+
+        def follow(address: str) -> int:
+            return stack.enter_context(client(address).stream("GET", "/events")).status_code
+
+        idle = client("127.0.0.2")
+        assert idle.get("/slots").status_code == 200
+        # For the third one, the idle one goes.
+        assert [follow("127.0.0.2") for _ in range(4)] == [200, 200, 200, 503]
+        assert [follow("127.0.0.3") for _ in range(3)] == [200, 200, 200]
 
 
 @pytest.mark.parametrize("num_files", [64, 256, 1024, 4096, 16_384, 1_048_576])

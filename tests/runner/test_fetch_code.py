@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
+from paceline._sealed_json import seal
 from paceline.messages.attempts import MAX_PIECE_BYTES, MasterAddress
+from paceline.messages.states import ExitReason
+from paceline.runner._attempt_run import AttemptRun
 from paceline.runner._fetch_code import DamagedCodeError, fetch_code
-from paceline.runner._master_link import MasterLink, RefusedByMasterError
+from paceline.runner._master_link import MasterLink, RefusedByMasterError, encode
 
 
 class CuttingProxy:
@@ -136,12 +140,31 @@ def test_damaged_code_is_fetched_again_and_then_refused(
         fetch_code(link, "0" * 64, tmp_path / "code", lambda: True, print)
 
 
+@pytest.mark.parametrize("size", PIECES)
 def test_a_server_that_knows_no_ranges_sends_all_of_it(
-    stored: Any, make_link: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: int, stored: Any, make_link: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest, data = stored(3 * MAX_PIECE_BYTES)
+    digest, data = stored(size)
     link, _ = make_link(1 << 40)
-    get = link.get
-    monkeypatch.setattr(link, "get", lambda path, headers=None: get(path))
+    request = link._request
+    monkeypatch.setattr(link, "_request", lambda *given: request(*given[:4], {}))
     assert fetch_code(link, digest, tmp_path / "code", lambda: True, print)
     assert (tmp_path / "code").read_bytes() == data
+
+
+def test_an_attempt_that_is_ended_while_its_code_is_fetched_goes_no_further(
+    make_attempt: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The next step would miss the file `uv.lock` and blame the user."""
+    (tmp_path / "master.json").write_bytes(
+        seal(encode(MasterAddress(url="http://127.0.0.1:1", token="none", certificate=None)))
+    )
+    master = str(tmp_path / "master.json")
+    changed = {"home": None, "master": master, "context_digest": "0" * 64, "uses_uv": True}
+    directory = make_attempt(**changed)
+    spec = msgspec.structs.replace(directory.read_spec(), **changed)
+    run = AttemptRun(directory, spec)
+    run._follower._kill(ExitReason.PREEMPTION_TIMEOUT, 0.0)
+    assert run._start() is None
+    assert run._spool is not None
+    run._spool.close()

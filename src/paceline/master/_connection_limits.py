@@ -124,11 +124,21 @@ class Connections:
         num_strangers = len(self._waiting_strangers) + len(self._busy_strangers)
         return {"known": len(self._known), "strangers": num_strangers}
 
-    def has_room_for_known(self) -> bool:
-        """Tell whether one more may be known; one that is idle goes for it."""
-        if len(self._known) < self.limits.num_known:
+    def has_room_for_known(self, address: str) -> bool:
+        """Tell whether one more may be known at an address; one that is idle goes for it.
+
+        An address other than loopback has half of the places, so that the code of one trial, which
+        has a token, cannot keep all others out.
+        """
+        most = self.limits.num_known
+        found = list(self._known)
+        if address not in _SHARED and len(found) >= most // 2:
+            of_address = [one for one in found if one.address == address]
+            if len(of_address) >= most // 2:
+                found, most = of_address, most // 2
+        if len(found) < most:
             return True
-        idle = next((one for one in self._known if not one.is_busy), None)
+        idle = next((one for one in found if not one.is_busy), None)
         if idle is not None:
             self._drop(idle)
         return idle is not None
@@ -189,7 +199,7 @@ class Connection(H11Protocol):
     def admit(self) -> bool:
         """Lift the deadline, as the request is of somebody known; False if there are too many."""
         if not self.is_known:
-            self.is_known = self._connections.has_room_for_known()
+            self.is_known = self._connections.has_room_for_known(self.address)
             self._change(is_busy=True)
         return self.is_known
 

@@ -185,6 +185,8 @@ class AttemptRun:
         self._spool = OutputSpool(self._directory.output_path, self._secrets.values())
         environment = self._environment()
         working_directory = self._prepare_directory()
+        if working_directory is None:
+            return None
         if self._spec.uses_uv:
             environment = sync_environment(
                 working_directory, environment, self._tell, lambda: self._is_unwanted
@@ -257,7 +259,8 @@ class AttemptRun:
             )
         return {name: found[name] for name in spec.secret_names}
 
-    def _prepare_directory(self) -> Path:
+    def _prepare_directory(self) -> Path | None:
+        """Unpack the code and return where it works; None if it is not wanted any more."""
         spec = self._spec
         target = self._directory.context_path
         target.mkdir(mode=0o700, exist_ok=True)
@@ -275,7 +278,7 @@ class AttemptRun:
                     self._tell,
                 )
                 if not is_there:
-                    return target
+                    return None
                 _unpack_code(archive, target)
                 archive.unlink()
         if spec.working_dir is None:

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.messages.attempts import MAX_PIECE_BYTES
-from paceline.runner._master_link import MasterLink, RefusedByMasterError
+from paceline.runner._master_link import MasterLink
 from paceline.runner._repeated_get import RepeatedGet
 
-_BEYOND_THE_END = 416
 _MAX_TRIES = 3
 
 
@@ -55,18 +54,11 @@ def _fetch_once(fetch: RepeatedGet, path: str, target: Path) -> str | None:
     hasher, size = hashlib.sha256(), 0
     with target.open("wb") as file:
         while True:
-            wanted = {"Range": f"bytes={size}-{size + MAX_PIECE_BYTES - 1}"}
-            try:
-                data = fetch.get(path, wanted)
-            except RefusedByMasterError as error:
-                if error.status != _BEYOND_THE_END:
-                    raise
-                data = b""
+            data = fetch.get_piece(path, size, MAX_PIECE_BYTES)
             if data is None:
                 return None
             file.write(data)
             hasher.update(data)
             size += len(data)
-            if len(data) != MAX_PIECE_BYTES:
-                # A proxy that knows no ranges has sent all of it.
+            if len(data) < MAX_PIECE_BYTES:
                 return hasher.hexdigest()

@@ -26,6 +26,8 @@ from paceline.messages.attempts import AttemptSpec, MasterAddress
 _TIMEOUT_S = 30.0
 _FAILED_STATUS = 500
 _UNAUTHORIZED = 401
+_PARTIAL = 206
+_BEYOND_THE_END = 416
 _JSON = {"Content-Type": "application/json"}
 # Malformed, too large, not to be processed.
 _CONTENT_STATUSES = (400, 413, 422)
@@ -100,6 +102,8 @@ class MasterLink:
         self._token = ""
         self._prefix = ""
         self._url = ""
+        # Of the last answer.
+        self._status = 0
         # TLS was not spoken to an address that broke off, and it does not want it.
         self._is_plain = False
 
@@ -133,11 +137,21 @@ class MasterLink:
         """
         return self._request("POST", path, body, timeout_s)
 
-    def get(
-        self, path: str, timeout_s: float = _TIMEOUT_S, headers: Mapping[str, str] | None = None
-    ) -> bytes:
+    def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> bytes:
         """Return the body of a resource; raises like `post`."""
-        return self._request("GET", path, None, timeout_s, headers or {})
+        return self._request("GET", path, None, timeout_s, {})
+
+    def get_piece(self, path: str, offset: int, size: int) -> bytes:
+        """Return a piece of a resource, shorter at its end; raises like `post`."""
+        wanted = {"Range": f"bytes={offset}-{offset + size - 1}"}
+        try:
+            content = self._request("GET", path, None, _TIMEOUT_S, wanted)
+        except RefusedByMasterError as error:
+            if error.status != _BEYOND_THE_END:
+                raise
+            return b""
+        # A proxy that knows no ranges has sent all of it.
+        return content if self._status == _PARTIAL else content[offset : offset + size]
 
     def put(self, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Send bytes and return the answer's body; raises like `post`."""
@@ -170,6 +184,7 @@ class MasterLink:
             connection.request(method, f"{self._prefix}/api/v1{path}", body, sent)
             response = connection.getresponse()
             content = response.read()
+            self._status = response.status
         except _UNREACHABLE as error:
             opened = self._connection
             address = None if opened is None else (opened.host, opened.port)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from paceline.runner._master_link import MasterBackoff, MasterLink, UnreachableError
 
@@ -30,21 +30,31 @@ class RepeatedGet:
         self._what = what
         self._is_wanted = is_wanted
         self._tell = tell
-        self._told = ""
+        # Since the last answer.
+        self._told: set[str] = set()
 
-    def get(self, path: str, headers: Mapping[str, str] | None = None) -> bytes | None:
+    def get(self, path: str) -> bytes | None:
         """Return what the master has at a path, None if it is not wanted any more.
 
         Raises:
             RefusedByMasterError: The master refused the request.
         """
+        return self._repeat(lambda: self._link.get(path))
+
+    def get_piece(self, path: str, offset: int, size: int) -> bytes | None:
+        """Return a piece of what the master has at a path, shorter at its end; like `get`."""
+        return self._repeat(lambda: self._link.get_piece(path, offset, size))
+
+    def _repeat(self, get: Callable[[], bytes]) -> bytes | None:
         pauses = MasterBackoff()
         while self._is_wanted():
             try:
-                return self._link.get(path, headers=headers)
+                found = get()
+                self._told.clear()
+                return found
             except UnreachableError as error:
-                if str(error) != self._told:
-                    self._told = str(error)
+                if str(error) not in self._told:
+                    self._told.add(str(error))
                     self._tell(f"The {self._what} cannot be fetched now: {error}")
                 time.sleep(pauses.next_s())
         return None

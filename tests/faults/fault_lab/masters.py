@@ -94,7 +94,9 @@ class MasterProcess:
         """Return a client of the master that runs now, the same one each time."""
         address = json.loads((self.home / "master.json").read_text())
         key = address["url"], (self.home / "token").read_text().strip()
-        return self._clients.setdefault(key, Client(*key))
+        if key not in self._clients:
+            self._clients[key] = Client(*key)
+        return self._clients[key]
 
     def log(self) -> str:
         """Return what the master printed."""

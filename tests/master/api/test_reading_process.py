@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from paceline.master.api import _reading_process
+from paceline.master.api._experiment_routes import read_experiment
 from paceline.master.api._readers import Readers
 from paceline.master.api._reading_process import READY
 from paceline.master.api._row_helpers import records_parameter
@@ -191,6 +192,37 @@ def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: 
         thread.join(60)
     held.result(60)
     assert sorted(found[6:]) == ["queue", "slots"]
+
+
+def test_the_first_process_answers_alone_what_nobody_waits_for(master: Any, second: Second) -> None:
+    del second.readers._next
+    master.create()
+    second.start()
+    for _ in range(5):
+        assert master.http.get("/experiments/1").status_code == 200
+    assert second.asked == []
+
+
+def test_a_turn_that_is_given_just_before_it_ends_is_taken_in_the_first_process(
+    master: Any, second: Second
+) -> None:
+    master.create()
+    second.start()
+    second.gets_all()
+    readers, loop = second.readers, master.core.controls._loop
+
+    async def ask() -> list[int]:
+        asked = [
+            asyncio.create_task(readers.answer(read_experiment, {"experiment_id": 1} | given))
+            for given in [{"records": master.core}] * 3
+        ]
+        await asyncio.sleep(0)
+        # Between the turn and whoever takes it.
+        assert readers._num_there == 3
+        second.process._end()
+        return [found.status_code for found in await asyncio.gather(*asked)]
+
+    assert asyncio.run_coroutine_threadsafe(ask(), loop).result(60) == [200] * 3
 
 
 def test_who_asks_no_more_holds_up_nobody(master: Any, second: Second) -> None:

@@ -93,6 +93,23 @@ def test_a_route_is_slow_for_a_while_only(
     assert name.startswith('"paceline-reader')
 
 
+def test_a_route_that_turns_out_to_be_slow_leaves_the_line(
+    readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that waited before anybody knew do not hold up quick ones."""
+    monkeypatch.setattr(_readers, "_SLOW_S", 0.05)
+
+    def take_long() -> str:
+        time.sleep(0.1)
+        return threading.current_thread().name
+
+    async def run() -> list[str]:
+        return await asyncio.gather(*(answer(readers, slow, take_long) for _ in range(4)))
+
+    names = asyncio.run(run())
+    assert [name.startswith('"paceline-slow-reader') for name in names] == [False, True, True, True]
+
+
 def test_quick_reads_take_turns(readers: Readers) -> None:
     async def run() -> set[str]:
         answers = [

@@ -22,7 +22,7 @@ _NUM_SLOW = 3
 # A route that took so long once is a slow one for a while, in seconds.
 _SLOW_S = 0.1
 _SLOW_FOR_S = 60.0
-# From so many quick reads on that wait or are answered here, the second process is started.
+# From so many quick reads on that wait and that it can answer, the second process is started.
 _MANY = 4
 # How many quick reads are given to the thread, and to the second process: so many that it has the
 # next one at once, however long the event loop takes to hear of an answer.
@@ -84,8 +84,8 @@ class ReadingThreads:
 class Readers:
     """Where reads are answered: by threads, and by a second process while many wait for them.
 
-    Quick reads wait in one line. The second process has some of those that it can answer, and the
-    thread takes the one that has waited longest, so that the faster one takes more.
+    Quick reads wait in one line. The thread takes the one that has waited longest. The second
+    process is given those that it can answer, some at a time, so that the faster one takes more.
 
     Args:
         database_path: The database.
@@ -107,11 +107,11 @@ class Readers:
         def make() -> Response:
             return response_of(endpoint(**arguments))
 
-        if threads.is_slow(endpoint):
-            return await threads.answer_slow(endpoint, make)
         can_leave = name is not None and self._process is not None
-        while True:
+        while not threads.is_slow(endpoint):
             async with self._turn(can_leave=can_leave) as leaves:
+                if threads.is_slow(endpoint):
+                    break  # found out meanwhile
                 if not leaves:
                     return await threads.answer(endpoint, make)
                 assert self._process is not None
@@ -121,9 +121,12 @@ class Readers:
                     threads.note(endpoint, answer.seconds)
                     return Response(answer.body, media_type=answer.media_type)
             can_leave = False
+        return await threads.answer_slow(endpoint, make)
 
     def close(self) -> None:
         """Answer nothing that waits any more."""
+        for turn, _ in self._waiting:
+            turn.cancel()
         self._threads.close()
         if self._process is not None:
             self._process.close()
@@ -146,14 +149,14 @@ class Readers:
             self._give_turns()
 
     def _give_turns(self) -> None:
-        if self._process is not None and len(self._waiting) + self._num_here > _MANY:
+        if self._num_here < _HERE and (turn := self._next(leaves=False)):
+            self._num_here += 1
+            turn.set_result(False)
+        if self._process is not None and sum(leaves for _, leaves in self._waiting) >= _MANY:
             self._process.start()
         while self._has_room_there() and (turn := self._next(leaves=True)):
             self._num_there += 1
             turn.set_result(True)
-        if self._num_here < _HERE and (turn := self._next(leaves=False)):
-            self._num_here += 1
-            turn.set_result(False)
 
     def _has_room_there(self) -> bool:
         return self._process is not None and self._process.is_ready and self._num_there < _THERE

@@ -124,7 +124,8 @@ class ReadingProcess:
         Raises:
             NotAnsweredError: It failed, or the process has ended.
         """
-        assert self._writer is not None, "it must be ready"
+        if self._writer is None:
+            raise NotAnsweredError
         question = packed((endpoint, arguments))
         future = asyncio.get_running_loop().create_future()
         self._asked.append((future, time.monotonic()))

@@ -171,8 +171,13 @@ class NodeRunner:
         self._write(path, self._session.cluster_id.encode())
 
     def _write(self, path: Path, data: bytes) -> None:
-        try:
+        with self._naming_directory():
             write_atomically(path, data)
+
+    @contextmanager
+    def _naming_directory(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise NodeStoppedError(
                 f"The runner must be able to write to {str(self._directory)!r}, but: {error}."
@@ -387,7 +392,9 @@ class NodeRunner:
     @contextmanager
     def _holding(self) -> Iterator[None]:
         """Hold the directory, so that one runner serves it."""
-        with open_private(self._directory / "runner.lock", "a+") as file:
+        with self._naming_directory():
+            lock = open_private(self._directory / "runner.lock", "a+")
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

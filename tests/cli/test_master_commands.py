@@ -683,7 +683,9 @@ def test_a_port_already_taken_is_told_by_up_in_both_forms(paceline: Any) -> None
         port = other.getsockname()[1]
         for options in ([], ["--detach"]):
             result = paceline("up", "--port", port, *options, code=1)
-            assert result.stderr.splitlines() == [
+            # A busy machine may take long to tell.
+            told = result.stderr.splitlines()
+            assert [line for line in told if not line.startswith("Waiting for")] == [
                 f"Error: The port must be free, but another program listens on 127.0.0.1:{port}.",
                 "Hint: `--port 0` takes any free one.",
             ]

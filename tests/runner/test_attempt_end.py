@@ -4,15 +4,18 @@ The attempt that the master started only sleeps; what is reported lies in a dire
 """
 
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from paceline.journal import AttemptFinished, JournalWriter, RecordsDropped, segment_name
@@ -239,3 +242,44 @@ def test_what_ends_well_while_it_is_being_killed_has_ended_well(
     [attempt] = trial["attempts"]
     assert (attempt["exit"]["reason"], attempt["exit"]["outcome"]) == ("exited", "completed")
     assert trial["state"] == "COMPLETED"
+
+
+SAVES_SLOWLY = """
+import os, time
+import paceline as det
+with det.core.init() as context:
+    context.train.report_validation_metrics(1, {"loss": 0.5})
+    begun = context.info.latest_checkpoint is None
+    if begun:
+        context.preempt.should_preempt()
+        open(BEGUN, "w").close()
+    while begun and not context.preempt.should_preempt():
+        time.sleep(0.05)
+    if begun:
+        with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
+            # Longer than a runner waits for what a shell has left behind.
+            time.sleep(5)
+            (path / "state").write_text("1")
+"""
+
+
+@pytest.mark.parametrize("with_runner", [True, False])
+def test_a_system_that_signals_all_processes_of_a_job_costs_no_restart_and_no_checkpoint(
+    shared_master: Any, wait_until: Callable[..., None], tmp_path: Path, with_runner: bool
+) -> None:
+    """The shell of the entrypoint ends at once, and the training process stores a checkpoint."""
+    begun = tmp_path / "begun"
+    script = SAVES_SLOWLY.replace("BEGUN", repr(str(begun)))
+    # Not its last command, so that the shell stays.
+    experiment_id = shared_master.create(script, entrypoint="python3 train.py; true")
+    wait_until(begun.exists)
+    runner = shared_master.runner(shared_master.trial(experiment_id)["attempts"][0]["id"])
+    signalled = [runner] if with_runner else []
+    for process in [*signalled, *runner.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    trial = shared_master.wait_for_end(experiment_id)
+    assert (trial["state"], trial["restarts"]) == ("COMPLETED", 0), trial["error"]
+    first, second = trial["attempts"]
+    assert (first["exit"]["outcome"], first["exit"]["code"]) == ("preempted", 0)
+    assert second["resumed_from"] == trial["latest_checkpoint"] is not None

@@ -64,6 +64,8 @@ _PRIVATE_VARIABLES = (
 # Which last words of an attempt count for more than that it was told to end. One that was killed
 # outright may have left by the way, but one that had done all its work must not be trained again.
 _OUTCOMES_THAT_COUNT = {
+    # By somebody else, such as a system that signals all processes of a job.
+    None: ("completed", "preempted"),
     ExitReason.KILLED: ("completed",),
     ExitReason.PREEMPTION_TIMEOUT: ("completed", "preempted"),
 }
@@ -224,7 +226,7 @@ class AttemptRun:
         return group
 
     def _end(self, exit_: WorkerExit, kill_reason: ExitReason | None) -> AttemptEnd:
-        if kill_reason is not None and _is_ours(exit_):
+        if exit_.signal == signal.SIGTERM or (kill_reason is not None and _is_ours(exit_)):
             finish = read_attempt_finish(self._directory.run)
             if finish is not None and finish.outcome in _OUTCOMES_THAT_COUNT[kill_reason]:
                 # Only a shell around it, or what came after, was ended by the signal.

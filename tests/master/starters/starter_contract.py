@@ -194,6 +194,37 @@ class StarterContract:
                 pool.wait(lambda: all(t.revoked_at for t in client.list_tokens()))
 
     @pytest.mark.slow
+    def test_a_search_over_two_runners_ends_as_if_none_had_been_ended(
+        self, cluster: Cluster, make_pool: Callable[..., Pool]
+    ) -> None:
+        pool = make_pool(
+            {**cluster.definition, "slots": 1, "max_runners": 2, "idle_timeout": 5.0},
+            cluster.variables,
+        )
+        searcher = {"name": "random", "metric": "loss", "max_trials": 4}
+        with pool.client() as client:
+            experiment = pool.create(
+                client,
+                searcher=searcher | {"max_concurrent_trials": 2},
+                hyperparameters={"lr": {"type": "double", "minval": 0.0, "maxval": 1.0}},
+            )
+
+            def train() -> list[Any]:
+                return [one for one in experiment.trials() if one.best_metric == 0.5]
+
+            pool.wait(lambda: len(train()) == 2)
+            assert cluster.jobs() == [True, True]
+            cluster.end_one()
+            pool.wait(lambda: any(len(one.reload().data.attempts) == 2 for one in train()))
+            pool.hold.unlink()
+            assert experiment.wait() == "COMPLETED"
+            assert len(train()) == 4
+            assert {one.state.value for one in experiment.trials()} == {"COMPLETED"}
+            ended = [one.reload().data for one in experiment.trials()]
+            assert [one.restarts for one in ended] == [0, 0, 0, 0], ended
+            pool.wait(lambda: not cluster.jobs())
+
+    @pytest.mark.slow
     def test_a_runner_that_waits_is_canceled_with_its_trial(
         self, cluster: Cluster, make_pool: Callable[..., Pool]
     ) -> None:

@@ -48,8 +48,11 @@ class LocalWorker:
     @property
     def may_save_its_work(self) -> bool:
         """Whether what a shell started is still answering a signal that ended the shell."""
-        is_asked = bool(self.sent_signals) and signal.SIGKILL not in self.sent_signals
-        return is_asked and self.spec.signals_whole_group
+        # A system that ends a job, such as Slurm, signals all of its processes by itself.
+        was_ended = self.exit is not None and self.exit.signal == signal.SIGTERM
+        is_asked = was_ended or bool(self.sent_signals)
+        is_killed = signal.SIGKILL in self.sent_signals
+        return is_asked and not is_killed and self.spec.signals_whole_group
 
     def send(self, signum: int) -> None:
         """Send a signal, if the worker has not ended."""

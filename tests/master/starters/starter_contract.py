@@ -43,6 +43,7 @@ class Cluster(ABC):
         waiting: Options with which runners wait for ever, None if there are none.
         starts_groups: Whether the runners of one trial are started as one.
         tells_ends: Whether the master hears from it that a runner has ended.
+        num_places: How many runners it has room for.
     """
 
     definition: dict[str, Any]
@@ -50,6 +51,7 @@ class Cluster(ABC):
     waiting: dict[str, Any] | None = None
     starts_groups = True
     tells_ends = True
+    num_places = 2
 
     @abstractmethod
     def jobs(self) -> list[bool]:
@@ -197,6 +199,8 @@ class StarterContract:
     def test_a_search_over_two_runners_ends_as_if_none_had_been_ended(
         self, cluster: Cluster, make_pool: Callable[..., Pool]
     ) -> None:
+        if cluster.num_places < 2:
+            pytest.skip("NOT TESTED: there is one host")
         pool = make_pool(
             {**cluster.definition, "slots": 1, "max_runners": 2, "idle_timeout": 5.0},
             cluster.variables,

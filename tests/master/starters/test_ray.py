@@ -54,7 +54,7 @@ class RayNodes(Cluster):
         import ray
         from ray.util import list_named_actors
 
-        [actor] = list_named_actors(all_namespaces=True)
+        actor = list_named_actors(all_namespaces=True)[0]
         ray.kill(ray.get_actor(**actor))
 
 

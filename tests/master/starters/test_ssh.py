@@ -19,6 +19,7 @@ from starter_contract import Cluster, Pool, StarterContract
 
 class Hosts(Cluster):
     tells_ends = False
+    num_places = 1
 
     def __init__(self, options: dict[str, Any], place: Path) -> None:
         self.definition = {"starter": "ssh", "options": options}

@@ -362,6 +362,16 @@ def test_one_address_gets_only_its_share(make_master: Callable[..., Any]) -> Non
         assert master.http.get("/slots").status_code == 200
 
 
+def client_at(master: Any, address: str) -> httpx.Client:
+    """Return a client of a master that connects from an address of this machine."""
+    return httpx.Client(
+        base_url=master.url,
+        headers=master.headers,
+        timeout=PATIENCE_S,
+        transport=httpx.HTTPTransport(verify=False, local_address=address),
+    )
+
+
 def test_those_who_are_known_are_as_many_as_they_like_at_one_address(
     make_master: Callable[..., Any],
 ) -> None:
@@ -372,15 +382,7 @@ def test_those_who_are_known_are_as_many_as_they_like_at_one_address(
     with ExitStack() as stack:
 
         def client() -> httpx.Client:
-            transport = httpx.HTTPTransport(verify=False, local_address="127.0.0.2")
-            return stack.enter_context(
-                httpx.Client(
-                    base_url=master.url,
-                    headers=master.headers,
-                    timeout=PATIENCE_S,
-                    transport=transport,
-                )
-            )
+            return stack.enter_context(client_at(master, "127.0.0.2"))
 
         # Their connections stay open, idle.
         clients = [client() for _ in range(12)]
@@ -399,15 +401,7 @@ def test_those_of_one_address_leave_half_of_the_places_to_others(
     with ExitStack() as stack:
 
         def client(address: str) -> httpx.Client:
-            transport = httpx.HTTPTransport(verify=False, local_address=address)
-            return stack.enter_context(
-                httpx.Client(
-                    base_url=master.url,
-                    headers=master.headers,
-                    timeout=PATIENCE_S,
-                    transport=transport,
-                )
-            )
+            return stack.enter_context(client_at(master, address))
 
         def follow(address: str) -> int:
             return stack.enter_context(client(address).stream("GET", "/events")).status_code

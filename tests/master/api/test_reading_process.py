@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ import httpx
 import psutil
 import pytest
 
-from paceline.master.api import _reading_process
+from paceline.master.api import _readers, _reading_process
 from paceline.master.api._experiment_routes import read_experiment
 from paceline.master.api._readers import Readers
 from paceline.master.api._reading_process import READY
 from paceline.master.api._row_helpers import records_parameter
+from paceline.master.api._slot_routes import list_slots
 
+MANY = _readers._MANY
 # One for each function of a route that a second process may answer, and what it refuses.
 PATHS = {
     "list_experiments": ["experiments", "experiments?brief=true&state=ACTIVE&state=PAUSED",
@@ -47,7 +49,7 @@ PATHS = {
 class Second:
     """The second process of a served master."""
 
-    def __init__(self, master: Any) -> None:
+    def __init__(self, master: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.master = master
         self.readers = master.app.state.readers
         self.process = self.readers._process
@@ -59,8 +61,9 @@ class Second:
             return await answer(endpoint, arguments)
 
         self.process.answer = noting
-        self._gets_all = False
-        self.readers._next = self._next
+        self._set = monkeypatch.setattr
+        self._has_room_there = self.readers._has_room_there
+        self.gets_all(gets=False)
 
     def start(self) -> psutil.Process:
         """Start it as many waiting reads do, and wait until it can answer."""
@@ -71,20 +74,13 @@ class Second:
 
     def gets_all(self, *, gets: bool = True) -> None:
         """Let it get all reads that it can answer, or none."""
-        self._gets_all = gets
+        self._set(_readers, "_MANY", 0 if gets else sys.maxsize)
+        self._set(self.readers, "_has_room_there", self._has_room_there if gets else lambda: False)
 
-    def _next(self, *, leaves: bool) -> Any:
-        """Leave to the first process what the second one cannot answer, or all."""
-        readers = self.readers
-        if leaves and not self._gets_all:
-            return None
-        if not leaves and self._gets_all and self.process.is_ready:
-            for entry in readers._waiting:
-                if not entry[1]:
-                    readers._waiting.remove(entry)
-                    return entry[0]
-            return None
-        return Readers._next(readers, leaves=leaves)
+    def gets_its_share(self) -> None:
+        """Let it get what it does outside of tests."""
+        self.gets_all()
+        self._set(_readers, "_MANY", MANY)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -95,11 +91,9 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def second(master: Any) -> Iterator[Second]:
-    """Return the second process of a master, which is not started."""
-    made = Second(master)
-    yield made
-    made.gets_all(gets=False)
+def second(master: Any, monkeypatch: pytest.MonkeyPatch) -> Second:
+    """Return the second process of a master, which is not started and gets nothing."""
+    return Second(master, monkeypatch)
 
 
 def fill(master: Any) -> None:
@@ -156,7 +150,7 @@ def test_it_sees_each_commit_at_once(master: Any, second: Second) -> None:
 
 
 def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: Second) -> None:
-    del second.readers._next
+    second.gets_its_share()
     master.create()
     is_held, go_on = threading.Event(), threading.Event()
 
@@ -195,12 +189,50 @@ def test_it_is_started_by_reads_that_wait_and_answers_them(master: Any, second: 
 
 
 def test_the_first_process_answers_alone_what_nobody_waits_for(master: Any, second: Second) -> None:
-    del second.readers._next
+    second.gets_its_share()
     master.create()
     second.start()
     for _ in range(5):
         assert master.http.get("/experiments/1").status_code == 200
     assert second.asked == []
+
+
+@pytest.mark.parametrize("is_hung", [False, True])
+def test_while_many_wait_the_first_process_answers_what_it_alone_can(
+    is_hung: bool, master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless others have waited for long, as for a second process that hangs."""
+    monkeypatch.setattr(_readers, "_PATIENCE_S", 0.5 if is_hung else 1000.0)
+    master.create()
+    second.start().suspend()
+    second.gets_its_share()
+    readers, loop = second.readers, master.core.controls._loop
+    found: list[str] = []
+    num_in_line = 2
+
+    async def ask() -> None:
+        async def note(name: str, endpoint: Callable[..., Any], arguments: Any) -> None:
+            await readers.answer(endpoint, arguments)
+            found.append(name)
+
+        experiment = {"experiment_id": 1, "records": master.core}
+        asked = [
+            asyncio.create_task(note("any", read_experiment, experiment))
+            for _ in range(1 + _readers._THERE + num_in_line)
+        ]
+        await asyncio.sleep(0)
+        await note("own", list_slots, {"master": master.core})
+        # The thread was free when the first of the others came.
+        if is_hung:
+            while len(found) < len(["any", "own"]) + num_in_line:
+                await asyncio.sleep(0.01)
+        else:
+            assert found == ["any", "own"]
+        assert readers._num_there == _readers._THERE
+        second.process._end()
+        await asyncio.gather(*asked)
+
+    asyncio.run_coroutine_threadsafe(ask(), loop).result(120)
 
 
 def test_a_turn_that_is_given_just_before_it_ends_is_taken_in_the_first_process(
@@ -226,7 +258,7 @@ def test_a_turn_that_is_given_just_before_it_ends_is_taken_in_the_first_process(
 
 
 def test_who_asks_no_more_holds_up_nobody(master: Any, second: Second) -> None:
-    del second.readers._next
+    second.gets_its_share()
     readers = second.readers
     is_held, go_on = threading.Event(), threading.Event()
 
@@ -313,9 +345,11 @@ def test_it_ends_once_nobody_asks(
     second.start()
 
 
-def test_it_ends_with_the_master(make_master: Callable[..., Any]) -> None:
+def test_it_ends_with_the_master(
+    make_master: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     master = make_master(name="another")
-    second = Second(master)
+    second = Second(master, monkeypatch)
     process = second.start()
     master.server._stop()
     wait_until(lambda: not process.is_running())

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,14 +23,25 @@ _NUM_SLOW = 3
 # A route that took so long once is a slow one for a while, in seconds.
 _SLOW_S = 0.1
 _SLOW_FOR_S = 60.0
-# From so many quick reads on that wait and that it can answer, the second process is started.
+# From so many quick reads on that wait and that it can answer, the second process is started, and
+# left to answer them; but after so long in the line, in seconds, the thread takes one.
 _MANY = 4
+_PATIENCE_S = 1.0
 # How many quick reads are given to the thread, and to the second process: so many that it has the
 # next one at once, however long the event loop takes to hear of an answer.
 _HERE = 1
 _THERE = 8
 _JSON = "application/json"
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A read in the line; its turn gets whether it goes to the second process."""
+
+    turn: "asyncio.Future[bool]"
+    can_leave: bool
+    since: float = field(default_factory=time.monotonic)
 
 
 class ReadingThreads:
@@ -84,8 +96,9 @@ class ReadingThreads:
 class Readers:
     """Where reads are answered: by threads, and by a second process while many wait for them.
 
-    Quick reads wait in one line. The thread takes the one that has waited longest. The second
-    process is given those that it can answer, some at a time, so that the faster one takes more.
+    Quick reads wait in one line. The second process is given those that it can answer, some at a
+    time. The thread takes the others, and those as well while few wait: it shares Python's lock
+    with the event loop, which every answer needs.
 
     Args:
         database_path: The database.
@@ -95,8 +108,7 @@ class Readers:
     def __init__(self, database_path: Path, num_cores: int) -> None:
         self._threads = ReadingThreads()
         self._process = ReadingProcess(database_path, self._give_turns) if num_cores > 1 else None
-        # Each gets whether it goes to the process, and says whether it can.
-        self._waiting: deque[tuple[asyncio.Future[bool], bool]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._num_here = 0
         self._num_there = 0
 
@@ -125,8 +137,8 @@ class Readers:
 
     def close(self) -> None:
         """Answer nothing that waits any more."""
-        for turn, _ in self._waiting:
-            turn.cancel()
+        for one in self._waiting:
+            one.turn.cancel()
         self._threads.close()
         if self._process is not None:
             self._process.close()
@@ -134,40 +146,56 @@ class Readers:
     @asynccontextmanager
     async def _turn(self, *, can_leave: bool) -> AsyncIterator[bool]:
         """Wait in the line; yields whether the turn is in the second process."""
-        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, can_leave))
+        loop = asyncio.get_running_loop()
+        one = _Waiting(loop.create_future(), can_leave)
+        self._waiting.append(one)
         self._give_turns()
+        # The second process may hang.
+        look_again = loop.call_later(_PATIENCE_S, self._give_turns)
         try:
-            yield await turn
+            yield await one.turn
         finally:
-            if turn.cancelled():
-                self._waiting.remove((turn, can_leave))
-            elif turn.result():
+            look_again.cancel()
+            if one.turn.cancelled():
+                self._waiting.remove(one)
+            elif one.turn.result():
                 self._num_there -= 1
             else:
                 self._num_here -= 1
             self._give_turns()
 
     def _give_turns(self) -> None:
-        if self._num_here < _HERE and (turn := self._next(leaves=False)):
+        is_for_process = self._has_many_for_process()
+        late = time.monotonic() - _PATIENCE_S
+        if self._num_here < _HERE and (
+            turn := self._next(
+                lambda one: not (is_for_process and one.can_leave) or one.since <= late
+            )
+        ):
             self._num_here += 1
             turn.set_result(False)
-        if self._process is not None and sum(leaves for _, leaves in self._waiting) >= _MANY:
-            self._process.start()
-        while self._has_room_there() and (turn := self._next(leaves=True)):
+        while self._has_room_there() and (turn := self._next(lambda one: one.can_leave)):
             self._num_there += 1
             turn.set_result(True)
+
+    def _has_many_for_process(self) -> bool:
+        """Tell whether reads are left to the second process; starts it if so."""
+        num_leaving = self._num_there + sum(one.can_leave for one in self._waiting)
+        if self._process is None or num_leaving < _MANY:
+            return False
+        self._process.start()
+        return self._process.is_ready
 
     def _has_room_there(self) -> bool:
         return self._process is not None and self._process.is_ready and self._num_there < _THERE
 
-    def _next(self, *, leaves: bool) -> asyncio.Future[bool] | None:
-        """Take the first out of the line, or the first that can leave."""
-        for index, (turn, can_leave) in enumerate(self._waiting):
+    def _next(self, is_wanted: Callable[[_Waiting], bool]) -> "asyncio.Future[bool] | None":
+        """Take the first one out of the line that is wanted."""
+        for index, one in enumerate(self._waiting):
             # One that is done was cancelled: whoever asked has gone.
-            if not turn.done() and (can_leave or not leaves):
+            if not one.turn.done() and is_wanted(one):
                 del self._waiting[index]
-                return turn
+                return one.turn
         return None
 
 

@@ -1,6 +1,7 @@
 """Helpers that several routes share."""
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
@@ -45,6 +46,7 @@ Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="At most so many ite
 Cursor = Annotated[str | None, Query(description="`next_cursor` of the answer before.")]
 
 
+@functools.cache
 def records_parameter(endpoint: Callable[..., Any]) -> str | None:
     """Return which parameter of a route's function takes the `StoredRecords`, None if none does."""
     for name, one in inspect.signature(endpoint).parameters.items():

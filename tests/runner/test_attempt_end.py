@@ -283,3 +283,54 @@ def test_a_system_that_signals_all_processes_of_a_job_costs_no_restart_and_no_ch
     first, second = trial["attempts"]
     assert (first["exit"]["outcome"], first["exit"]["code"]) == ("preempted", 0)
     assert second["resumed_from"] == trial["latest_checkpoint"] is not None
+
+
+SAVES_SLOWLY_ON_THREE_RANKS = """
+import time
+import paceline as det
+from paceline import core
+distributed = core.DistributedContext.from_torch_distributed()
+with det.core.init(distributed=distributed) as context:
+    rank = context.distributed.rank
+    begun = context.info.latest_checkpoint is None
+    if begun:
+        context.preempt.should_preempt()
+        open(BEGUN + str(rank), "w").close()
+    while begun and not context.preempt.should_preempt():
+        time.sleep(0.05)
+    if begun:
+        with context.checkpoint.store_path({"steps_completed": 1}, shard=True) as (path, _):
+            time.sleep(5)
+            (path / f"state{rank}").write_text("1")
+    elif rank == 0:
+        context.train.report_validation_metrics(1, {"loss": 0.5})
+"""
+
+
+@pytest.mark.parametrize(
+    "which",
+    ["all", *(pytest.param(f"rank {rank}", marks=pytest.mark.slow) for rank in (0, 2))],
+)
+def test_a_system_that_signals_the_ranks_of_a_job_costs_no_restart_and_no_checkpoint(
+    shared_master: Any, wait_until: Callable[..., None], tmp_path: Path, which: str
+) -> None:
+    begun = tmp_path / "begun"
+    script = SAVES_SLOWLY_ON_THREE_RANKS.replace("BEGUN", repr(str(begun)))
+    launcher = "python3 -m paceline.launch.torch_distributed --nproc-per-node 3 train.py; true"
+    experiment_id = shared_master.create(script, entrypoint=launcher)
+    wait_until(lambda: all(Path(f"{begun}{rank}").exists() for rank in range(3)))
+    runner = shared_master.runner(shared_master.trial(experiment_id)["attempts"][0]["id"])
+    below = runner.children(recursive=True)
+    ranks = {}
+    for process in below:
+        with suppress(psutil.NoSuchProcess):
+            if rank := process.environ().get("RANK"):
+                ranks[f"rank {rank}"] = process
+    for process in [runner, *below] if which == "all" else [ranks[which]]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    trial = shared_master.wait_for_end(experiment_id)
+    assert (trial["state"], trial["restarts"]) == ("COMPLETED", 0), trial["error"]
+    first, second = trial["attempts"]
+    assert (first["exit"]["outcome"], first["exit"]["code"]) == ("preempted", 0)
+    assert second["resumed_from"] == trial["latest_checkpoint"] is not None

@@ -69,5 +69,6 @@ def _code_facts(source: dict[str, Any] | None) -> str | None:
     if source.get("num_diff_bytes"):
         text += f", {source['num_diff_bytes']} bytes of changes"
     if source.get("num_untracked_files"):
-        text += f", {source['num_untracked_files']} new files"
+        number = source["num_untracked_files"]
+        text += f", {number} new file{'s' * (number != 1)}"
     return text

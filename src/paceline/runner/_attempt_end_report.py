@@ -11,6 +11,7 @@ from paceline.journal import AttemptFinished, RunDirectory
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ErrorKind, ExitReason, kind_of_end
 from paceline.runner._attempt_directory import AttemptDirectory
+from paceline.runner._attempt_leftovers import end_leftovers
 from paceline.runner._checkpoint_place import sends_checkpoints
 from paceline.runner._master_link import (
     MasterBackoff,
@@ -19,7 +20,6 @@ from paceline.runner._master_link import (
     UnreachableError,
 )
 from paceline.runner._shipper import Shipper
-from paceline.workers import end_marked, kill_leftover
 
 logger = logging.getLogger(__name__)
 
@@ -102,22 +102,6 @@ def ship_leftover_reports(directory: AttemptDirectory) -> None:
     if sends_checkpoints(spec, directory.run):
         shipper.send_checkpoints()
     ship_end(shipper, end)
-
-
-def end_leftovers(directory: AttemptDirectory) -> None:
-    """End what is left of an attempt's processes, wherever they have gone."""
-    try:
-        process = directory.read_process()
-        if process is not None:
-            kill_leftover(*process)
-    except (msgspec.DecodeError, ValueError) as error:
-        logger.error("The processes of the earlier runner are not known: %s", error)
-    try:
-        mark = directory.read_spec().mark
-    except (OSError, msgspec.DecodeError):
-        return
-    if mark is not None and (num_ended := end_marked(mark)):
-        logger.warning("%d processes that the attempt had left were ended.", num_ended)
 
 
 def read_end(directory: AttemptDirectory) -> AttemptEnd | None:

@@ -154,11 +154,8 @@ class AttemptProcesses:
     @staticmethod
     def _end_leftovers(directory: AttemptDirectory) -> None:
         # Seldom needed, and it loads more of the runner than the master needs.
-        from paceline.runner._attempt_end_report import (
-            end_leftovers,
-            make_attempt_end,
-            write_attempt_end,
-        )
+        from paceline.runner._attempt_end_report import make_attempt_end, write_attempt_end
+        from paceline.runner._attempt_leftovers import end_leftovers
 
         end_leftovers(directory)
         write_attempt_end(directory, make_attempt_end(ExitReason.RUNNER_LOST))

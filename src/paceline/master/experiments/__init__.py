@@ -3,7 +3,7 @@
 from paceline.master.experiments._attempt_control import read_control_of
 from paceline.master.experiments._attempt_end import end_attempt
 from paceline.master.experiments._attempt_launch import Node, Place, checkpoint_root
-from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
+from paceline.master.experiments._attempt_rows import check_not_over, live_attempts, read_attempt
 from paceline.master.experiments._best_metric import recompute_best
 from paceline.master.experiments._checkpoint_files import (
     delete_files,
@@ -31,7 +31,6 @@ from paceline.master.experiments._runner_leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._scheduler_input import (
     Cluster,
     drained_slots,
-    live_attempts,
     rank_of,
     read_cluster,
     read_pools,

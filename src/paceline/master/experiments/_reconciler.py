@@ -16,6 +16,7 @@ from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._attempt_creation import create_attempt
 from paceline.master.experiments._attempt_launch import Node, build_launch
+from paceline.master.experiments._attempt_rows import live_attempts
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
 from paceline.master.experiments._multi_node_attempts import (
@@ -26,11 +27,7 @@ from paceline.master.experiments._multi_node_attempts import (
 )
 from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._runner_watch import RunnerWatch
-from paceline.master.experiments._scheduler_input import (
-    live_attempts,
-    read_cluster,
-    waiting_trials,
-)
+from paceline.master.experiments._scheduler_input import read_cluster, waiting_trials
 from paceline.master.experiments._start_delays import start_delay_after
 from paceline.master.experiments._state_changes import (
     StateChanges,

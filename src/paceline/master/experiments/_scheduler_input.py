@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, func, select
 
 from paceline.config import ExperimentConfig, MissingSearcher
+from paceline.master.experiments._attempt_rows import live_attempts
 from paceline.master.experiments._start_delays import nodes_in_start_delay, trials_in_start_delay
 from paceline.master.scheduling import (
     DEFAULT_PRIORITY,
@@ -110,19 +111,6 @@ def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
     for row in connection.execute(select(tables.drained_slots)).all():
         found.setdefault(row.node_id, set()).add(row.slot)
     return {node_id: frozenset(slots) for node_id, slots in found.items()}
-
-
-def live_attempts(connection: Connection) -> list[Row[Any]]:
-    """Return the attempts to look after; those of unmanaged experiments have no runner."""
-    attempts, experiments = tables.attempts, tables.experiments
-    # Asked of each attempt that is live: a join would begin with the experiments, which are many.
-    is_unmanaged = (
-        select(experiments.c.id)
-        .where(experiments.c.id == attempts.c.experiment_id, experiments.c.external_id.is_not(None))
-        .exists()
-    )
-    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
-    return list(connection.execute(query.order_by(attempts.c.id)).all())
 
 
 def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli._command_options import Json
+from paceline.cli._slot_texts import memory_text
 
 if TYPE_CHECKING:
     from paceline.messages.nodes_and_slots import Slot
@@ -32,12 +33,15 @@ def list_slots(json: Json = False) -> None:
         print_json(slots)
         return
     print_table(
-        ["Node", "Slot", "Device", "Pool", "State", "Experiment", "Trial"],
+        ["Node", "Slot", "Device", "Memory", "Pool", "State", "Experiment", "Trial"],
         [
-            (s.node, s.id, s.device, s.pool, _slot_state(s), s.experiment_id, s.trial_id)
+            (
+                *(s.node, s.id, s.device, memory_text([s.memory_bytes or 0]), s.pool),
+                *(_slot_state(s), s.experiment_id, s.trial_id),
+            )
             for s in slots
         ],
-        right=["Slot", "Experiment", "Trial"],
+        right=["Slot", "Memory", "Experiment", "Trial"],
         empty="The master has no slots.",
     )
 

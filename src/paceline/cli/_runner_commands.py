@@ -169,7 +169,7 @@ def _serve_node(
 def list_nodes(json: Json = False) -> None:
     """List the nodes, the master's own machine among them, with their slots and trials."""
     from paceline.cli._connection import connect
-    from paceline.cli._console_output import format_bytes, format_moment, print_json, print_table
+    from paceline.cli._console_output import format_age, format_bytes, print_json, print_table
 
     with connect() as client:
         nodes = client.nodes(include_local=True)
@@ -177,28 +177,29 @@ def list_nodes(json: Json = False) -> None:
     if json:
         print_json(nodes)
         return
+    rows = [
+        {
+            "Node": node.name,
+            "State": node.state,
+            "Pool": node.pool,
+            "Labels": labels_text(node.labels),
+            "Slots": slots_text(node, len(node.devices)),
+            "Device": node.device_kind,
+            "GPU memory": memory_text(node.device_memory_bytes),
+            "Memory": format_bytes(node.memory_bytes),
+            "Address": node.address,
+            "Trials": ", ".join(map(str, sorted(trials.get(node.name, ())))),
+            "Seen": format_age(node.seen_at),
+        }
+        for node in nodes
+    ]
+    # A terminal is narrow: what no node has is left out.
+    titles = [title for title in (rows or [{}])[0] if any(row[title] for row in rows)]
     print_table(
-        [
-            *("Node", "State", "Pool", "Labels", "Slots", "Device", "GPU memory", "Memory"),
-            *("Address", "Trials", "Seen"),
-        ],
-        [
-            (
-                node.name,
-                node.state,
-                node.pool,
-                labels_text(node.labels),
-                slots_text(node, len(node.devices)),
-                node.device_kind,
-                memory_text(node.device_memory_bytes),
-                format_bytes(node.memory_bytes),
-                node.address,
-                ", ".join(map(str, sorted(trials.get(node.name, ())))),
-                format_moment(node.seen_at),
-            )
-            for node in nodes
-        ],
+        titles,
+        [[row[title] for title in titles] for row in rows],
         right=["Slots", "GPU memory", "Memory"],
+        shortened=["Device", "Labels"],
         empty="The master has no slots, and no other machine has registered. `paceline runner` on"
         " one does.",
     )

@@ -32,14 +32,19 @@ def list_slots(json: Json = False) -> None:
     if json:
         print_json(slots)
         return
+    has_memory = any(slot.memory_bytes for slot in slots)
     print_table(
-        ["Node", "Slot", "Device", "Memory", "Pool", "State", "Experiment", "Trial"],
+        [
+            *("Node", "Slot", "Device", *(["Memory"] if has_memory else [])),
+            *("Pool", "State", "Experiment", "Trial"),
+        ],
         [
             (
-                *(s.node, s.id, s.device, memory_text([s.memory_bytes or 0]), s.pool),
-                *(_slot_state(s), s.experiment_id, s.trial_id),
+                *(slot.node, slot.id, slot.device),
+                *([memory_text([slot.memory_bytes or 0])] if has_memory else []),
+                *(slot.pool, _slot_state(slot), slot.experiment_id, slot.trial_id),
             )
-            for s in slots
+            for slot in slots
         ],
         right=["Slot", "Memory", "Experiment", "Trial"],
         empty="The master has no slots.",

@@ -16,6 +16,11 @@ interface Props {
 /** A machine, what it is, and who uses its slots. */
 export function NodeCard({ shown, names, hasPools }: Props) {
   const { name, state, pool, node, slots } = shown;
+  const facts = [
+    name === "local" && "the master's machine",
+    node?.device_kind,
+    hasPools && `pool ${pool}`,
+  ];
   return (
     <section className="card" aria-label={`Node ${name}`} data-state={state}>
       <Group gap="md" mb="xs">
@@ -24,9 +29,7 @@ export function NodeCard({ shown, names, hasPools }: Props) {
         </Title>
         <StateBadge state={state} />
         <Text size="sm" c="dimmed" className="wrap-anywhere">
-          {name === "local" && "the master's machine, "}
-          {node?.device_kind}
-          {hasPools && `, pool ${pool}`}
+          {facts.filter(Boolean).join(", ")}
         </Text>
         {node !== null && Object.keys(node.labels).length > 0 && (
           <Text size="sm" c="dimmed" className="wrap-anywhere">

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.launch.torch_distributed import _num_gpus
-from paceline.runner.node._slots_and_gpus import find_devices
+from paceline.runner.node import find_slots
 from paceline.workers import num_gpus
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: needs a GPU")
@@ -64,7 +64,11 @@ def listed(fields: str) -> list[list[str]]:
 @NEEDS_GPU
 def test_gpus_are_those_that_nvidia_smi_lists() -> None:
     indices = [row[0] for row in listed("index")]
-    assert find_devices(None) == indices
+    slots = find_slots(None)
+    assert [slot.id for slot in slots] == indices
+    assert [slot.name for slot in slots] == [row[0] for row in listed("name")]
+    sizes = [float(row[0]) for row in listed("memory.total")]
+    assert [slot.memory_bytes / 2**20 for slot in slots] == pytest.approx(sizes, rel=0.01)
     assert num_gpus() == _num_gpus() == torch.cuda.device_count() == len(indices)
 
 
@@ -138,6 +142,9 @@ def test_each_trial_sees_the_gpu_of_its_slot_alone(
     (programs / "nvidia-smi").write_text(FAKE)
     (programs / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    # NVML would tell of the GPUs that are there.
+    (programs / "pynvml.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{programs}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

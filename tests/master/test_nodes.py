@@ -110,6 +110,56 @@ def test_a_node_is_listed_with_what_it_said(master: Any, join: Callable[..., Fak
     assert master.http.get("/master").json()["num_slots"] == 2
 
 
+def test_the_memory_of_devices_is_listed_where_it_is_known(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    join("old", 2)
+    join("box", 3, device_memory_bytes=[80 * 2**30, 0, 2**30])
+    assert nodes(master)["old"]["device_memory_bytes"] == []
+    assert nodes(master)["box"]["device_memory_bytes"] == [80 * 2**30, 0, 2**30]
+    memory = [(slot["node"], slot["memory_bytes"]) for slot in master.http.get("/slots").json()]
+    assert memory == [
+        ("old", None), ("old", None), ("box", 80 * 2**30), ("box", None), ("box", 2**30),
+    ]  # fmt: skip
+
+
+def test_the_machine_of_the_master_is_listed_if_it_is_asked_for(
+    make_master: Callable[..., Any],
+) -> None:
+    master = make_master(num_slots=2)
+    FakeRunner(master, "box").register()
+
+    def local() -> Any:
+        [first, second] = master.http.get("/nodes?include_local=true").json()
+        assert (first["name"], second["name"]) == ("local", "box")
+        return first
+
+    # Programs that read the list of nodes find no other ones in it than before.
+    assert list(nodes(master)) == ["box"]
+    assert (local()["state"], local()["pool"], local()["devices"]) == (
+        "ready", "default", ["cpu", "cpu"],
+    )  # fmt: skip
+    assert local()["version"] == paceline.__version__
+    assert local()["device_kind"]
+    assert min(local()["num_cores"], local()["memory_bytes"], local()["seen_at"]) > 0
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    master.schedule()
+    assert (local()["num_slots_used"], local()["attempts"]) == (1, [1])
+    assert master.http.post("/nodes/local/slots/0/drain", json={}).status_code == 204
+    found = local()
+    counts = (found["state"], found["num_slots_drained"], found["num_slots_draining"])
+    assert counts == ("ready", 1, 1)
+    assert master.http.post("/nodes/local/drain", json={}).status_code == 204
+    assert local()["state"] == "draining"
+    end = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
+    assert master.attempt(1, "end", **end).status_code == 204
+    assert local()["state"] == "drained"
+
+
+def test_a_master_without_slots_is_no_node(master: Any) -> None:
+    assert master.http.get("/nodes?include_local=true").json() == []
+
+
 @pytest.mark.parametrize("wrong", [{"version": "0.0.9"}, {"protocol": PROTOCOL + 1}])
 def test_a_runner_of_another_version_is_refused_by_a_message_that_says_which(
     master: Any, wrong: dict[str, Any]
@@ -121,7 +171,17 @@ def test_a_runner_of_another_version_is_refused_by_a_message_that_says_which(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"name": "a b"}, {"name": "local"}, {"pool": ""}, {"devices": []}, {"key": 5}]
+    "wrong",
+    [
+        {"name": "a b"},
+        {"name": "local"},
+        {"pool": ""},
+        {"devices": []},
+        {"key": 5},
+        {"device_memory_bytes": [1, 2]},
+        {"device_memory_bytes": [-1]},
+        {"device_memory_bytes": [2**63]},
+    ],
 )
 def test_facts_that_cannot_be_are_refused(master: Any, wrong: dict[str, Any]) -> None:
     assert FakeRunner(master, "box").register(**wrong).status_code in (409, 422)
@@ -329,6 +389,11 @@ def test_a_drained_node_gets_nothing_and_what_runs_is_asked_to_leave(
     runner.take()
     assert master.http.post("/nodes/box/drain", json={}).status_code == 204
     assert nodes(master)["box"]["state"] == "draining"
+    drained = {"num_slots_used": 1, "num_slots_drained": 2, "num_slots_draining": 1}
+    [pool] = [one for one in master.http.get("/pools").json() if one["num_slots"]]
+    for found in (nodes(master)["box"], pool, master.http.get("/master").json()):
+        assert found | drained == found
+    assert pool["num_slots"] == 2
     assert attempts(master)[0].preempt_reason == "the node box is drained"
     end = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
     master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
@@ -336,13 +401,18 @@ def test_a_drained_node_gets_nothing_and_what_runs_is_asked_to_leave(
     run(master)
     assert len(attempts(master)) == 1
     assert nodes(master)["box"]["state"] == "drained"
+    assert (
+        nodes(master)["box"] | drained | {"num_slots_used": 0, "num_slots_draining": 0}
+        == (nodes(master)["box"])
+    )
     slots = master.http.get("/slots").json()
     assert [slot["is_drained"] for slot in slots] == [slot["node"] == "box" for slot in slots]
     assert any(slot["node"] == "box" for slot in slots)
     assert master.http.post("/nodes/box/resume").status_code == 204
     run(master)
     assert len(attempts(master)) > 1
-    refused(master.http.delete("/nodes/box"), 409, "in_use")
+    told = refused(master.http.delete("/nodes/box"), 409, "in_use")
+    assert "Hint: `paceline runner drain box`, and wait until they have left." in told
     refused(master.http.post("/nodes/nobody/drain", json={}), 404, "not_found")
 
 

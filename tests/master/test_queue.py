@@ -228,6 +228,12 @@ def test_a_drained_slot_is_left_and_taken_back(master: Any) -> None:
     assert running(master) == [first]
     shown = master.http.get("/slots").json()
     assert [one["is_drained"] for one in shown] == [False, True]
+    # The numbers that were there before count all slots.
+    counts = {
+        "num_slots": 2, "num_slots_used": 1, "num_slots_drained": 1, "num_slots_draining": 0,
+    }  # fmt: skip
+    for found in (master.http.get("/pools").json()[0], master.http.get("/master").json()):
+        assert found | counts == found
     assert entries(master)[second]["reason"] == "slots_in_use"
     assert master.http.post("/nodes/local/slots/1/resume").status_code == 204
     master.schedule()

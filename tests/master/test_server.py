@@ -25,7 +25,7 @@ from paceline.master import (
 )
 from paceline.master._home_directory import Home
 from paceline.master.api._web_ui_files import has_web_ui
-from paceline.runner.node._slots_and_gpus import find_devices
+from paceline.runner.node import find_slots
 
 SERVE = """
 import sys
@@ -233,13 +233,13 @@ def test_slots_are_gpus_or_else_cores(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert find_devices(num_slots) == expected
+        assert [slot.id for slot in find_slots(num_slots)] == expected
 
 
 def test_without_a_number_there_is_a_slot_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert find_devices(None) == ["cpu"] * len(os.sched_getaffinity(0))
+        assert [slot.id for slot in find_slots(None)] == ["cpu"] * len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
@@ -252,4 +252,4 @@ def test_a_number_of_slots_that_does_not_fit_is_refused(
     with monkeypatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(ValueError, match=message):
-            find_devices(num_slots)
+            find_slots(num_slots)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from paceline.runner.node._slots_and_gpus import find_devices, gpu_names_of_node
+from paceline.runner.node._slots_and_gpus import find_slots, memory_of_gpus, names_of_gpus
 
 # As NVIDIA's guide for MIG shows them: two devices of one GPU, and a GPU that is not divided.
 MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-e86cb44c-6756-fd30-cd4a-1e6da3caf9b0)
@@ -38,9 +40,14 @@ AMD_LIST = [
     for number, bus in enumerate(("0c", "22"))
 ]
 AMD_STATIC = [
-    {"gpu": number, "asic": {"market_name": "AMD Instinct MI300X", "vendor_id": "0x1002"}}
+    {
+        "gpu": number,
+        "asic": {"market_name": "AMD Instinct MI300X", "vendor_id": "0x1002"},
+        "vram": {"type": "HBM3", "size": {"value": 196592, "unit": "MB"}},
+    }
     for number in range(2)
 ]
+MI300X_BYTES = 196592 * 2**20
 
 Install = Callable[[str, dict[str, str]], None]
 
@@ -50,7 +57,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Return a function that installs a program; it answers by its first argument."""
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
 
     def make(name: str, answers: dict[str, str]) -> None:
         cases = []
@@ -66,9 +75,25 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return make
 
 
-def nvidia(listed: str, numbers: str = "0\n1\n") -> dict[str, str]:
-    names = "".join(f"{line[7:].partition(' (')[0]}\n" for line in listed.splitlines())
-    return {"--list-gpus": listed, "--query-gpu=index": numbers, "--query-gpu=name": names}
+def nvidia(listed: str, *sizes: str) -> dict[str, str]:
+    rows = re.findall(r"GPU (\d+): (.+) \(UUID: (GPU-.+)\)", listed)
+    table = "".join(
+        f"{number}, {uuid}, {name}, {size}\n"
+        for (number, name, uuid), size in zip(rows, sizes or ["81559"] * len(rows), strict=True)
+    )
+    return {"--list-gpus": listed, "--query-gpu=index,uuid,name,memory.total": table}
+
+
+def ids(num_slots: int | None = None) -> list[str]:
+    return [slot.id for slot in find_slots(num_slots)]
+
+
+def names() -> str:
+    return names_of_gpus(find_slots(None))
+
+
+def sizes() -> list[int]:
+    return memory_of_gpus(find_slots(None))
 
 
 def amd(listed: object, static: object = AMD_STATIC) -> dict[str, str]:
@@ -77,38 +102,38 @@ def amd(listed: object, static: object = AMD_STATIC) -> dict[str, str]:
 
 def test_each_mig_device_is_a_slot_and_a_whole_gpu_beside_it_too(install: Install) -> None:
     install("nvidia-smi", nvidia(MIG))
-    assert find_devices(None) == [*MIG_UUIDS, "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"]
-    assert find_devices(1) == MIG_UUIDS[:1]
-    assert gpu_names_of_node() == (
+    assert ids() == [*MIG_UUIDS, "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"]
+    assert ids(1) == MIG_UUIDS[:1]
+    assert names() == (
         "NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-40GB MIG 1g.5gb, NVIDIA A100-SXM4-40GB MIG 3g.20gb"
     )
 
 
 def test_the_mig_devices_of_an_old_driver_are_known(install: Install) -> None:
-    install("nvidia-smi", nvidia(OLD_MIG, "0\n"))
-    assert find_devices(None) == ["MIG-GPU-edfe6cbd-6ad5-8acb-3cf1-ae4bc41ec0f8/7/0"]
+    install("nvidia-smi", nvidia(OLD_MIG))
+    assert ids() == ["MIG-GPU-edfe6cbd-6ad5-8acb-3cf1-ae4bc41ec0f8/7/0"]
 
 
 def test_gpus_that_are_not_divided_keep_their_numbers(install: Install) -> None:
     install("nvidia-smi", nvidia(WHOLE))
     install("amd-smi", amd(AMD_LIST))
-    assert find_devices(None) == ["0", "1"]
-    assert gpu_names_of_node() == "NVIDIA H100 80GB HBM3"
+    assert ids() == ["0", "1"]
+    assert names() == "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize("listed", [AMD_LIST, {"gpu_data": AMD_LIST}])
 def test_amd_gpus_are_slots(install: Install, listed: object) -> None:
     static = {"gpu_data": AMD_STATIC} if isinstance(listed, dict) else AMD_STATIC
     install("amd-smi", amd(listed, static))
-    assert find_devices(None) == ["0", "1"]
-    assert gpu_names_of_node() == "AMD Instinct MI300X"
+    assert ids() == ["0", "1"]
+    assert names() == "AMD Instinct MI300X"
     with pytest.raises(ValueError, match="at most 2, the number of GPUs, but got 3"):
-        find_devices(3)
+        ids(3)
 
 
 def test_the_number_for_hip_is_taken_where_it_is_told(install: Install) -> None:
     install("amd-smi", amd([one | {"hip_id": 1 - one["gpu"]} for one in AMD_LIST]))  # type: ignore[operator]
-    assert find_devices(None) == ["1", "0"]
+    assert ids() == ["1", "0"]
 
 
 def test_a_limit_for_rocm_limits_the_slots(
@@ -116,11 +141,84 @@ def test_a_limit_for_rocm_limits_the_slots(
 ) -> None:
     install("amd-smi", amd(AMD_LIST))
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
-    assert find_devices(None) == ["1"]
+    assert ids() == ["1"]
 
 
 @pytest.mark.parametrize("answer", ["no JSON", "{}", "[]", "[1]", '[{"bdf": "x"}]'])
 def test_an_answer_without_gpus_gives_a_slot_per_core(install: Install, answer: str) -> None:
     install("amd-smi", {"list": f"{answer}\n"})
-    assert find_devices(None) == ["cpu"] * len(os.sched_getaffinity(0))
-    assert gpu_names_of_node() == "GPU"
+    assert ids() == ["cpu"] * len(os.sched_getaffinity(0))
+    assert names() == "GPU"
+
+
+def test_the_memory_of_whole_gpus_is_known_and_of_mig_devices_not(install: Install) -> None:
+    install("nvidia-smi", nvidia(MIG, "40960", "40536"))
+    assert sizes() == [0, 0, 40536 * 2**20]
+    install("nvidia-smi", nvidia(WHOLE, "81559", "[N/A]"))
+    assert sizes() == [81559 * 2**20, 0]
+    install("nvidia-smi", nvidia(WHOLE, "[N/A]", "[Not Supported]"))
+    assert sizes() == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "expected"),
+    [
+        ("1", "PCI_BUS_ID", [("1", "NVIDIA T4", 16)]),
+        # Which one has this number for CUDA is not known.
+        ("1", "FASTEST_FIRST", [("1", "NVIDIA H100, NVIDIA T4", 0)]),
+        ("GPU-bb, GPU-aa", "", [("GPU-bb", "NVIDIA T4", 16), ("GPU-aa", "NVIDIA H100", 80)]),
+        ("GPU-", "", [("GPU-", "NVIDIA H100, NVIDIA T4", 0)]),
+        ("-1", "", []),
+    ],
+)
+def test_a_gpu_that_is_listed_is_known_if_it_can_be_told_apart(
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    order: str,
+    expected: list[tuple[str, str, int]],
+) -> None:
+    listed = "GPU 0: NVIDIA H100 (UUID: GPU-aaaa)\nGPU 1: NVIDIA T4 (UUID: GPU-bbbb)\n"
+    install("nvidia-smi", nvidia(listed, "80", "16"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    slots = [slot for slot in find_slots(None) if slot.id != "cpu"]
+    assert [(slot.id, slot.name, slot.memory_bytes >> 20) for slot in slots] == expected
+
+
+def test_listed_gpus_that_are_alike_are_known_by_any_number(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("nvidia-smi", nvidia(WHOLE))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert (ids(), names(), sizes()) == (["1"], "NVIDIA H100 80GB HBM3", [81559 * 2**20])
+
+
+@pytest.mark.parametrize(
+    ("vram", "expected"),
+    [
+        ({"size": {"value": 196592, "unit": "MB"}}, MI300X_BYTES),
+        ({"size": {"value": 192, "unit": "GB"}}, 192 * 2**30),
+        ({"size": "196592 MB"}, MI300X_BYTES),
+        ("196592 MB", MI300X_BYTES),
+        ("N/A", 0),
+        ({"size": {"value": "N/A", "unit": "MB"}}, 0),
+        ({"size": {"value": 1, "unit": "barrels"}}, 0),
+        (None, 0),
+    ],
+)
+def test_the_memory_of_amd_gpus_is_that_which_amd_smi_tells(
+    install: Install, vram: object, expected: int
+) -> None:
+    install("amd-smi", amd(AMD_LIST, [{"gpu": 0}, {"gpu": 1, "vram": vram}]))
+    assert sizes() == ([0, expected] if expected else [])
+
+
+def test_a_program_that_hangs_is_ended(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.runner.node._gpu_programs._LIMIT_S", 0.3)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nwhile :; do :; done\n")
+    program.chmod(0o755)
+    assert ids() == ["cpu"] * len(os.sched_getaffinity(0))

@@ -1,5 +1,7 @@
 """The cluster page: nodes, slots, pools, and why each trial waits."""
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,13 @@ pools:
     options: {hosts: [127.0.0.1], ssh_options: [-p, "1"]}
 """
 
+FACTS = {
+    "name": "box", "key": "k", "version": paceline.__version__, "protocol": PROTOCOL,
+    "python": "/p", "python_version": "3.11", "devices": ["0", "1"], "device_kind": "A100",
+    "num_cores": 8, "memory_bytes": 2**36, "pool": "big",
+    "labels": {"gpu": "a100", "room": "1"},
+}  # fmt: skip
+
 
 @pytest.fixture
 def cluster(master_of: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
@@ -28,13 +37,8 @@ def cluster(master_of: Callable[..., Any], tmp_path: Path) -> Iterator[Any]:
     home.mkdir()
     (home / "pools.yaml").write_text(UNREACHABLE)
     running = master_of(home, "--slots", 2, "--runner-timeout", 6)
-    facts = {
-        "name": "box", "key": "k", "version": paceline.__version__, "protocol": PROTOCOL,
-        "python": "/p", "python_version": "3.11", "devices": ["0", "1"], "device_kind": "A100",
-        "num_cores": 8, "memory_bytes": 2**36, "pool": "big",
-    }  # fmt: skip
     headers = {"Authorization": f"Bearer {(running.home / 'token').read_text().strip()}"}
-    reply = httpx.post(f"{running.url}/api/v1/nodes", json=facts, headers=headers)
+    reply = httpx.post(f"{running.url}/api/v1/nodes", json=FACTS, headers=headers)
     assert reply.status_code == 200, reply.text
     yield running
     running.stop()
@@ -54,8 +58,13 @@ def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
     box = page.get_by_role("region", name="Node box")
     expect(box.get_by_text("Lost", exact=True)).to_be_visible()
     expect(box.get_by_text("A100, pool big")).to_be_visible()
+    expect(box.get_by_text("gpu=a100, room=1")).to_be_visible()
+    expect(
+        local.get_by_text(re.compile("^the master's machine, .+, pool default$"))
+    ).to_be_visible()
     pools = page.get_by_role("table").filter(has_text="Who is next")
     expect(pools.get_by_role("row").filter(has_text="default")).to_contain_text("by priority")
+    expect(pools.get_by_role("row").filter(has_text="default")).to_contain_text("1 of 1, 1 drained")
 
     # What comes later appears by itself, in its order.
     second = cluster.create(code, name="second", resources={"priority": 60})
@@ -76,6 +85,23 @@ def test_it_shows_who_runs_where_who_waits_and_what_is_lost_and_drained(
     expect(rows.nth(1)).to_contain_text("second")
     client.resume_slot("local", 1)
     expect(local.get_by_role("listitem").filter(has_text="second")).to_be_visible()
+
+
+def test_it_shows_the_labels_and_the_memory_of_a_node_and_counts_no_drained_slots(
+    cluster: Any, open_page: Callable[..., Any]
+) -> None:
+    facts = FACTS | {
+        "name": "mig", "key": "other", "devices": ["MIG-1", "MIG-2"],
+        "device_memory_bytes": [20 * 2**30, 0], "labels": {},
+    }  # fmt: skip
+    cluster.client._session.send("POST", "nodes", content=json.dumps(facts).encode())
+    cluster.client.drain_node("mig")
+    page = open_page(cluster, "/cluster")
+    node = page.get_by_role("region", name="Node mig")
+    expect(node.get_by_text("MIG-1, 20 GiB")).to_be_visible()
+    expect(node.get_by_text("MIG-2", exact=True)).to_be_visible()
+    pools = page.get_by_role("table").filter(has_text="Who is next")
+    expect(pools.get_by_role("row").filter(has_text="big")).to_contain_text("2 drained")
 
 
 def test_it_says_why_a_pool_has_no_runner(

@@ -1,7 +1,14 @@
 import { describe, expect, it } from "vitest";
 
 import type { ClusterNode, Slot } from "../src/api/types";
-import { shownNodes, slotState } from "../src/lib/cluster";
+import {
+  countSlots,
+  deviceInWords,
+  labelsInWords,
+  shownNodes,
+  slotState,
+  slotsInWords,
+} from "../src/lib/cluster";
 
 const slot = (node: string, id: number, changed: Partial<Slot> = {}): Slot => ({
   id,
@@ -35,6 +42,33 @@ describe("nodes of the cluster page", () => {
       ["box", "lost", []],
     ]);
     expect(shown[1]?.pool).toBe("big");
+  });
+});
+
+describe("the number of slots", () => {
+  it("leaves drained ones out, and says how many there are", () => {
+    const slots = [
+      slot("local", 0, { trial_id: 1 }),
+      slot("local", 1),
+      slot("local", 2, { is_drained: true }),
+      slot("local", 3, { is_drained: true, trial_id: 2 }),
+    ];
+    expect(slotsInWords(countSlots(slots))).toBe("1 of 2, 2 drained (1 still in use)");
+    expect(slotsInWords(countSlots(slots.slice(0, 3)))).toBe("1 of 2, 1 drained");
+    expect(slotsInWords(countSlots(slots.slice(0, 2)))).toBe("1 of 2");
+  });
+
+  it("is that of a master that tells of no drained ones", () => {
+    expect(slotsInWords({ num_slots: 4, num_slots_used: 3 })).toBe("3 of 4");
+  });
+});
+
+describe("labels and memory", () => {
+  it("are shown in words", () => {
+    expect(labelsInWords({ gpu: "a100", room: "1" })).toBe("gpu=a100, room=1");
+    const gpu = slot("box", 0, { device: "MIG-1", memory_bytes: 10 * 2 ** 30 });
+    expect(deviceInWords(gpu)).toContain("MIG-1, 10");
+    expect(deviceInWords(slot("box", 0))).toBe("cpu");
   });
 });
 

@@ -17,6 +17,7 @@ from paceline._network_interfaces import LOOPBACK, listening_address
 from paceline.cli._command_options import Home, Json, home_of
 from paceline.cli._errors import CommandError
 from paceline.cli._restart_without_token import restart_without_token
+from paceline.cli._slot_texts import slots_text
 
 if TYPE_CHECKING:
     from paceline.client import MasterFile
@@ -349,7 +350,7 @@ def status(json: Json = False) -> None:
         ("Version", info.version),
         ("Home", info.home),
         ("Running for", format_duration(time.time() - info.started_at)),
-        ("Slots", f"{info.num_slots_used} of {info.num_slots} in use"),
+        ("Slots", slots_text(info, info.num_slots, verb=" in use")),
         ("Active experiments", info.num_active_experiments),
     ]
     if isinstance(info, MasterStatus):

@@ -6,6 +6,7 @@ import typer
 
 from paceline.cli._command_options import Json
 from paceline.cli._runner_commands import read_labels
+from paceline.cli._slot_texts import labels_text, slots_text
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show and set how pools are shared."
@@ -32,9 +33,9 @@ def list_pools(json: Json = False) -> None:
                 pool.name,
                 pool.policy,
                 pool.num_nodes,
-                f"{pool.num_slots_used} of {pool.num_slots}",
+                slots_text(pool, pool.num_slots),
                 pool.max_slots,
-                ", ".join(f"{key}={value}" for key, value in pool.labels.items()),
+                labels_text(pool.labels),
             )
             for pool in pools
         ],

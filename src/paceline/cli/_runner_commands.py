@@ -15,6 +15,7 @@ from paceline.cli._command_options import Json
 from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import CommandError
 from paceline.cli._restart_without_token import restart_without_token
+from paceline.cli._slot_texts import labels_text, memory_text, slots_text
 
 if TYPE_CHECKING:
     from paceline.client import Client
@@ -27,6 +28,10 @@ app = typer.Typer(
 
 _LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})=(.{0,200})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_STILL_RUNS = (
+    " If its runner still runs, it registers again by itself, and gets trials. Hint: stop the"
+    " runner on that machine, by Ctrl-C or SIGTERM."
+)
 _Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.")]
 
 
@@ -162,34 +167,41 @@ def _serve_node(
 
 @app.command("list")
 def list_nodes(json: Json = False) -> None:
-    """List the nodes of the master, with their slots and the trials that run there."""
+    """List the nodes, the master's own machine among them, with their slots and trials."""
     from paceline.cli._connection import connect
-    from paceline.cli._console_output import format_bytes, format_moment, print_json, print_table
+    from paceline.cli._console_output import format_age, format_bytes, print_json, print_table
 
     with connect() as client:
-        nodes = client.nodes()
+        nodes = client.nodes(include_local=True)
         trials = {} if json else _trials_by_node(client)
     if json:
         print_json(nodes)
         return
+    rows = [
+        {
+            "Node": node.name,
+            "State": node.state,
+            "Pool": node.pool,
+            "Labels": labels_text(node.labels),
+            "Slots": slots_text(node, len(node.devices)),
+            "Device": node.device_kind,
+            "GPU memory": memory_text(node.device_memory_bytes),
+            "Memory": format_bytes(node.memory_bytes),
+            "Address": node.address,
+            "Trials": ", ".join(map(str, sorted(trials.get(node.name, ())))),
+            "Seen": format_age(node.seen_at),
+        }
+        for node in nodes
+    ]
+    # A terminal is narrow: what no node has is left out.
+    titles = [title for title in (rows or [{}])[0] if any(row[title] for row in rows)]
     print_table(
-        ["Node", "State", "Pool", "Slots", "Device", "Memory", "Address", "Trials", "Seen"],
-        [
-            (
-                node.name,
-                node.state,
-                node.pool,
-                f"{node.num_slots_used} of {len(node.devices)}",
-                node.device_kind,
-                format_bytes(node.memory_bytes),
-                node.address,
-                ", ".join(map(str, sorted(trials.get(node.name, ())))),
-                format_moment(node.seen_at),
-            )
-            for node in nodes
-        ],
-        right=["Slots", "Memory"],
-        empty="No other machine has registered. `paceline runner` on one does.",
+        titles,
+        [[row[title] for title in titles] for row in rows],
+        right=["Slots", "GPU memory", "Memory"],
+        shortened=["Device", "Labels"],
+        empty="The master has no slots, and no other machine has registered. `paceline runner` on"
+        " one does.",
     )
 
 
@@ -232,8 +244,9 @@ def forget(name: _Name) -> None:
     from paceline.cli._connection import connect
 
     with connect() as client:
+        state = next((node.state for node in client.nodes() if node.name == name), None)
         client.forget_node(name)
-    typer.echo(f"The node {name} is forgotten.")
+    typer.echo(f"The node {name} is forgotten.{'' if state == 'left' else _STILL_RUNS}")
 
 
 def _host_name() -> str:

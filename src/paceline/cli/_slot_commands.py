@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli._command_options import Json
+from paceline.cli._slot_texts import memory_text
 
 if TYPE_CHECKING:
     from paceline.messages.nodes_and_slots import Slot
@@ -31,13 +32,21 @@ def list_slots(json: Json = False) -> None:
     if json:
         print_json(slots)
         return
+    has_memory = any(slot.memory_bytes for slot in slots)
     print_table(
-        ["Node", "Slot", "Device", "Pool", "State", "Experiment", "Trial"],
         [
-            (s.node, s.id, s.device, s.pool, _slot_state(s), s.experiment_id, s.trial_id)
-            for s in slots
+            *("Node", "Slot", "Device", *(["Memory"] if has_memory else [])),
+            *("Pool", "State", "Experiment", "Trial"),
         ],
-        right=["Slot", "Experiment", "Trial"],
+        [
+            (
+                *(slot.node, slot.id, slot.device),
+                *([memory_text([slot.memory_bytes or 0])] if has_memory else []),
+                *(slot.pool, _slot_state(slot), slot.experiment_id, slot.trial_id),
+            )
+            for slot in slots
+        ],
+        right=["Slot", "Memory", "Experiment", "Trial"],
         empty="The master has no slots.",
     )
 

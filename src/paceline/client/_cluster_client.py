@@ -39,11 +39,16 @@ class ClusterClient:
         """Take a drained slot back; raises like `drain_slot`."""
         self._session.send("POST", f"nodes/{node}/slots/{slot}/resume")
 
-    def nodes(self) -> "list[Node]":
-        """Return the machines whose runners have registered, and what runs there."""
+    def nodes(self, *, include_local: bool = False) -> "list[Node]":
+        """Return the machines whose runners have registered, and what runs there.
+
+        Args:
+            include_local: Put the master's own machine before them, as the node `local`, if it has
+                slots.
+        """
         from paceline.messages.nodes_and_slots import Node
 
-        return self._session.get("nodes", list[Node])
+        return self._session.get("nodes", list[Node], include_local=include_local or None)
 
     def drain_node(self, name: str, *, finish: bool = False) -> None:
         """Place nothing more on a node.

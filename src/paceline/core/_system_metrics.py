@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline._nvml import Nvml, NvmlDevice
+
 logger = logging.getLogger(__name__)
 
 Sample = dict[str, float]
@@ -27,7 +29,7 @@ class SystemSampler:
         self._num_processes = num_processes
         self._counters: dict[str, tuple[float, float]] = {}
         self._sources: dict[str, Callable[[], Sample]] = {}
-        self._gpus: list[tuple[int, Any]] = []
+        self._nvml: Nvml | None = None
 
     def open(self) -> None:
         """Find the sources. Without GPUs or `pynvml`, there are none for GPUs."""
@@ -57,12 +59,10 @@ class SystemSampler:
 
     def close(self) -> None:
         """Give up the GPUs."""
-        if self._gpus:
-            self._gpus = []
-            import pynvml
-
+        nvml, self._nvml = self._nvml, None
+        if nvml is not None:
             try:
-                pynvml.nvmlShutdown()
+                nvml.close()
             except Exception as error:
                 logger.debug("NVML did not shut down: %s", error)
 
@@ -97,22 +97,15 @@ class SystemSampler:
 
     def _open_gpus(self) -> None:
         try:
-            import pynvml
+            self._nvml = Nvml()
         except ImportError:
             return
-        try:
-            pynvml.nvmlInit()
-            num_gpus = pynvml.nvmlDeviceGetCount()
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(num_gpus)]
-            uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
         except Exception as error:
             logger.info("There are no GPU metrics of this node: %s", error)
             return
-        visible = _visible_gpus(uuids, self._num_processes)
-        self._gpus = [(index, handles[index]) for index in visible]
-        for index, handle in self._gpus:
+        for gpu in _visible_gpus(self._nvml.gpus, self._num_processes):
             for what, read in _GPU_SOURCES.items():
-                self._sources[f"{what} of GPU {index}"] = _gpu_source(pynvml, index, handle, read)
+                self._sources[f"{what} of GPU {gpu.number}"] = _gpu_source(gpu, read)
 
 
 def _memory_metrics(memory: Any, own_bytes: int) -> Sample:
@@ -123,55 +116,46 @@ def _memory_metrics(memory: Any, own_bytes: int) -> Sample:
     }
 
 
-def _gpu_use(nvml: Any, handle: Any) -> Sample:
-    return {"percent": nvml.nvmlDeviceGetUtilizationRates(handle).gpu}
+def _gpu_use(gpu: NvmlDevice) -> Sample:
+    return {"percent": gpu.use_percent()}
 
 
-def _gpu_memory(nvml: Any, handle: Any) -> Sample:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    percent = 100 * memory.used / memory.total
-    return {"memory_used_bytes": memory.used, "memory_percent": percent}
+def _gpu_memory(gpu: NvmlDevice) -> Sample:
+    used, total = gpu.memory_bytes()
+    return {"memory_used_bytes": used, "memory_percent": 100 * used / total}
 
 
-def _gpu_power(nvml: Any, handle: Any) -> Sample:
-    # NVML tells milliwatts.
-    return {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000}
+def _gpu_power(gpu: NvmlDevice) -> Sample:
+    return {"power_w": gpu.power_w()}
 
 
 # Each on its own, as a GPU in a virtual machine may tell its memory but not its power.
-_GPU_SOURCES: dict[str, Callable[[Any, Any], Sample]] = {
+_GPU_SOURCES: dict[str, Callable[[NvmlDevice], Sample]] = {
     "use": _gpu_use,
     "memory": _gpu_memory,
     "power": _gpu_power,
 }
 
 
-def _gpu_source(
-    nvml: Any, index: int, handle: Any, read: Callable[[Any, Any], Sample]
-) -> Callable[[], Sample]:
-    return lambda: {f"gpu_{index}_{name}": value for name, value in read(nvml, handle).items()}
+def _gpu_source(gpu: NvmlDevice, read: Callable[[NvmlDevice], Sample]) -> Callable[[], Sample]:
+    return lambda: {f"gpu_{gpu.number}_{name}": value for name, value in read(gpu).items()}
 
 
-def _visible_gpus(uuids: list[str], num_processes: int) -> list[int]:
-    """Return the indexes of the GPUs that CUDA_VISIBLE_DEVICES leaves to this node's processes.
+def _visible_gpus(gpus: list[NvmlDevice], num_processes: int) -> list[NvmlDevice]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves to this node's processes.
 
     All of them if the variable names fewer than there are processes: then each process has been
     given its own, and this one does not see those of the others.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
-        return list(range(len(uuids)))
+        return gpus
     names = [name.strip() for name in given.split(",") if name.strip()]
     found = [
-        index
-        for index, uuid in enumerate(uuids)
-        if any(name == str(index) or (name.startswith("GPU-") and uuid.startswith(name))
+        gpu
+        for gpu in gpus
+        if any(name == str(gpu.number) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
                for name in names)
     ]  # fmt: skip
     is_own_only = 0 < len(names) < num_processes
-    return list(range(len(uuids))) if is_own_only or (names and not found) else found
-
-
-def _text(value: Any) -> str:
-    """Return text that older releases of pynvml give as bytes."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return gpus if is_own_only or (names and not found) else found

@@ -42,7 +42,9 @@ from paceline.master.store import (
 )
 from paceline.master.upkeep import Recorder
 from paceline.messages.attempts import MasterAddress
+from paceline.messages.node_runners import LOCAL_NAME, NodeFacts
 from paceline.runner import SECRET_FILE_NAME
+from paceline.runner.node import KnownGpu, describe_machine
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Master:
         is_open: Whether it listens beyond loopback: requests with a token may name any host.
         pools: The pools whose runners this master starts.
         certificate: Its certificate (PEM) if it is asked by TLS. Browsers may name any host then.
+        machine: What is known of its machine and these devices; the least if None.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Master:
         is_open: bool = False,
         certificate: str | None = None,
         pools: Mapping[str, tuple[PoolDefinition, Starter]] | None = None,
+        machine: NodeFacts | None = None,
     ) -> None:
         self.is_open = is_open
         self.url = url
@@ -83,6 +87,9 @@ class Master:
         self.measurements = measurements or Measurements()
         self.sizes = HomeSizes(home.path)
         self.devices = devices
+        self.machine = machine or describe_machine(
+            [KnownGpu(id=device) for device in devices], name=LOCAL_NAME
+        )
         self.started_at = time.time()
         self.version = paceline.__version__
         self.controls = WaitingRequests()

@@ -37,8 +37,9 @@ from paceline.master.executors import executor_named
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
 from paceline.master.starters import POOL_FILE, read_pool_file
 from paceline.messages.master_info import Shutdown
+from paceline.messages.node_runners import LOCAL_NAME
 from paceline.runner import ArchiveLimits
-from paceline.runner.node import find_devices
+from paceline.runner.node import describe_machine, find_slots
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,8 @@ def serve(
     if not slow_request_s > 0:
         raise ValueError(f"`slow_request_s` must be greater than 0, but got {slow_request_s}.")
     place = Home(home)
-    devices = [] if num_slots == 0 else find_devices(num_slots)
+    slots = [] if num_slots == 0 else find_slots(num_slots)
+    machine = describe_machine(slots, name=LOCAL_NAME)
     ArchiveLimits.from_environment()
     raise_file_limit()
     # A thread that computes gives way to the event loop after a fifth of the usual time.
@@ -136,9 +138,9 @@ def serve(
         pools = read_pool_file(pool_file, place.cluster_id) if pool_file.exists() else {}
         measurements = Measurements(slow_request_s)
         master = Master(
-            place, devices, runs and runs.absolute(), kind, _url(public_host, port, tls),
+            place, machine.devices, runs and runs.absolute(), kind, _url(public_host, port, tls),
             leases, measurements, is_open=host not in LOOPBACK_HOSTS, pools=pools,
-            certificate=tls.certificate if tls else None,
+            certificate=tls.certificate if tls else None, machine=machine,
         )  # fmt: skip
         _serve(master, listener, host, url, tls)
 

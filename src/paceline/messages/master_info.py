@@ -6,7 +6,11 @@ from paceline.messages.base import Message, Request
 
 
 class MasterInfo(Message):
-    """What the master is and how busy it is."""
+    """What the master is and how busy it is.
+
+    `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
+    hold `num_slots_draining` of these.
+    """
 
     version: str
     cluster_id: str
@@ -14,6 +18,8 @@ class MasterInfo(Message):
     home: str
     num_slots: int
     num_slots_used: int
+    num_slots_drained: int = 0
+    num_slots_draining: int = 0
     num_active_experiments: int
     has_web_ui: bool = True
 

@@ -24,8 +24,9 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `key` is a random text in the runner's directory. `python` is the interpreter of the runner.
     `devices` has one entry per slot: "cpu" or the id of a GPU; `device_kind` names the hardware.
-    `address` is where other nodes reach this one; empty if the master is to take that of the
-    connection. `host` is the name of the machine.
+    `device_memory_bytes` has the memory of each slot's GPU, 0 if it is unknown; it is empty if none
+    is known. `address` is where other nodes reach this one; empty if the master is to take that of
+    the connection. `host` is the name of the machine.
     """
 
     name: str
@@ -42,6 +43,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     address: str = ""
     host: str = ""
+    device_memory_bytes: list[int] = []
 
 
 class NodeSession(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,9 @@ class Node(Message):
 
     `state` is `ready`, `away` (not heard since the master started, or its connection was closed),
     `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
-    `address` is where other nodes reach it, for trials on several nodes.
+    `address` is where other nodes reach it, for trials on several nodes. `device_memory_bytes` has
+    the memory of each device in bytes, 0 for one that is unknown; it is empty if none is known.
+    `num_slots_drained` devices get no attempts; attempts still hold `num_slots_draining` of these.
     """
 
     id: int
@@ -33,6 +35,9 @@ class Node(Message):
     seen_at: float | None = None
     attempts: list[int] = Field(default_factory=list)
     address: str = ""
+    device_memory_bytes: list[int] = Field(default_factory=list)
+    num_slots_drained: int = 0
+    num_slots_draining: int = 0
 
 
 class DrainNode(Request):
@@ -44,7 +49,8 @@ class DrainNode(Request):
 class Slot(Message):
     """One schedulable device and who uses it; `id` counts the slots of its node.
 
-    A drained one gets no attempts; one that it has may still be leaving.
+    A drained one gets no attempts; one that it has may still be leaving. `memory_bytes` is the
+    memory of a GPU, None if it is unknown.
     """
 
     id: int
@@ -52,6 +58,7 @@ class Slot(Message):
     pool: str = "default"
     is_drained: bool = False
     device: str
+    memory_bytes: int | None = None
     trial_id: int | None
     experiment_id: int | None
     attempt_id: int | None

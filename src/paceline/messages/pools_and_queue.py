@@ -18,6 +18,8 @@ class Pool(Message):
     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
     the master could not start a runner for it, or that one was started and has not registered. It
     goes once one has registered. `detail` says what nodes that are not there yet wait for.
+    `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
+    hold `num_slots_draining` of these.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Pool(Message):
     num_nodes: int
     num_slots: int
     num_slots_used: int
+    num_slots_drained: int = 0
+    num_slots_draining: int = 0
     failure: str | None = None
     detail: str | None = None
 

@@ -73,7 +73,7 @@ def test_metrics_and_status_tell_what_is_stored_and_asked(make_master: Any) -> N
     assert value("paceline_attempts", state="RUNNING") == 1
     assert value("paceline_queue_trials") == 1
     assert value("paceline_metric_points") == 2
-    assert value("paceline_slots_used") == 1
+    assert (value("paceline_slots_used"), value("paceline_slots_drained")) == (1, 0)
     assert 7 <= (value("paceline_ingest_newest_lag_seconds") or 0) < 300
     assert value("paceline_connections", kind="known") == 1
     assert (value("paceline_home_bytes", part="database") or 0) > 0

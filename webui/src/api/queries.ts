@@ -271,7 +271,7 @@ export const queuedQuery = (trialId: number) =>
 
 export const nodesQuery = queryOptions({
   queryKey: keys.nodes(),
-  queryFn: () => unwrap(api.GET("/api/v1/nodes")),
+  queryFn: () => unwrap(api.GET("/api/v1/nodes", { params: { query: { include_local: true } } })),
 });
 
 export const poolsQuery = queryOptions({

@@ -169,7 +169,10 @@ export interface paths {
         };
         /**
          * List Nodes
-         * @description List the nodes but the master's own: their state, their slots, and what runs there.
+         * @description List the nodes: their state, their slots, and what runs there.
+         *
+         *     With `include_local`, the master's own machine comes first, as the node `local`, if it has
+         *     slots.
          */
         get: operations["list_nodes_api_v1_nodes_get"];
         put?: never;
@@ -2114,6 +2117,9 @@ export interface components {
         /**
          * MasterInfo
          * @description What the master is and how busy it is.
+         *
+         *     `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
+         *     hold `num_slots_draining` of these.
          */
         MasterInfo: {
             /** Version */
@@ -2128,6 +2134,16 @@ export interface components {
             num_slots: number;
             /** Num Slots Used */
             num_slots_used: number;
+            /**
+             * Num Slots Drained
+             * @default 0
+             */
+            num_slots_drained?: number;
+            /**
+             * Num Slots Draining
+             * @default 0
+             */
+            num_slots_draining?: number;
             /** Num Active Experiments */
             num_active_experiments: number;
             /**
@@ -2159,6 +2175,16 @@ export interface components {
             num_slots: number;
             /** Num Slots Used */
             num_slots_used: number;
+            /**
+             * Num Slots Drained
+             * @default 0
+             */
+            num_slots_drained?: number;
+            /**
+             * Num Slots Draining
+             * @default 0
+             */
+            num_slots_draining?: number;
             /** Num Active Experiments */
             num_active_experiments: number;
             /**
@@ -2304,7 +2330,9 @@ export interface components {
          *
          *     `state` is `ready`, `away` (not heard since the master started, or its connection was closed),
          *     `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
-         *     `address` is where other nodes reach it, for trials on several nodes.
+         *     `address` is where other nodes reach it, for trials on several nodes. `device_memory_bytes` has
+         *     the memory of each device in bytes, 0 for one that is unknown; it is empty if none is known.
+         *     `num_slots_drained` devices get no attempts; attempts still hold `num_slots_draining` of these.
          */
         Node: {
             /** Id */
@@ -2347,6 +2375,18 @@ export interface components {
              * @default
              */
             address?: string;
+            /** Device Memory Bytes */
+            device_memory_bytes?: number[];
+            /**
+             * Num Slots Drained
+             * @default 0
+             */
+            num_slots_drained?: number;
+            /**
+             * Num Slots Draining
+             * @default 0
+             */
+            num_slots_draining?: number;
         };
         /** Page[Checkpoint] */
         Page_Checkpoint_: {
@@ -2391,6 +2431,8 @@ export interface components {
          *     Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
          *     the master could not start a runner for it, or that one was started and has not registered. It
          *     goes once one has registered. `detail` says what nodes that are not there yet wait for.
+         *     `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
+         *     hold `num_slots_draining` of these.
          */
         Pool: {
             /** Name */
@@ -2412,6 +2454,16 @@ export interface components {
             num_slots: number;
             /** Num Slots Used */
             num_slots_used: number;
+            /**
+             * Num Slots Drained
+             * @default 0
+             */
+            num_slots_drained?: number;
+            /**
+             * Num Slots Draining
+             * @default 0
+             */
+            num_slots_draining?: number;
             /** Failure */
             failure?: string | null;
             /** Detail */
@@ -2718,7 +2770,8 @@ export interface components {
          * Slot
          * @description One schedulable device and who uses it; `id` counts the slots of its node.
          *
-         *     A drained one gets no attempts; one that it has may still be leaving.
+         *     A drained one gets no attempts; one that it has may still be leaving. `memory_bytes` is the
+         *     memory of a GPU, None if it is unknown.
          */
         Slot: {
             /** Id */
@@ -2740,6 +2793,8 @@ export interface components {
             is_drained?: boolean;
             /** Device */
             device: string;
+            /** Memory Bytes */
+            memory_bytes?: number | null;
             /** Trial Id */
             trial_id: number | null;
             /** Experiment Id */
@@ -3322,7 +3377,9 @@ export interface operations {
     };
     list_nodes_api_v1_nodes_get: {
         parameters: {
-            query?: never;
+            query?: {
+                include_local?: boolean;
+            };
             header?: never;
             path?: never;
             cookie?: never;

@@ -18,6 +18,7 @@ import { Link, Outlet, useRouterState } from "@tanstack/react-router";
 import { masterQuery } from "../api/queries";
 import { noteSignOut, useSession } from "../api/session";
 import { signOut } from "../api/signIn";
+import { slotsInWords } from "../lib/cluster";
 import { useEventStream, useStreamState } from "../live/useLive";
 import { SignInForm } from "../pages/SignIn";
 import { ProblemView, Waiting } from "./Feedback";
@@ -77,7 +78,7 @@ export function Frame() {
                   Slots in use
                 </Text>
                 <Text size="sm" fw={600}>
-                  {master.data.num_slots_used} of {master.data.num_slots}
+                  {slotsInWords(master.data)}
                 </Text>
                 <Text size="xs" c="dimmed" mt={8}>
                   Version {master.data.version}

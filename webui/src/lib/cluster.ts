@@ -1,6 +1,7 @@
 /** Nodes with their slots, as the cluster page shows them. */
 
 import type { ClusterNode, Slot } from "../api/types";
+import { formatBytes } from "./numbers";
 
 export type SlotState = "free" | "in use" | "draining" | "drained";
 
@@ -8,7 +9,7 @@ export interface ShownNode {
   name: string;
   state: ClusterNode["state"];
   pool: string;
-  /** Null for the master's own machine, which tells nothing of itself. */
+  /** Null for a node that is in the slots only, as its entry has not been read yet. */
   node: ClusterNode | null;
   slots: Slot[];
 }
@@ -17,6 +18,51 @@ export function slotState(slot: Slot): SlotState {
   const isUsed = slot.trial_id !== null;
   if (slot.is_drained) return isUsed ? "draining" : "drained";
   return isUsed ? "in use" : "free";
+}
+
+export interface SlotCounts {
+  num_slots: number;
+  num_slots_used: number;
+  num_slots_drained?: number;
+  num_slots_draining?: number;
+}
+
+/** Return how many slots are in use of those that can be used. */
+export function usableSlots(counts: SlotCounts): { used: number; usable: number } {
+  const { num_slots, num_slots_used, num_slots_drained = 0, num_slots_draining = 0 } = counts;
+  return { used: num_slots_used - num_slots_draining, usable: num_slots - num_slots_drained };
+}
+
+/** Return the same in words, and how many are drained. */
+export function slotsInWords(counts: SlotCounts): string {
+  const { used, usable } = usableSlots(counts);
+  const { num_slots_drained: drained = 0, num_slots_draining: draining = 0 } = counts;
+  const leaving = draining ? ` (${draining} still in use)` : "";
+  return `${used} of ${usable}${drained ? `, ${drained} drained` : ""}${leaving}`;
+}
+
+/** Count slots as the master does. */
+export function countSlots(slots: readonly Slot[]): Required<SlotCounts> {
+  const states = slots.map(slotState);
+  const number = (...wanted: SlotState[]) => states.filter((one) => wanted.includes(one)).length;
+  return {
+    num_slots: slots.length,
+    num_slots_used: number("in use", "draining"),
+    num_slots_drained: number("drained", "draining"),
+    num_slots_draining: number("draining"),
+  };
+}
+
+/** Return labels as `k=v, k=v`. */
+export function labelsInWords(labels: Readonly<Record<string, string>>): string {
+  return Object.entries(labels)
+    .map(([key, value]) => `${key}=${value}`)
+    .join(", ");
+}
+
+/** Return what a slot is: its device, and the memory of that if it is known. */
+export function deviceInWords({ device, memory_bytes: memory }: Slot): string {
+  return memory ? `${device}, ${formatBytes(memory)}` : device;
 }
 
 /** Return the nodes, the master's own machine first; lost ones may have no slots to show. */

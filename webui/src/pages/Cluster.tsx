@@ -16,7 +16,7 @@ import { Failure, ProblemView, Waiting } from "../components/Feedback";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { Scroll } from "../components/Scroll";
-import { shownNodes } from "../lib/cluster";
+import { countSlots, labelsInWords, shownNodes, slotsInWords, usableSlots } from "../lib/cluster";
 import { useTitle } from "../lib/title";
 import { NodeCard } from "./ClusterNode";
 import { Queue } from "./ClusterQueue";
@@ -42,8 +42,8 @@ export function Cluster() {
     return <ProblemView error={slots.error} onRetry={() => void slots.refetch()} />;
   const experiments = active.data?.pages.flatMap((page) => page.items) ?? [];
   const names = new Map(experiments.map((one) => [one.id, one.name]));
-  const used = slots.data.filter((slot) => slot.trial_id !== null).length;
-  const total = slots.data.length;
+  const counts = countSlots(slots.data);
+  const { used, usable } = usableSlots(counts);
   const shown = shownNodes(nodes, slots.data);
   // Lost nodes are in no pool of the list, but say to which one they belong.
   const poolNames = [...pools.map((pool) => pool.name), ...shown.map((node) => node.pool)];
@@ -59,9 +59,13 @@ export function Cluster() {
             items={[
               [
                 "Slots in use",
-                <ProgressCell key="u" value={total > 0 ? used / total : 0} label="Slots in use" />,
+                <ProgressCell
+                  key="u"
+                  value={usable > 0 ? used / usable : 0}
+                  label="Slots in use"
+                />,
               ],
-              ["Slots", `${used} of ${total}`],
+              ["Slots", slotsInWords(counts)],
               ["Nodes", String(shown.length)],
               ["Active experiments", String(experiments.length)],
               ...(master
@@ -118,15 +122,9 @@ function Pools({ pools }: { pools: readonly Pool[] }) {
                 <td className="setting">{pool.name}</td>
                 <td className="setting">{POLICIES[pool.policy]}</td>
                 <td className="number">{pool.num_nodes}</td>
-                <td className="number">
-                  {pool.num_slots_used} of {pool.num_slots}
-                </td>
+                <td className="number">{slotsInWords(pool)}</td>
                 <td className="number">{pool.max_slots ?? "none"}</td>
-                <td className="setting">
-                  {Object.entries(pool.labels)
-                    .map(([key, value]) => `${key}=${value}`)
-                    .join(", ")}
-                </td>
+                <td className="setting">{labelsInWords(pool.labels)}</td>
               </tr>
             ))}
           </tbody>

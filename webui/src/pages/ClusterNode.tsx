@@ -4,7 +4,7 @@ import type { Slot } from "../api/types";
 import { Ago } from "../components/Ago";
 import { LinkText } from "../components/links";
 import { StateBadge } from "../components/StateBadge";
-import { type ShownNode, slotState } from "../lib/cluster";
+import { deviceInWords, labelsInWords, type ShownNode, slotState } from "../lib/cluster";
 import classes from "./Cluster.module.css";
 
 interface Props {
@@ -16,6 +16,11 @@ interface Props {
 /** A machine, what it is, and who uses its slots. */
 export function NodeCard({ shown, names, hasPools }: Props) {
   const { name, state, pool, node, slots } = shown;
+  const facts = [
+    name === "local" && "the master's machine",
+    node?.device_kind,
+    hasPools && `pool ${pool}`,
+  ];
   return (
     <section className="card" aria-label={`Node ${name}`} data-state={state}>
       <Group gap="md" mb="xs">
@@ -24,9 +29,13 @@ export function NodeCard({ shown, names, hasPools }: Props) {
         </Title>
         <StateBadge state={state} />
         <Text size="sm" c="dimmed" className="wrap-anywhere">
-          {node === null ? "the master's machine" : node.device_kind}
-          {hasPools && `, pool ${pool}`}
+          {facts.filter(Boolean).join(", ")}
         </Text>
+        {node !== null && Object.keys(node.labels).length > 0 && (
+          <Text size="sm" c="dimmed" className="wrap-anywhere">
+            {labelsInWords(node.labels)}
+          </Text>
+        )}
         {typeof node?.seen_at === "number" && state !== "ready" && (
           <Text size="sm" c="dimmed">
             last heard of <Ago time={node.seen_at} />
@@ -57,7 +66,7 @@ function SlotCard({ slot, names }: { slot: Slot; names: ReadonlyMap<number, stri
         Slot {slot.id}
       </Text>
       <Text size="xs" c="dimmed" className="wrap-anywhere">
-        {slot.device}
+        {deviceInWords(slot)}
       </Text>
       {isUsed && (
         <Text size="sm" className="wrap-anywhere">

@@ -9,6 +9,7 @@ import { LinkButton, LinkText } from "../components/links";
 import { PageHead } from "../components/PageHead";
 import { ProgressCell } from "../components/ProgressCell";
 import { StateBadge } from "../components/StateBadge";
+import { slotsInWords, usableSlots } from "../lib/cluster";
 import { formatNumber, formatPercent, plural, toNumber } from "../lib/numbers";
 import { shownExperimentState, shownMetric, shownProgress } from "../lib/states";
 import { useTitle } from "../lib/title";
@@ -25,7 +26,8 @@ export function Home() {
   const going = goingList.data?.pages.flatMap((page) => page.items) ?? [];
   const recent = recentList.data?.pages.flatMap((page) => page.items).slice(0, RECENT) ?? [];
   const isEmpty = going.length === 0 && recent.length === 0;
-  const { num_slots: slots = 0, num_slots_used: used = 0 } = master.data ?? {};
+  const counts = master.data ?? { num_slots: 0, num_slots_used: 0 };
+  const { used, usable } = usableSlots(counts);
   return (
     <>
       <PageHead
@@ -47,8 +49,8 @@ export function Home() {
             <Tile name="Experiments going on" value={String(going.length)} />
             <Tile
               name="Slots in use"
-              value={`${used} of ${slots}`}
-              note={slots > 0 ? formatPercent(used / slots) : ""}
+              value={slotsInWords(counts)}
+              note={usable > 0 ? formatPercent(used / usable) : ""}
             />
             <Tile
               name="Trials running"

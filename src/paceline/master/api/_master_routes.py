@@ -14,9 +14,9 @@ from paceline.master._waiting_requests import wait_for
 from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
-from paceline.master.api._slot_routes import running_attempts
+from paceline.master.api._slot_routes import all_drained, count_drained, running_attempts
 from paceline.master.api._web_ui_files import has_web_ui
-from paceline.master.store import EXPERIMENTS, num_slots_of, number_by_state, tables
+from paceline.master.store import EXPERIMENTS, num_slots_of, number_by_state, slots_by_node, tables
 from paceline.messages.events import Event
 from paceline.messages.master_info import MasterInfo, Shutdown
 from paceline.messages.states import ExperimentState
@@ -38,7 +38,8 @@ def read_master(master: MasterOf) -> MasterInfo:
     """Tell what the master is and how busy it is."""
     with master.database.read() as connection:
         states = number_by_state(connection, EXPERIMENTS)
-        used = sum(num_slots_of(row) for row in running_attempts(connection))
+        attempts = running_attempts(connection)
+        drained = all_drained(master, connection)
     nodes = master.reconciler.slots()
     return MasterInfo(
         version=master.version,
@@ -46,7 +47,12 @@ def read_master(master: MasterOf) -> MasterInfo:
         started_at=master.started_at,
         home=str(master.home.path),
         num_slots=sum(len(node.slots) for node in nodes),
-        num_slots_used=used,
+        num_slots_used=sum(num_slots_of(row) for row in attempts),
+        **count_drained(
+            drained,
+            {node.node_id: len(node.slots) for node in nodes},
+            [held for row in attempts for held in slots_by_node(row).items()],
+        ),
         num_active_experiments=states.get(ExperimentState.ACTIVE.value, 0),
         has_web_ui=has_web_ui(),
     )

@@ -2,10 +2,12 @@
 
 import asyncio
 import re
-from typing import Annotated, Any
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
-from fastapi import Path, Request, Response
+from fastapi import Path, Query, Request, Response
 from sqlalchemy import Connection, Row, select
 
 from paceline.master._master import Master
@@ -14,10 +16,19 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
-from paceline.master.api._slot_routes import drain_slots, resume_slots
+from paceline.master.api._slot_routes import (
+    all_drained,
+    count_drained,
+    drain_slots,
+    resume_slots,
+    running_attempts,
+)
+from paceline.master.experiments import read_pools
 from paceline.master.nodes import NodeRefusedError, RegisteredNode, UnknownNodeError, work_for
+from paceline.master.scheduling import pool_of
 from paceline.master.store import Transaction, slots_by_node, tables
 from paceline.messages.node_runners import (
+    DEFAULT_POOL,
     LOCAL_NAME,
     LOCAL_NODE,
     NAME_PATTERN,
@@ -32,6 +43,7 @@ router = ApiRouter(tags=["nodes"], route_class=ReadingRoute)
 
 NodeId = Annotated[int, Path(ge=1, le=2**62)]
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
+_Drained: TypeAlias = Mapping[int, frozenset[int]]
 _MAX_WAIT_S = 60.0
 _BODY: dict[str, Any] = {
     "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}
@@ -77,11 +89,21 @@ async def poll_node(
 
 
 @router.get("/nodes")
-def list_nodes(master: MasterOf) -> list[Node]:
-    """List the nodes but the master's own: their state, their slots, and what runs there."""
+def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False) -> list[Node]:
+    """List the nodes: their state, their slots, and what runs there.
+
+    With `include_local`, the master's own machine comes first, as the node `local`, if it has
+    slots.
+    """
     with master.database.read() as connection:
-        live = _live_attempts(connection)
-    return [_node_view(master, node, live) for node in master.nodes.all()]
+        live = sorted(running_attempts(connection), key=lambda attempt: attempt.id)
+        drained = all_drained(master, connection)
+        pools = read_pools(connection)
+    nodes = [_node_view(master, node, live, drained) for node in master.nodes.all()]
+    if include_local and master.devices:
+        pool = pool_of(DEFAULT_POOL, {}, pools)
+        return [_local_view(master, pool, live, drained), *nodes]
+    return nodes
 
 
 @router.post("/nodes/{name}/drain", status_code=204)
@@ -134,13 +156,18 @@ async def forget_node(name: Name, master: MasterOf) -> None:
     def job(transaction: Transaction) -> None:
         live = _live_attempts(transaction.connection)
         if any(node.id in slots_by_node(attempt) for attempt in live):
-            raise ApiError(409, "in_use", f"The node {name!r} must have no attempts, but has some.")
+            raise ApiError(
+                409,
+                "in_use",
+                f"The node {name!r} must have no attempts to be forgotten, but has some. Hint:"
+                f" `paceline runner drain {name}`, and wait until they have left.",
+            )
         if not (master.nodes.is_lost(node.id) or node.is_draining):
             raise ApiError(
                 409,
                 "in_use",
                 f"The node {name!r} must be lost, have left or be drained to be forgotten. Hint:"
-                f" `paceline runner drain {name}`, and stop its runner.",
+                " stop its runner on that machine, by Ctrl-C or SIGTERM, and try again.",
             )
         master.nodes.forget(transaction, node.id)
 
@@ -194,28 +221,54 @@ def _live_attempts(connection: Connection) -> list[Row[Any]]:
     return list(connection.execute(query.order_by(attempts.c.id)).all())
 
 
-def _node_view(master: Master, node: RegisteredNode, live: list[Row[Any]]) -> Node:
-    own = [attempt for attempt in live if node.id in slots_by_node(attempt)]
-    facts = node.facts
-    seen_at = master.nodes.seen_at(node.id)
+def _node_view(
+    master: Master, node: RegisteredNode, live: list[Row[Any]], drained: _Drained
+) -> Node:
+    use = _use_of_node(node.id, node.facts, live, drained)
     return Node(
+        **_told_by_node(node.facts),
+        **use,
         id=node.id,
-        name=node.name,
-        state=_node_state(master, node, has_attempts=bool(own)),
-        pool=facts.pool,
-        labels=facts.labels,
-        devices=facts.devices,
-        device_kind=facts.device_kind,
-        num_slots_used=sum(len(slots_by_node(attempt)[node.id]) for attempt in own),
-        num_cores=facts.num_cores,
-        memory_bytes=facts.memory_bytes,
-        version=facts.version,
-        python_version=facts.python_version,
+        state=_node_state(master, node, has_attempts=bool(use["attempts"])),
+        pool=node.facts.pool,
         registered_at=node.registered_at,
-        seen_at=seen_at,
-        attempts=[attempt.id for attempt in own],
-        address=facts.address,
+        seen_at=master.nodes.seen_at(node.id),
     )
+
+
+def _local_view(master: Master, pool: str, live: list[Row[Any]], drained: _Drained) -> Node:
+    """Return the master's own machine as a node; it is drained if all of its slots are."""
+    use = _use_of_node(LOCAL_NODE, master.machine, live, drained)
+    state: NodeState = "ready"
+    if use["num_slots_drained"] == len(master.devices):
+        state = "draining" if use["num_slots_used"] else "drained"
+    return Node(
+        **_told_by_node(master.machine),
+        **use,
+        id=LOCAL_NODE,
+        state=state,
+        pool=pool,
+        registered_at=master.started_at,
+        seen_at=time.time(),
+    )
+
+
+def _told_by_node(facts: NodeFacts) -> dict[str, Any]:
+    names = ("name", "labels", "devices", "device_kind", "device_memory_bytes", "num_cores",
+             "memory_bytes", "version", "python_version", "address")  # fmt: skip
+    return {name: getattr(facts, name) for name in names}
+
+
+def _use_of_node(
+    node_id: int, facts: NodeFacts, live: list[Row[Any]], drained: _Drained
+) -> dict[str, Any]:
+    own = {row.id: slots for row in live if (slots := slots_by_node(row).get(node_id))}
+    held = [(node_id, slots) for slots in own.values()]
+    return {
+        "attempts": list(own),
+        "num_slots_used": sum(map(len, own.values())),
+        **count_drained(drained, {node_id: len(facts.devices)}, held),
+    }
 
 
 def _node_state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> NodeState:
@@ -247,6 +300,14 @@ def _check_node_facts(facts: NodeFacts) -> None:
         )
     if not facts.devices:
         raise ApiError(422, "invalid_request", "`devices` must have an entry, but is empty.")
+    sizes = facts.device_memory_bytes
+    if len(sizes) not in (0, len(facts.devices)) or any(not 0 <= one < 2**62 for one in sizes):
+        raise ApiError(
+            422,
+            "invalid_request",
+            f"`device_memory_bytes` must have a size for each of {len(facts.devices)} devices, but"
+            f" got {sizes}.",
+        )
 
 
 def _decode(body: bytes, kind: type[Any]) -> Any:

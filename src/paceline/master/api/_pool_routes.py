@@ -11,7 +11,12 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
-from paceline.master.api._slot_routes import drain_slots, resume_slots
+from paceline.master.api._slot_routes import (
+    all_drained,
+    count_drained,
+    drain_slots,
+    resume_slots,
+)
 from paceline.master.experiments import read_cluster, read_pools
 from paceline.master.scheduling import PoolSettings
 from paceline.master.starters import PoolRunners
@@ -31,12 +36,14 @@ def list_pools(master: MasterOf) -> list[Pool]:
     """List the pools that have nodes or settings, or whose runners the master starts."""
     with master.database.read() as connection:
         cluster = read_cluster(connection, master.reconciler.slots(), time.time())
+        drained = all_drained(master, connection)
     started = master.pool_runners
     names = {node.pool for node in cluster.nodes} | set(cluster.pools) | set(started.names())
     pools = []
     for name in sorted(names):
         nodes = [node for node in cluster.nodes if node.pool == name]
-        ids = {node.node_id for node in nodes}
+        sizes = {node.node_id: len(node.slots) for node in nodes}
+        held = [part for one in cluster.holding for part in one.parts if part[0] in sizes]
         settings = cluster.pools.get(name, PoolSettings())
         pools.append(
             Pool(
@@ -45,13 +52,9 @@ def list_pools(master: MasterOf) -> list[Pool]:
                 max_slots=settings.max_slots,
                 labels=dict(settings.labels),
                 num_nodes=len(nodes),
-                num_slots=sum(len(node.slots) for node in nodes),
-                num_slots_used=sum(
-                    len(slots)
-                    for one in cluster.holding
-                    for node_id, slots in one.parts
-                    if node_id in ids
-                ),
+                num_slots=sum(sizes.values()),
+                num_slots_used=sum(len(slots) for _, slots in held),
+                **count_drained(drained, sizes, held),
                 failure=started.failure(name),
                 detail=_describe_absent(started, name, len(nodes)),
             )

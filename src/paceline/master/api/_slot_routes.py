@@ -1,6 +1,6 @@
 """Route of the slots, and draining them: one, or all of a node."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select
@@ -12,7 +12,7 @@ from paceline.master.api._row_helpers import MasterOf
 from paceline.master.experiments import drained_slots, live_attempts, read_pools
 from paceline.master.scheduling import pool_of
 from paceline.master.store import Transaction, slots_by_node, tables
-from paceline.messages.node_runners import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
+from paceline.messages.node_runners import LOCAL_NODE, NodeFacts
 from paceline.messages.nodes_and_slots import Slot
 from paceline.messages.states import LIVE_ATTEMPTS
 
@@ -29,36 +29,64 @@ def list_slots(master: MasterOf) -> list[Slot]:
             for node_id, slots in slots_by_node(row).items()
             for slot in slots
         }
-        drained, pools = drained_slots(connection), read_pools(connection)
-    nodes = [(LOCAL_NODE, LOCAL_NAME, False, master.devices, pool_of(DEFAULT_POOL, {}, pools))]
-    nodes += [
-        (
-            node.id,
-            node.name,
-            node.is_draining,
-            facts.devices,
-            pool_of(facts.pool, facts.labels, pools),
-        )
-        for node in master.nodes.all()
-        for facts in (node.facts,)
-    ]
+        drained, pools = all_drained(master, connection), read_pools(connection)
+    nodes = [(LOCAL_NODE, master.machine)]
+    nodes += [(node.id, node.facts) for node in master.nodes.all()]
     return [
         Slot(
             id=slot,
-            node=name,
+            node=facts.name,
             device=device,
-            pool=pool,
-            is_drained=is_draining or slot in drained.get(node_id, ()),
+            memory_bytes=memory or None,
+            pool=pool_of(facts.pool, facts.labels, pools),
+            is_drained=slot in drained.get(node_id, ()),
             trial_id=user.trial_id if user else None,
             experiment_id=user.experiment_id if user else None,
             attempt_id=user.id if user else None,
         )
-        for node_id, name, is_draining, devices, pool in nodes
-        for slot, device in enumerate(devices)
+        for node_id, facts in nodes
+        for slot, (device, memory) in enumerate(_devices(facts))
         if (user := users.get((node_id, slot)))
         or node_id == LOCAL_NODE
         or not master.nodes.is_lost(node_id)
     ]
+
+
+def all_drained(master: Master, connection: Connection) -> dict[int, frozenset[int]]:
+    """Return the slots that get no attempts, by node: single ones, and all of drained nodes."""
+    drained = drained_slots(connection)
+    for node in master.nodes.all():
+        if node.is_draining:
+            drained[node.id] = frozenset(range(len(node.facts.devices)))
+    return drained
+
+
+def count_drained(
+    drained: Mapping[int, frozenset[int]],
+    nodes: Mapping[int, int],
+    held: Iterable[tuple[int, Collection[int]]],
+) -> dict[str, int]:
+    """Return how many slots are drained, and how many of these attempts hold, by field of a model.
+
+    Args:
+        drained: The slots that get no attempts, by node.
+        nodes: The number of slots of the nodes to count.
+        held: Nodes with slots that an attempt has there.
+    """
+    counted = {
+        node_id: {slot for slot in drained.get(node_id, ()) if slot < number}
+        for node_id, number in nodes.items()
+    }
+    leaving = {(node_id, slot) for node_id, slots in held for slot in slots}
+    return {
+        "num_slots_drained": sum(map(len, counted.values())),
+        "num_slots_draining": sum(slot in counted.get(node_id, ()) for node_id, slot in leaving),
+    }
+
+
+def _devices(facts: NodeFacts) -> Iterable[tuple[str, int]]:
+    sizes = facts.device_memory_bytes or [0] * len(facts.devices)
+    return zip(facts.devices, sizes, strict=False)
 
 
 def running_attempts(connection: Connection) -> list[Row[Any]]:

@@ -122,6 +122,7 @@ def _add_store_to_prometheus(shown: PrometheusText, master: Master) -> None:
     info = read_master(master)
     shown.gauge("paceline_slots", "Slots of the master.", info.num_slots)
     shown.gauge("paceline_slots_used", "Slots that attempts hold.", info.num_slots_used)
+    shown.gauge("paceline_slots_drained", "Slots that get no attempts.", info.num_slots_drained)
     shown.gauge("paceline_queue_trials", "Trials that wait for slots.", found["num_waiting"])
     for kind in _STATES:
         states = [({"state": state}, n) for state, n in sorted(found[kind].items())]

@@ -4,7 +4,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import paceline
@@ -12,7 +12,8 @@ from paceline._checked_secrets import make_secret, read_secret
 from paceline._usable_cores import num_cores
 from paceline.journal import write_atomically
 from paceline.messages.node_runners import DEFAULT_POOL, PROTOCOL, NodeFacts
-from paceline.runner.node._slots_and_gpus import find_devices, gpu_names_of_node
+from paceline.runner.node._known_gpu import KnownGpu
+from paceline.runner.node._slots_and_gpus import CPU, find_slots, memory_of_gpus, names_of_gpus
 
 _KEY_FILE = "node_key"
 
@@ -41,16 +42,37 @@ def find_facts(
         ValueError: The key is damaged.
         OSError: It cannot be read or written.
     """
-    devices = find_devices(num_slots)
-    return NodeFacts(
+    return describe_machine(
+        find_slots(num_slots),
         name=name,
         key=_machine_key(directory),
+        pool=pool,
+        labels=labels,
+        address=address,
+    )
+
+
+def describe_machine(
+    slots: Sequence[KnownGpu],
+    *,
+    name: str,
+    key: str = "",
+    pool: str = DEFAULT_POOL,
+    labels: Mapping[str, str] | None = None,
+    address: str = "",
+) -> NodeFacts:
+    """Return the facts of this machine with these slots; the rest is as for `find_facts`."""
+    has_gpus = any(slot.id != CPU for slot in slots)
+    return NodeFacts(
+        name=name,
+        key=key,
         version=paceline.__version__,
         protocol=PROTOCOL,
         python=sys.executable,
         python_version=platform.python_version(),
-        devices=devices,
-        device_kind=gpu_names_of_node() if devices[0] != "cpu" else _cpu_name(),
+        devices=[slot.id for slot in slots],
+        device_kind=names_of_gpus(slots) if has_gpus else _cpu_name(),
+        device_memory_bytes=memory_of_gpus(slots),
         num_cores=num_cores(),
         memory_bytes=_memory_bytes(),
         pool=pool,

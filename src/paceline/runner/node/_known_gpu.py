@@ -1,0 +1,27 @@
+"""What is known of a GPU."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownGpu:
+    """A GPU or a MIG device.
+
+    Attributes:
+        id: What CUDA_VISIBLE_DEVICES may have for it: a number or a UUID.
+        uuid: Its UUID; empty if nobody tells.
+        name: The name of the product, and of the MIG profile; those of all GPUs if it may be any of
+            them; empty if nobody tells.
+        memory_bytes: All of its memory; 0 if nobody tells.
+        is_mig: Whether it is a MIG device.
+    """
+
+    id: str
+    uuid: str = ""
+    name: str = ""
+    memory_bytes: int = 0
+    is_mig: bool = False
+
+    def with_id(self, id: str) -> "KnownGpu":
+        """Return the same GPU under another id."""
+        return replace(self, id=id)

@@ -36,7 +36,7 @@ class StorageMarks:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists() or path.read_text() != self._text:
                 # Everybody may read it, as runners of other users must. The text opens nothing: who
-                # knows it can only make a directory on a machine of his pass for this one.
+                # knows it can only make a directory on another machine pass for this one.
                 with replacing_atomically(path) as part:
                     part.write_text(self._text)
         except (PermissionError, NotADirectoryError, FileExistsError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.runner.node import _nvidia_gpus
 from paceline.runner.node._slots_and_gpus import find_slots, memory_of_gpus, names_of_gpus
 
 pytest.importorskip("pynvml", reason="NOT RUN: needs nvidia-ml-py")
@@ -52,6 +53,7 @@ def machine(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> M
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
+    monkeypatch.setattr(_nvidia_gpus, "_DRIVER_FILES", (str(library),))
     return lambda kind: monkeypatch.setenv("FAKE_NVML", kind)
 
 
@@ -66,6 +68,12 @@ def test_whole_gpus_are_slots_by_their_numbers(machine: Machine) -> None:
     assert names_of_gpus(slots) == H100
     # One that shares the memory of the machine tells of none.
     assert memory_of_gpus(slots) == [H100_BYTES, 0]
+
+
+def test_nobody_asks_without_a_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("whole")
+    monkeypatch.setattr(_nvidia_gpus, "_DRIVER_FILES", ("/nonexistent",))
+    assert names_of_gpus(find_slots(None)) == "NVIDIA A40"
 
 
 def test_each_mig_device_is_a_slot_with_its_own_memory(machine: Machine) -> None:

@@ -1,6 +1,7 @@
 """Runners that a master starts by the API of Kubernetes; the cluster is a fake."""
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ def order(number: int = 1, command: tuple[str, ...] = ("sh", "-c", "sleep 60")) 
         name=f"Far_1-{number:06x}",
         url="https://head:1",
         token=f"secret-{number}",
+        node_key=f"secret-key-{number}",
         certificate="PEM",
         command=command,
     )
@@ -100,6 +102,7 @@ def test_the_objects_have_what_the_options_say_and_no_token(
     assert "secret-" not in json.dumps(job_set)
     assert secret["texts"] == {
         "Far_1-000001.token": "secret-1", "Far_1-000002.token": "secret-2", "master.pem": "PEM",
+        "Far_1-000001.key": "secret-key-1", "Far_1-000002.key": "secret-key-2",
     }  # fmt: skip
     assert secret["metadata"]["ownerReferences"][0]["uid"] == job_set["metadata"]["uid"]
     assert job_set["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
@@ -139,6 +142,9 @@ def test_a_preempted_job_set_waits_again_and_its_trial_goes_on(
         cluster.fake.suspend(True)
         pool.wait(lambda: attempts_of(client, experiment)[0]["exit"])
         pool.wait(lambda: cluster.jobs() == [False])
+        pool.wait(lambda: not pool.runner_processes())
+        # The volume of a pod goes with it.
+        shutil.rmtree(pool.home.parent / "runners")
         cluster.fake.suspend(False)
         pool.wait(lambda: len(attempts_of(client, experiment)) == 2)
         first, second = attempts_of(client, experiment)

@@ -10,7 +10,7 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
 from paceline.master.experiments import drained_slots, live_attempts, read_pools
-from paceline.master.scheduling import pool_of
+from paceline.master.scheduling import in_pools, pool_of
 from paceline.master.store import Transaction, slots_by_node, tables
 from paceline.messages.node_runners import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
 from paceline.messages.nodes_and_slots import Slot
@@ -31,17 +31,11 @@ def list_slots(master: MasterOf) -> list[Slot]:
         }
         drained, pools = drained_slots(connection), read_pools(connection)
     nodes = [(LOCAL_NODE, LOCAL_NAME, False, master.devices, pool_of(DEFAULT_POOL, {}, pools))]
-    nodes += [
-        (
-            node.id,
-            node.name,
-            node.is_draining,
-            facts.devices,
-            pool_of(facts.pool, facts.labels, pools),
-        )
-        for node in master.nodes.all()
-        for facts in (node.facts,)
-    ]
+    for node in master.nodes.all():
+        own = node.slots(can_join=False, only_pool=master.nodes.only_pool(node))
+        [found] = in_pools([own], pools)
+        is_closed = node.is_draining or not found.is_open
+        nodes.append((node.id, node.name, is_closed, node.facts.devices, found.pool))
     return [
         Slot(
             id=slot,

@@ -563,6 +563,21 @@ def test_a_token_for_a_pool_registers_no_node_in_another_one(
     assert by_labels.register().status_code == 200
 
 
+def test_a_token_for_a_pool_gets_no_name_of_a_lost_node_of_another_pool_and_its_attempts(
+    master: Any, token_of: Callable[..., dict[str, str]], join: Callable[..., FakeRunner]
+) -> None:
+    victim = join("box")
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert victim.work()["launches"] != []
+    master.core.nodes.leases.advance(LEASE_S + 1)
+    thief = FakeRunner(master, "box", key="another key", pool="big")
+    thief.headers = token_of("for-big", pool="big")
+    assert "but that node is in 'default'" in refused(thief.register(), 409, "name_taken")
+    # The machine itself may go to the other pool.
+    assert thief.register(key=victim.facts["key"]).status_code == 200
+
+
 def test_a_token_for_the_pool_default_is_not_led_into_another_one_by_labels(
     master: Any, token_of: Callable[..., dict[str, str]]
 ) -> None:

@@ -121,6 +121,23 @@ def test_the_objects_have_what_the_options_say_and_no_token(
     assert {one["mountPath"] for one in container["volumeMounts"]} >= {"/.paceline-runner"}
 
 
+def test_a_runner_that_is_started_again_after_a_preemption_has_the_same_key(
+    starter: KubernetesStarter, fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    """Its token is the same as well, and may be of no use with another key."""
+    starter.directory, seen = str(tmp_path / "files"), tmp_path / "seen"
+    script = f'for f in token node_key; do cat "$4/$f"; echo; done >> {seen}; sleep 60'
+    starter.start(order(command=("sh", "-c", script, "runner")))
+    what = ["secret-1", "secret-key-1"]
+    wait_until(lambda: seen.exists() and seen.read_text().split() == what)
+    fake.suspend(True)
+    wait_until(lambda: not fake.objects["pods"])
+    # The volume of a pod goes with it.
+    shutil.rmtree(tmp_path / "files")
+    fake.suspend(False)
+    wait_until(lambda: seen.read_text().split() == what * 2)
+
+
 def test_without_a_queue_a_job_set_is_not_suspended(cluster: Fake) -> None:
     options = KubernetesOptions(image="image", namespace="lab")
     job_set = KubernetesStarter("far", "c", "/files", options).job_set([order()])
@@ -142,9 +159,6 @@ def test_a_preempted_job_set_waits_again_and_its_trial_goes_on(
         cluster.fake.suspend(True)
         pool.wait(lambda: attempts_of(client, experiment)[0]["exit"])
         pool.wait(lambda: cluster.jobs() == [False])
-        pool.wait(lambda: not pool.runner_processes())
-        # The volume of a pod goes with it.
-        shutil.rmtree(pool.home.parent / "runners")
         cluster.fake.suspend(False)
         pool.wait(lambda: len(attempts_of(client, experiment)) == 2)
         first, second = attempts_of(client, experiment)

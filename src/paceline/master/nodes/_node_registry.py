@@ -28,6 +28,7 @@ from paceline.master.nodes._registered_node import (
 from paceline.master.nodes._token_bindings import (
     check_key_of_bound,
     check_node_of_token,
+    check_pool_of_known,
     check_pool_of_token,
 )
 from paceline.master.scheduling import NodeSlots
@@ -119,10 +120,13 @@ class Nodes:
         check_node_of_token(token, facts)
 
         def job(transaction: Transaction) -> NodeSession:
-            check_pool_of_token(token, facts, read_pools(transaction.connection))
+            pools = read_pools(transaction.connection)
+            check_pool_of_token(token, facts, pools)
             with self._lock:
                 known = next((n for n in self._nodes.values() if n.name == facts.name), None)
                 self._check_owner(known, facts, token_id)
+            if known is not None:
+                check_pool_of_known(token, known.facts, facts, pools)
             connection, nodes, now = transaction.connection, tables.nodes, time.time()
             values: dict[str, Any] = {
                 "name": facts.name, "key": facts.key, "token_id": token_id,

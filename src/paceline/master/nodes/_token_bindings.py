@@ -82,3 +82,35 @@ def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
         f" that it had. If that is lost, run `paceline runner forget {facts.name}` on the machine"
         " of the master once the node is lost, and start the runner again.",
     )
+
+
+def check_pool_of_known(
+    token: StoredToken | None,
+    known: NodeFacts,
+    facts: NodeFacts,
+    pools: Mapping[str, PoolSettings],
+) -> None:
+    """Refuse another machine the name of a lost node in another pool than that of its token.
+
+    Attempts of that pool may still wait for the node.
+
+    Args:
+        token: The token of the runner; None is the home's own.
+        known: What the runner said that has registered the node.
+        facts: What this one says.
+        pools: The settings of the pools.
+
+    Raises:
+        NodeRefusedError: The node was in another pool.
+    """
+    if token is None or token.pool is None or known.key == facts.key:
+        return
+    pool = pool_of(known.pool, known.labels, pools)
+    if pool != token.pool:
+        raise NodeRefusedError(
+            "name_taken",
+            f"The name {facts.name!r} must be free or that of a node in {token.pool!r}, the only"
+            f" pool of the token {token.name!r}, but that node is in {pool!r}. Hint: choose another"
+            f" name by `--name`, or run `paceline runner forget {facts.name}` on the machine of the"
+            " master.",
+        )

@@ -163,6 +163,36 @@ def test_a_runner_with_a_token_for_another_node_or_pool_ends_with_what_to_do(
     assert (found["any-node"], found["b"]) == ((None, None), ("box", "gpu"))
 
 
+def test_a_runner_that_labels_put_into_another_pool_than_its_tokens_ends_and_says_so(
+    mastered: Any, tmp_path: Path
+) -> None:
+    url = json.loads(mastered("status", "--json").stdout)["url"]
+    made = mastered("token", "create", "default-only", "--scope", "runner", "--pool", "default")
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(made.stdout)
+    words = [
+        "runner", "--master", url, "--token-file", token, "--dir", tmp_path / "runner", "--slots",
+        "1", "--name", "labeled", "--labels", "gpu=a100",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", *map(str, words)], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert "Node labeled is registered" in next(process.stderr)
+    mastered("pool", "set", "big", "--labels", "gpu=a100")
+    try:
+        error, hint = process.communicate(timeout=60)[1].splitlines()
+    finally:
+        process.kill()
+        mastered("pool", "reset", "big")
+    assert error.startswith("Error: The master wants no more polls of this runner. HTTP 403: ")
+    assert "must be in 'default', the only pool of its token" in error
+    assert "but is in 'big' by its labels." in error
+    assert hint.startswith("Hint: start it without the labels of that pool")
+    assert process.returncode == 1
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("room", [0, 4096])
 def test_a_runner_that_begins_on_a_full_disk_says_so(

@@ -204,6 +204,12 @@ class Nodes:
                 pools = read_pools(connection)
             check_pool_of_token(token, node.facts, pools)
 
+    def tell_of_pools(self) -> None:
+        """Answer the polls of nodes that may be in another pool now than that of their token."""
+        for node in self.all():
+            if node.facts.pool == DEFAULT_POOL and self.only_pool(node) is not None:
+                self.tell(node.id)
+
     def is_newest(self, node_id: int, poll: NodePoll) -> bool:
         """Tell whether no later poll of a node was heard: an earlier one knows less."""
         with self._lock:

@@ -124,6 +124,75 @@ def test_a_runner_takes_an_address_without_a_scheme(mastered: Any, tmp_path: Pat
     assert f"does not take the token in {token}: HTTP 401: " in line
 
 
+def test_a_runner_with_a_token_for_another_node_or_pool_ends_with_what_to_do(
+    mastered: Any, tmp_path: Path
+) -> None:
+    url = json.loads(mastered("status", "--json").stdout)["url"]
+    made = mastered("token", "create", "b", "--scope", "runner", "--node", "box", "--pool", "gpu")
+    assert "has the scope runner, is for node box, pool gpu and expires at" in made.stderr
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(made.stdout)
+    options = ("--token-file", token, "--dir", tmp_path / "runner", "--slots", 1)
+    # The directory of the same runner, which is started again.
+    for words, what in (
+        (("--name", "barn", "--pool", "gpu"), "register as 'box', the only node"),
+        (("--name", "box", "--pool", "cpu"), "be in 'gpu', the only pool"),
+        (("--name", "box"), "be in 'gpu', the only pool"),
+    ):
+        ended = mastered("runner", "--master", url, *options, *words, code=1)
+        error, hint = ended.stderr.strip().splitlines()
+        assert error.startswith("Error: The master refuses this node. HTTP 403: ")
+        assert what in error
+        assert hint.startswith("Hint: start it with `--")
+    for words, what in (
+        (("--scope", "read", "--node", "box"), "a token of the scope `runner`, but `scope` is"),
+        (("--scope", "runner", "--pool", "a b"), "`pool` must be up to 63 letters"),
+        (("--scope", "runner", "--node", "local"), "another machine than the master's own"),
+    ):
+        refused = mastered("token", "create", "wrong", *words, code=1)
+        assert what in refused.stderr
+        assert "Traceback" not in refused.stderr
+    mastered("token", "create", "any-node", "--scope", "runner")
+    head, *listed = mastered("token", "list").stdout.splitlines()
+    assert "For" in head
+    [bound] = [line for line in listed if "node box, pool gpu" in line]
+    assert re.search(r"\bb +runner +node box, pool gpu +valid", bound)
+    rows = json.loads(mastered("token", "list", "--json").stdout)
+    found = {one["name"]: (one["node"], one["pool"]) for one in rows}
+    assert (found["any-node"], found["b"]) == ((None, None), ("box", "gpu"))
+
+
+def test_a_runner_that_labels_put_into_another_pool_than_its_tokens_ends_and_says_so(
+    mastered: Any, tmp_path: Path
+) -> None:
+    url = json.loads(mastered("status", "--json").stdout)["url"]
+    made = mastered("token", "create", "default-only", "--scope", "runner", "--pool", "default")
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(made.stdout)
+    words = [
+        "runner", "--master", url, "--token-file", token, "--dir", tmp_path / "runner", "--slots",
+        "1", "--name", "labeled", "--labels", "gpu=a100",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", *map(str, words)], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert "Node labeled is registered" in next(process.stderr)
+    mastered("pool", "set", "big", "--labels", "gpu=a100")
+    try:
+        error, hint = process.communicate(timeout=60)[1].splitlines()
+    finally:
+        process.kill()
+        mastered("pool", "reset", "big")
+    assert error.startswith("Error: The master wants no more polls of this runner. HTTP 403: ")
+    assert "must be in 'default', the only pool of its token" in error
+    assert "but is in 'big' by its labels." in error
+    assert hint.startswith("Hint: start it without the labels of that pool")
+    assert process.returncode == 1
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("room", [0, 4096])
 def test_a_runner_that_begins_on_a_full_disk_says_so(

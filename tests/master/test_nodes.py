@@ -554,10 +554,186 @@ def test_expired_and_revoked_tokens_of_runners_open_nothing(
     runner.work()
 
 
-def test_a_poll_of_an_idle_node_asks_the_database_once(
-    master: Any, join: Callable[..., FakeRunner], count_reads: Callable[..., Any]
+def test_a_token_for_a_node_registers_no_other_name(
+    master: Any, token_of: Callable[..., dict[str, str]]
 ) -> None:
-    box = join("box")
+    runner = FakeRunner(master, "evil")
+    runner.headers = token_of("for-box", node="box")
+    told = refused(runner.register(), 403, "other_node")
+    assert "must register as 'box', the only node of its token 'for-box', but got 'evil'" in told
+    assert "`--name box`" in told
+    assert nodes(master) == {}
+    assert runner.register(name="box").status_code == 200
+
+
+@pytest.mark.parametrize("thief_has", ["the token", "an unbound token"])
+def test_the_name_of_a_node_with_a_token_for_it_stays_with_its_machine_until_it_is_forgotten(
+    master: Any, token_of: Callable[..., dict[str, str]], thief_has: str
+) -> None:
+    box, thief = FakeRunner(master, "box"), FakeRunner(master, "box", key="another directory")
+    box.headers = token_of("box", node="box")
+    thief.headers = box.headers if thief_has == "the token" else token_of("any")
+    box.register()
+    box.work()
+    refused(thief.register(), 409, "name_taken")
+    box.work(is_leaving=True)
+    told = refused(thief.register(), 409, "name_taken")
+    assert "`--dir`" in told
+    assert "`paceline runner forget box`" in told
+    master.core.nodes.leases.advance(10 * LEASE_S)
+    refused(thief.register(), 409, "name_taken")
+    # Its own machine comes back.
+    assert box.register().status_code == 200
+    box.work(is_leaving=True)
+    # The directory is lost, and the owner says so.
+    assert master.http.delete("/nodes/box").status_code == 204
+    box.facts["key"] = "a new directory"
+    assert box.register().status_code == 200
+    refused(thief.register(), 409, "name_taken")
+
+
+def test_the_next_token_for_a_node_takes_another_directory_once_the_last_one_is_over(
+    master: Any, token_of: Callable[..., dict[str, str]]
+) -> None:
+    box = FakeRunner(master, "box")
+    box.headers = token_of("box", node="box")
+    box.register()
+    box.work(is_leaving=True)
+    box.headers, box.facts["key"] = token_of("next", node="box"), "a new directory"
+    refused(box.register(), 409, "name_taken")
+    [old] = [token for token in master.http.get("/tokens").json() if token["name"] == "box"]
+    assert master.http.delete(f"/tokens/{old['id']}").status_code == 204
+    assert box.register().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("facts", "where"),
+    [
+        ({"pool": "other"}, "is in 'other'"),
+        ({}, "is in 'default'"),
+        ({"labels": {"gpu": "h200"}}, "is in 'other' by its labels"),
+    ],
+)
+def test_a_token_for_a_pool_registers_no_node_in_another_one(
+    master: Any, token_of: Callable[..., dict[str, str]], facts: dict[str, Any], where: str
+) -> None:
+    for name, gpu in (("big", "a100"), ("other", "h200")):
+        body = {"policy": "fifo", "labels": {"gpu": gpu}}
+        assert master.http.put(f"/pools/{name}", json=body).status_code == 204
+    runner = FakeRunner(master, "box", **facts)
+    runner.headers = token_of("for-big", pool="big")
+    told = refused(runner.register(), 403, "other_pool")
+    assert f"must be in 'big', the only pool of its token 'for-big', but {where}." in told
+    assert "Hint: start it with `--pool big`" in told
+    assert nodes(master) == {}
+    # Either way leads into its pool, with any name.
+    assert runner.register(pool="big").status_code == 200
+    by_labels = FakeRunner(master, "barn", labels={"gpu": "a100"})
+    by_labels.headers = runner.headers
+    assert by_labels.register().status_code == 200
+
+
+def test_a_token_for_a_pool_gets_no_name_of_a_lost_node_of_another_pool_and_its_attempts(
+    master: Any, token_of: Callable[..., dict[str, str]], join: Callable[..., FakeRunner]
+) -> None:
+    victim = join("box")
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    run(master)
+    assert victim.work()["launches"] != []
+    master.core.nodes.leases.advance(LEASE_S + 1)
+    thief = FakeRunner(master, "box", key="another key", pool="big")
+    thief.headers = token_of("for-big", pool="big")
+    assert "but that node is in 'default'" in refused(thief.register(), 409, "name_taken")
+    # The machine itself may go to the other pool.
+    assert thief.register(key=victim.facts["key"]).status_code == 200
+
+
+def test_a_token_for_the_pool_default_is_not_led_into_another_one_by_labels(
+    master: Any, token_of: Callable[..., dict[str, str]]
+) -> None:
+    body = {"policy": "fifo", "labels": {"gpu": "a100"}}
+    assert master.http.put("/pools/big", json=body).status_code == 204
+    runner = FakeRunner(master, "box", labels={"gpu": "a100"})
+    runner.headers = token_of("for-default", pool="default")
+    told = refused(runner.register(), 403, "other_pool")
+    assert "is in 'big' by its labels. Hint: start it without the labels of that pool" in told
+    assert runner.register(labels={}).status_code == 200
+
+
+def test_a_token_for_a_pool_holds_when_the_labels_of_pools_change(
+    master: Any, token_of: Callable[..., dict[str, str]], join: Callable[..., FakeRunner]
+) -> None:
+    """What runs there ends there; then the runner is refused, and ends."""
+    runner, free = FakeRunner(master, "box", labels={"gpu": "a100"}), join("free")
+    runner.headers = token_of("for-default", pool="default")
+    assert runner.register().status_code == 200
+    runner.work()
+    single = {"searcher": {"name": "single", "metric": "loss"}, "hyperparameters": {}}
+    for _ in range(2):
+        master.create(**single)
+    run(master)
+    assert (runner.take(), free.take()) in (([1], [2]), ([2], [1]))
+    [held] = runner.attempts
+    body = {"policy": "fifo", "labels": {"gpu": "a100"}}
+    assert master.http.put("/pools/big", json=body).status_code == 204
+    slots = {one["node"]: one for one in master.http.get("/slots").json() if one["node"] != "local"}
+    assert (slots["box"]["pool"], slots["box"]["is_drained"]) == ("default", True)
+    reply = master.http.post(
+        "/experiments",
+        json={"config": {"entrypoint": "x", "searcher": single["searcher"],
+                         "resources": {"pool": "big"}}},
+    )  # fmt: skip
+    refused(reply, 409, "no_such_pool")
+    # As it is started without labels, it may go to both.
+    join("big", labels={"gpu": "a100"})
+    master.create(**single, resources={"pool": "big"})
+    master.create(**single)
+    assert runner.work()["wanted"] == [held]
+    end = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
+    assert master.attempt(held, "end", **end).status_code == 204
+    run(master)
+    runner.attempts = []
+    told = refused(runner.ask(), 403, "other_pool")
+    assert "but is in 'big' by its labels" in told
+    refused(runner.register(), 403, "other_pool")
+    run(master)
+    placed = {row.trial_id: row.node_id for row in attempts(master) if row.exit is None}
+    assert runner.session["node_id"] not in placed.values()
+    assert len(placed) == 2
+    # The labels are as before, and so is the node.
+    assert master.http.delete("/pools/big").status_code == 204
+    assert runner.register().status_code == 200
+    runner.work()
+    run(master)
+    assert runner.take() != []
+
+
+def test_a_node_whose_pool_its_labels_chose_gets_nothing_after_they_choose_no_more(
+    master: Any, token_of: Callable[..., dict[str, str]]
+) -> None:
+    body = {"policy": "fifo", "labels": {"gpu": "a100"}}
+    assert master.http.put("/pools/big", json=body).status_code == 204
+    runner = FakeRunner(master, "box", labels={"gpu": "a100"})
+    runner.headers = token_of("for-big", pool="big")
+    assert runner.register().status_code == 200
+    runner.work()
+    single = {"searcher": {"name": "single", "metric": "loss"}, "hyperparameters": {}}
+    master.create(**single, resources={"pool": "big"})
+    assert master.http.delete("/pools/big").status_code == 204
+    run(master)
+    assert attempts(master) == []
+    assert "by its labels" not in refused(runner.ask(), 403, "other_pool")
+
+
+def test_a_poll_of_an_idle_node_asks_the_database_once(
+    master: Any,
+    join: Callable[..., FakeRunner],
+    token_of: Callable[..., dict[str, str]],
+    count_reads: Callable[..., Any],
+) -> None:
+    box = join("box", pool="big")
+    box.headers = token_of("big", pool="big")
+    box.register()
     version = box.work()["version"]
     with count_reads(master.core.database._reader_engine) as reads:
         answered = box.work(after=version, wait_s=0.05)
@@ -569,20 +745,24 @@ def test_a_poll_of_an_idle_node_asks_the_database_once(
 def test_lost_nodes_are_forgotten_after_a_while_but_for_those_that_are_drained_or_used(
     master: Any, token_of: Callable[..., dict[str, str]], join: Callable[..., FakeRunner]
 ) -> None:
-    """A node whose token is over is kept for minutes, another one for days."""
+    """A node whose token is over is kept for minutes, another one for days.
+
+    One that a token is for is kept as long as that can be used.
+    """
     boxes = {}
-    for name in ("ended", "away", "drained", "slot", "here"):
+    for name in ("ended", "away", "drained", "slot", "bound", "over", "here"):
         boxes[name] = FakeRunner(master, name)
-        boxes[name].headers = token_of(name)
+        bound = {"node": name} if name in ("bound", "over") else {}
+        boxes[name].headers = token_of(name, **bound)
         boxes[name].register()
         boxes[name].work()
     for token in master.http.get("/tokens").json():
-        if token["name"] == "ended":
-            boxes["ended"].work(is_leaving=True)
+        if token["name"] in ("ended", "over"):
+            boxes[token["name"]].work(is_leaving=True)
             assert master.http.delete(f"/tokens/{token['id']}").status_code == 204
     assert master.http.post("/nodes/drained/drain", json={}).status_code == 204
     assert master.http.post("/nodes/slot/slots/0/drain", json={}).status_code == 204
-    for name in ("away", "drained", "slot"):
+    for name in ("away", "drained", "slot", "bound"):
         boxes[name].work(is_leaving=True)
     registry = master.core.nodes
 
@@ -599,9 +779,9 @@ def test_lost_nodes_are_forgotten_after_a_while_but_for_those_that_are_drained_o
         master.schedule()
         return set(nodes(master))
 
-    assert later(300) == {"ended", "away", "drained", "slot", "here"}
-    assert later(400) == {"away", "drained", "slot", "here"}
-    assert later(8 * 24 * 3600) == {"drained", "slot", "here"}
+    assert later(300) == {"ended", "over", "away", "drained", "slot", "bound", "here"}
+    assert later(400) == {"away", "drained", "slot", "bound", "here"}
+    assert later(8 * 24 * 3600) == {"drained", "slot", "bound", "here"}
 
 
 @pytest.mark.parametrize("is_leaving", [True, False])

@@ -138,7 +138,7 @@ def start_cluster(places: dict[str, Place]) -> Client:
     for name in ("box", "barn"):
         shutil.move(head.home / f"{name}.token", places[name].home)
         line = RUN.replace(TUNNEL, url).replace("box", name)
-        places[name].start(f"exec {line} --name {name} --slots 1")
+        places[name].start(f"exec {line} --slots 1")
     return Client(url, (head.home / ".paceline" / "token").read_text().strip())
 
 

@@ -2,11 +2,14 @@
 
 import re
 import time
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from paceline.cli._command_options import Json
+
+if TYPE_CHECKING:
+    from paceline.messages.tokens import Token
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Manage tokens for programs and people."
@@ -39,24 +42,45 @@ def create(
             metavar="TIME", help="When it expires, such as 30m, 12h or 90d from now, or never."
         ),
     ] = "90d",
+    node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODE",
+            help="Of the scope `runner`: the only node that it registers. Default: any.",
+        ),
+    ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POOL",
+            help="Of the scope `runner`: the only pool that its nodes may be in. Default: any.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Make a token and print its secret. The secret is not shown again."""
     from paceline.cli._connection import connect
     from paceline.cli._console_output import format_moment, print_json
+    from paceline.cli._errors import CommandError
 
     expires_in_s = _seconds(expires)
-    with connect() as client:
-        token = client.create_token(name, scope, expires_in_s=expires_in_s)
+    try:
+        with connect() as client:
+            token = client.create_token(
+                name, scope, expires_in_s=expires_in_s, node=node, pool=pool
+            )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     if json:
         print_json(token)
         return
     typer.echo(token.secret)
     moment = format_moment(token.expires_at)
     expiry = "never expires" if moment is None else f"expires at {moment}"
+    only = f", is for {found}" if (found := _binding(token)) else ""
     typer.echo(
-        f"The token {token.name} has the scope {token.scope.value} and {expiry}. It is not shown"
-        f" again. {_USES.get(scope, _USE)}",
+        f"The token {token.name} has the scope {token.scope.value}{only} and {expiry}. It is not"
+        f" shown again. {_USES.get(scope, _USE)}",
         err=True,
     )
 
@@ -74,12 +98,13 @@ def list_tokens(json: Json = False) -> None:
         return
     now = time.time()
     print_table(
-        ["ID", "Name", "Scope", "State", "Created", "Expires"],
+        ["ID", "Name", "Scope", "For", "State", "Created", "Expires"],
         [
             (
                 token.id,
                 token.name,
                 token.scope.value,
+                _binding(token),
                 _token_state(token.revoked_at, token.expires_at, now),
                 format_moment(token.created_at),
                 format_moment(token.expires_at) or _NEVER,
@@ -129,6 +154,12 @@ def _seconds(text: str) -> float | None:
             f"`--expires` must be a time such as 30m, 12h or 90d, or never, but got {text!r}."
         )
     return int(match[1]) * _UNITS_S[match[2]]
+
+
+def _binding(token: "Token") -> str:
+    """Return the only node and pool that a token is for; empty if it is for any."""
+    pairs = (("node", token.node), ("pool", token.pool))
+    return ", ".join(f"{kind} {value}" for kind, value in pairs if value is not None)
 
 
 def _token_state(revoked_at: float | None, expires_at: float | None, now: float) -> str:

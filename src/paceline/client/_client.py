@@ -116,6 +116,8 @@ class Client(ClusterClient):
         scope: Literal["read", "submit", "admin", "runner", "report"] = "read",
         *,
         expires_in_s: float | None = 90 * 24 * 3600.0,
+        node: str | None = None,
+        pool: str | None = None,
     ) -> "CreatedToken":
         """Make a token; its `secret` cannot be read again.
 
@@ -124,13 +126,18 @@ class Client(ClusterClient):
             scope: What it allows: to read everything, to submit and change experiments as well,
                 everything, or to run the attempts of one node and nothing else.
             expires_in_s: Seconds until it expires; None for never.
+            node: The only node that it registers, of a token of the scope `runner`; None for any.
+            pool: The only pool that its nodes may be in; None for any.
 
         Raises:
+            ValueError: An argument cannot be, or `node` or `pool` are given with another scope.
             ApiError: The master refused; `name_taken` if a token of that name is valid.
         """
-        from paceline.messages.tokens import CreatedToken, NewToken, TokenScope
+        from paceline.messages.tokens import CreatedToken, TokenScope, make_new_token
 
-        body = NewToken(name=name, scope=TokenScope(scope), expires_in_s=expires_in_s)
+        body = make_new_token(
+            name=name, scope=TokenScope(scope), expires_in_s=expires_in_s, node=node, pool=pool
+        )
         return self._session.call("POST", "tokens", CreatedToken, body=body)
 
     def list_tokens(self) -> "list[Token]":

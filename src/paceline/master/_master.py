@@ -111,7 +111,7 @@ class Master:
             self.database,
             home.cluster_id,
             self.leases.length_s,
-            is_usable=self.tokens.is_usable,
+            token_of=self.tokens.get,
             wake=self._wake,
         )
         node = Node(
@@ -218,7 +218,10 @@ class Master:
     def _known_slots(self) -> list[NodeSlots]:
         """Return the slots of all nodes, also of those that are lost now."""
         # Which of them reach each other is known of those that are there.
-        others = [node.slots(can_join=bool(node.facts.address)) for node in self.nodes.all()]
+        others = [
+            node.slots(can_join=bool(node.facts.address), only_pool=self.nodes.only_pool(node))
+            for node in self.nodes.all()
+        ]
         return [
             NodeSlots(slots=tuple(range(len(self.devices)))),
             *others,

@@ -269,3 +269,21 @@ def test_tokens_outlive_the_master_and_the_homes_token_can_be_changed(
 
         assert [ask(old), ask(new), ask(secret), ask(gone["secret"])] == [401, 200, 200, 401]
         assert ask(attempt, "/attempts/1/control") == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"scope": "read", "node": "box"}, "of the scope `runner`, but `scope` is 'read'"),
+        ({"scope": "admin", "pool": "gpu"}, "of the scope `runner`, but `scope` is 'admin'"),
+        ({"scope": "runner", "node": "a b"}, "`node` must be up to 63 letters"),
+        ({"scope": "runner", "pool": ""}, "`pool` must be up to 63 letters"),
+        ({"scope": "runner", "node": "local"}, "another machine than the master's own"),
+    ],
+)
+def test_a_token_that_cannot_be_for_a_node_or_pool_is_refused(
+    master: Any, body: dict[str, Any], message: str
+) -> None:
+    reply = master.http.post("/tokens", json={"name": "wrong"} | body)
+    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_request")
+    assert message in reply.json()["detail"]

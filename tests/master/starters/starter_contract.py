@@ -178,6 +178,8 @@ class StarterContract:
             assert cluster.jobs() == [True]
             [node] = client.nodes()
             assert node.labels["starter"] == cluster.definition["starter"]
+            [token] = client.list_tokens()
+            assert (token.node, token.pool) == (node.name, "far")
             directory = pool.home.parent / "runners" / node.name
             for path in (directory, directory / "token"):
                 assert path.stat().st_mode & 0o077 == 0

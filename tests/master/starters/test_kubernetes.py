@@ -1,6 +1,7 @@
 """Runners that a master starts by the API of Kubernetes; the cluster is a fake."""
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ def order(number: int = 1, command: tuple[str, ...] = ("sh", "-c", "sleep 60")) 
         name=f"Far_1-{number:06x}",
         url="https://head:1",
         token=f"secret-{number}",
+        node_key=f"secret-key-{number}",
         certificate="PEM",
         command=command,
     )
@@ -100,6 +102,7 @@ def test_the_objects_have_what_the_options_say_and_no_token(
     assert "secret-" not in json.dumps(job_set)
     assert secret["texts"] == {
         "Far_1-000001.token": "secret-1", "Far_1-000002.token": "secret-2", "master.pem": "PEM",
+        "Far_1-000001.key": "secret-key-1", "Far_1-000002.key": "secret-key-2",
     }  # fmt: skip
     assert secret["metadata"]["ownerReferences"][0]["uid"] == job_set["metadata"]["uid"]
     assert job_set["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
@@ -116,6 +119,23 @@ def test_the_objects_have_what_the_options_say_and_no_token(
     assert pod["nodeSelector"] == {"zone": "a"}
     assert pod["terminationGracePeriodSeconds"] == 120
     assert {one["mountPath"] for one in container["volumeMounts"]} >= {"/.paceline-runner"}
+
+
+def test_a_runner_that_is_started_again_after_a_preemption_has_the_same_key(
+    starter: KubernetesStarter, fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    """Its token is the same as well, and may be of no use with another key."""
+    starter.directory, seen = str(tmp_path / "files"), tmp_path / "seen"
+    script = f'for f in token node_key; do cat "$4/$f"; echo; done >> {seen}; sleep 60'
+    starter.start(order(command=("sh", "-c", script, "runner")))
+    what = ["secret-1", "secret-key-1"]
+    wait_until(lambda: seen.exists() and seen.read_text().split() == what)
+    fake.suspend(True)
+    wait_until(lambda: not fake.objects["pods"])
+    # The volume of a pod goes with it.
+    shutil.rmtree(tmp_path / "files")
+    fake.suspend(False)
+    wait_until(lambda: seen.read_text().split() == what * 2)
 
 
 def test_without_a_queue_a_job_set_is_not_suspended(cluster: Fake) -> None:

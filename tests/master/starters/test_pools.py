@@ -190,13 +190,13 @@ def usable(runners: PoolRunners) -> list[str]:
     return [token.name for token in runners._tokens.list() if not token.is_revoked]
 
 
-def register(runners: PoolRunners, name: str) -> None:
+def register(runners: PoolRunners, name: str, token_id: int | None = None) -> None:
     facts = NodeFacts(
         name=name, key="k", version=paceline.__version__, protocol=PROTOCOL, python="python3",
         python_version="3", devices=["cpu", "cpu"], device_kind="cpu", num_cores=2,
         memory_bytes=1, pool="p",
     )  # fmt: skip
-    runners._nodes.register(facts, None).result()
+    runners._nodes.register(facts, token_id).result()
 
 
 def test_a_need_starts_runners_once_and_up_to_the_limit(
@@ -210,11 +210,15 @@ def test_a_need_starts_runners_once_and_up_to_the_limit(
     assert len(starter.orders) == 3
     secrets = {order.token for order in starter.orders}
     assert len(secrets) == 3
+    assert [(one.name, one.node, one.pool) for one in runners._tokens.list()] == [
+        (f"runner {order.name}", order.name, "p") for order in reversed(starter.orders)
+    ]
     for order in starter.orders:
         assert order.certificate == "PEM"
         words = f"{' '.join(order.command)} {order!r}"
         assert "https://head:1" in words
         assert order.token not in words
+        assert order.node_key not in words
 
 
 def test_runners_of_one_trial_are_started_together_up_to_the_limit(
@@ -277,6 +281,23 @@ def test_the_token_of_a_runner_that_has_ended_is_revoked_and_another_one_comes(
     assert len(starter.orders) == 2
     runners._look_after("p", PoolNeed(sizes=(2,)))
     assert usable(runners) == [f"runner {starter.orders[1].name}"]
+
+
+def test_a_runner_that_has_left_loses_its_token_though_its_starter_tells_of_none(
+    runners: PoolRunners, starter: NotedStarter
+) -> None:
+    starter.knows_all = False
+    runners._look_after("p", PoolNeed(sizes=(2,)))
+    [name] = starter.jobs
+    [token] = runners._tokens.list()
+    register(runners, name, token.id)
+    [node] = runners._nodes.all()
+    poll = NodePoll(key="k", session=1, number=1, attempts=[], alive=[])
+    for is_leaving, kept in ((False, [f"runner {name}"]), (True, [])):
+        poll = msgspec.structs.replace(poll, number=poll.number + 1, is_leaving=is_leaving)
+        runners._nodes.hear(node.id, poll, token.id)
+        runners._look_after("p", None)
+        assert usable(runners) == kept
 
 
 def test_a_runner_that_leaves_keeps_its_token_until_it_has_left(

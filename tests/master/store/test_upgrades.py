@@ -16,6 +16,7 @@ from sqlalchemy import Connection, select, text
 
 from paceline.journal import TimeSpent
 from paceline.master._home_directory import Home, HomeInUseError
+from paceline.master.auth import Tokens
 from paceline.master.store import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -36,6 +37,7 @@ from paceline.master.store import (
 )
 from paceline.master.store._database import copy_of_version
 from paceline.master.upkeep import BackupError, restore_copy
+from paceline.messages.tokens import TokenScope
 
 
 def load(path: Path, version: int) -> Path:
@@ -200,6 +202,31 @@ def test_a_database_of_version_10_keeps_restarts_and_its_nodes_have_not_left(
         assert causes == [None, None, "worker 1 was ended by SIGKILL"]
 
     read(load(tmp_path / "master.sqlite", 10), look)
+
+
+def test_a_database_of_version_11_keeps_its_tokens_which_are_for_any_node_and_pool(
+    tmp_path: Path,
+) -> None:
+    path = load(tmp_path / "master.sqlite", 11)
+
+    def look(connection: Connection) -> None:
+        found = connection.execute(select(tables.tokens).order_by(tables.tokens.c.id)).all()
+        assert [(one.name, one.scope, one.node, one.pool) for one in found] == [
+            ("box", "runner", None, None), ("ci", "submit", None, None),
+        ]  # fmt: skip
+        [node] = connection.execute(select(tables.nodes)).all()
+        assert (node.name, node.token_id, node.has_left) == ("box", 1, True)
+
+    read(path, look)
+    database = Database(path)
+    try:
+        tokens = Tokens(database)
+        made, _ = tokens.create("barn", TokenScope.RUNNER, None, node="barn", pool="gpu").result()
+        assert Tokens(database).list() == tokens.list()
+        assert Tokens(database).get(made.id) == made
+        assert (made.node, made.pool) == ("barn", "gpu")
+    finally:
+        database.close()
 
 
 @pytest.mark.parametrize("version", range(1, tables.SCHEMA_VERSION))

@@ -45,15 +45,19 @@ def test_pools_nodes_and_drained_slots_are_rebuilt_as_they_were(tmp_path: Path) 
     pools = [{"name": name, "policy": "priority", "max_slots": 3, "labels": {"gpu": "a"}}
              for name in ("big", "gone")]  # fmt: skip
     slots = [{"node_id": 0, "slot": 1}, {"node_id": 4, "slot": 0}, {"node_id": 4, "slot": 2}]
+    token = {"id": 3, "name": "box", "scope": "runner", "digest": "d", "created_at": 1.0,
+             "expires_at": None, "revoked_at": None, "node": "box", "pool": "big"}  # fmt: skip
     wanted = {
-        tables.nodes: [node | {"token_id": None}],
+        tables.tokens: [token],
+        tables.nodes: [node | {"token_id": 3}],
         tables.pools: pools[:1],
         tables.drained_slots: slots[:2],
     }
 
     def change(transaction: Transaction) -> None:
         connection = transaction.connection
-        connection.execute(insert(tables.nodes).values(**node))
+        connection.execute(insert(tables.tokens).values(**token))
+        connection.execute(insert(tables.nodes).values(**node, token_id=3))
         connection.execute(insert(tables.pools), pools)
         connection.execute(insert(tables.drained_slots), slots)
 

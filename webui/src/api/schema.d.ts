@@ -1769,6 +1769,10 @@ export interface components {
             expires_at: number | null;
             /** Revoked At */
             revoked_at?: number | null;
+            /** Node */
+            node?: string | null;
+            /** Pool */
+            pool?: string | null;
             /** Secret */
             secret: string;
         };
@@ -2312,6 +2316,9 @@ export interface components {
         /**
          * NewToken
          * @description A token to be made; it never expires if `expires_in_s` (seconds) is None.
+         *
+         *     One of the scope `runner` registers only the node `node`, and only nodes in the pool `pool`, if
+         *     these are given.
          */
         NewToken: {
             /** Name */
@@ -2323,6 +2330,10 @@ export interface components {
              * @default 7776000
              */
             expires_in_s?: number | null;
+            /** Node */
+            node?: string | null;
+            /** Pool */
+            pool?: string | null;
         };
         /**
          * Node
@@ -2827,6 +2838,8 @@ export interface components {
         /**
          * Token
          * @description A token without its secret; times are in seconds since the epoch.
+         *
+         *     `node` and `pool` are the only ones that it registers, None for any.
          */
         Token: {
             /** Id */
@@ -2840,6 +2853,10 @@ export interface components {
             expires_at: number | null;
             /** Revoked At */
             revoked_at?: number | null;
+            /** Node */
+            node?: string | null;
+            /** Pool */
+            pool?: string | null;
         };
         /**
          * TokenScope

@@ -45,6 +45,7 @@ NodeId = Annotated[int, Path(ge=1, le=2**62)]
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
 _Drained: TypeAlias = Mapping[int, frozenset[int]]
 _MAX_WAIT_S = 60.0
+_OF_TOKEN = ("other_node", "other_pool")
 _BODY: dict[str, Any] = {
     "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}
 }
@@ -61,7 +62,7 @@ async def register_node(request: Request, master: MasterOf, identity: IdentityOf
     try:
         session = await asyncio.wrap_future(master.nodes.register(facts, identity.token_id))
     except NodeRefusedError as error:
-        raise ApiError(409, error.code, str(error)) from error
+        raise _refusal(error) from error
     return _json(session)
 
 
@@ -195,14 +196,25 @@ def _hear_node(master: Master, node_id: int, poll: NodePoll, token_id: int | Non
     try:
         master.nodes.hear(node_id, poll, token_id)
     except NodeRefusedError as error:
-        status = 403 if error.code == "other_token" else 409
-        raise ApiError(status, error.code, str(error)) from error
+        raise _refusal(error, 403 if error.code == "other_token" else 409) from error
     except UnknownNodeError as error:
         raise ApiError(404, "unknown_node", str(error)) from error
 
 
 def _node_work(master: Master, node_id: int, poll: NodePoll) -> NodeWork:
-    return work_for(master.database, master.changes, master.nodes, node_id, poll)
+    work = work_for(master.database, master.changes, master.nodes, node_id, poll)
+    # What runs there goes on.
+    if not (work.wanted or poll.attempts):
+        try:
+            master.nodes.check_pool(node_id)
+        except NodeRefusedError as error:
+            raise _refusal(error) from error
+    return work
+
+
+def _refusal(error: NodeRefusedError, status: int = 409) -> ApiError:
+    """Return the answer to a runner that is refused, 403 if its token is for something else."""
+    return ApiError(403 if error.code in _OF_TOKEN else status, error.code, str(error))
 
 
 def _node_named(master: Master, name: str) -> RegisteredNode:

@@ -71,7 +71,7 @@ async def set_pool(name: Name, wanted: SetPool, master: MasterOf) -> None:
         transaction.connection.execute(
             insert(tables.pools).values(name=name, **wanted.model_dump())
         )
-        transaction.after_commit(master.changes.wake)
+        _tell(transaction, master)
 
     await write_rows(master, job)
 
@@ -84,7 +84,7 @@ async def reset_pool(name: Name, master: MasterOf) -> None:
         if name not in read_pools(transaction.connection):
             raise ApiError(404, "not_found", f"The pool {name!r} has no settings.")
         _forget(transaction, name)
-        transaction.after_commit(master.changes.wake)
+        _tell(transaction, master)
 
     await write_rows(master, job)
 
@@ -107,6 +107,11 @@ async def resume_slot(name: Name, slot: SlotNumber, master: MasterOf) -> None:
     node_id = _node_with_slot(master, name, slot)
 
     await write_rows(master, lambda transaction: resume_slots(master, transaction, node_id, [slot]))
+
+
+def _tell(transaction: Transaction, master: Master) -> None:
+    transaction.after_commit(master.changes.wake)
+    transaction.after_commit(master.nodes.tell_of_pools)
 
 
 def _forget(transaction: Transaction, name: str) -> None:

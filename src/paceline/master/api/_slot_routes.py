@@ -10,9 +10,10 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
 from paceline.master.experiments import drained_slots, live_attempts, read_pools
-from paceline.master.scheduling import pool_of
+from paceline.master.nodes import RegisteredNode
+from paceline.master.scheduling import NodeSlots, PoolSettings, in_pools, pool_of
 from paceline.master.store import Transaction, slots_by_node, tables
-from paceline.messages.node_runners import LOCAL_NODE, NodeFacts
+from paceline.messages.node_runners import DEFAULT_POOL, LOCAL_NODE, NodeFacts
 from paceline.messages.nodes_and_slots import Slot
 from paceline.messages.states import LIVE_ATTEMPTS
 
@@ -30,21 +31,23 @@ def list_slots(master: MasterOf) -> list[Slot]:
             for slot in slots
         }
         drained, pools = all_drained(master, connection), read_pools(connection)
-    nodes = [(LOCAL_NODE, master.machine)]
-    nodes += [(node.id, node.facts) for node in master.nodes.all()]
+    nodes = [(LOCAL_NODE, master.machine, pool_of(DEFAULT_POOL, {}, pools))]
+    registered = master.nodes.all()
+    found = _nodes_in_pools(master, registered, pools)
+    nodes += [(node.id, node.facts, own.pool) for node, own in zip(registered, found, strict=True)]
     return [
         Slot(
             id=slot,
             node=facts.name,
             device=device,
             memory_bytes=memory or None,
-            pool=pool_of(facts.pool, facts.labels, pools),
+            pool=pool,
             is_drained=slot in drained.get(node_id, ()),
             trial_id=user.trial_id if user else None,
             experiment_id=user.experiment_id if user else None,
             attempt_id=user.id if user else None,
         )
-        for node_id, facts in nodes
+        for node_id, facts, pool in nodes
         for slot, (device, memory) in enumerate(_devices(facts))
         if (user := users.get((node_id, slot)))
         or node_id == LOCAL_NODE
@@ -53,12 +56,31 @@ def list_slots(master: MasterOf) -> list[Slot]:
 
 
 def all_drained(master: Master, connection: Connection) -> dict[int, frozenset[int]]:
-    """Return the slots that get no attempts, by node: single ones, and all of drained nodes."""
+    """Return the slots that get no attempts, by node.
+
+    They are single ones, and all of nodes that are drained, or not in the pool of their token.
+    """
     drained = drained_slots(connection)
-    for node in master.nodes.all():
-        if node.is_draining:
-            drained[node.id] = frozenset(range(len(node.facts.devices)))
+    for node in _nodes_in_pools(master, master.nodes.all(), read_pools(connection)):
+        if not node.is_open:
+            drained[node.node_id] = frozenset(node.slots)
     return drained
+
+
+def _nodes_in_pools(
+    master: Master, nodes: Iterable[RegisteredNode], pools: Mapping[str, PoolSettings]
+) -> list[NodeSlots]:
+    return in_pools(
+        [
+            node.slots(
+                can_join=False,
+                is_open=not node.is_draining,
+                only_pool=master.nodes.only_pool(node),
+            )
+            for node in nodes
+        ],
+        pools,
+    )
 
 
 def count_drained(

@@ -33,7 +33,9 @@ async def create_token(
 ) -> tokens.CreatedToken:
     """Make a token and return its secret, once; needs a token itself."""
     require_token(identity)
-    made = master.tokens.create(request.name, request.scope, request.expires_in_s)
+    made = master.tokens.create(
+        request.name, request.scope, request.expires_in_s, node=request.node, pool=request.pool
+    )
     try:
         token, secret = await asyncio.wrap_future(made)
     except TokenNameTakenError as error:
@@ -72,7 +74,4 @@ def require_token(identity: AccessIdentity | None) -> None:
 
 
 def _fields(token: StoredToken) -> dict[str, object]:
-    return {
-        name: getattr(token, name)
-        for name in ("id", "name", "scope", "created_at", "expires_at", "revoked_at")
-    }
+    return {name: getattr(token, name) for name in tokens.Token.model_fields}

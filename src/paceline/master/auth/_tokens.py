@@ -23,7 +23,12 @@ class TokenNameTakenError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredToken:
-    """A token as it is stored: its secret is not."""
+    """A token as it is stored: its secret is not.
+
+    Attributes:
+        node: The only node that it registers, of a token of the scope `runner`; None for any.
+        pool: The only pool that its nodes may be in; None for any.
+    """
 
     id: int
     name: str
@@ -31,6 +36,8 @@ class StoredToken:
     created_at: float
     expires_at: float | None
     revoked_at: float | None
+    node: str | None = None
+    pool: str | None = None
 
     @property
     def is_revoked(self) -> bool:
@@ -41,6 +48,11 @@ class StoredToken:
     def is_expired(self) -> bool:
         """Whether its time is over."""
         return self.expires_at is not None and self.expires_at <= time.time()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is neither revoked nor expired."""
+        return not self.is_revoked and not self.is_expired
 
 
 class Tokens:
@@ -54,10 +66,16 @@ class Tokens:
         self._lock = threading.Lock()
         with database.read() as connection:
             rows = connection.execute(select(tables.tokens))
-            self._known = {row.digest: _stored(row) for row in rows}
+            self._keep({row.digest: _stored(row) for row in rows})
 
     def create(
-        self, name: str, scope: TokenScope, expires_in_s: float | None
+        self,
+        name: str,
+        scope: TokenScope,
+        expires_in_s: float | None,
+        *,
+        node: str | None = None,
+        pool: str | None = None,
     ) -> "Future[tuple[StoredToken, str]]":
         """Make a token; the future gives it and its secret after the commit.
 
@@ -84,7 +102,7 @@ class Tokens:
                 )
             token = StoredToken(
                 id=new_id(connection, tables.tokens), name=name, scope=scope, created_at=now,
-                expires_at=expires_at, revoked_at=None,
+                expires_at=expires_at, revoked_at=None, node=node, pool=pool,
             )  # fmt: skip
             values = {field: getattr(token, field) for field in _FIELDS} | {"scope": scope.value}
             connection.execute(insert(tables.tokens).values(digest=_digest(secret), **values))
@@ -99,10 +117,9 @@ class Tokens:
         """Return the token of a secret, which may be revoked or expired."""
         return self._known.get(_digest(secret))
 
-    def is_usable(self, token_id: int) -> bool:
-        """Tell whether a token, by its id, is neither revoked nor expired."""
-        found = next((token for token in self._known.values() if token.id == token_id), None)
-        return found is not None and not found.is_revoked and not found.is_expired
+    def get(self, token_id: int) -> StoredToken | None:
+        """Return a token by its id, which may be revoked or expired."""
+        return self._by_id.get(token_id)
 
     def list(self) -> list[StoredToken]:
         """Return all tokens, the newest first."""
@@ -134,20 +151,25 @@ class Tokens:
     def _remember(self, digest: str, token: StoredToken) -> None:
         oldest = time.time() - _KEPT_S
         with self._lock:
-            self._known = {
+            kept = {
                 known: other
                 for known, other in self._known.items()
                 if min(other.revoked_at or oldest + 1, other.expires_at or oldest + 1) > oldest
-            } | {digest: token}
+            }
+            self._keep(kept | {digest: token})
 
     def _forget(self, digest: str, now: float) -> None:
         with self._lock:
             token = self._known[digest]
             if not token.is_revoked:
-                self._known = self._known | {digest: replace(token, revoked_at=now)}
+                self._keep(self._known | {digest: replace(token, revoked_at=now)})
+
+    def _keep(self, known: dict[str, StoredToken]) -> None:
+        self._known = known
+        self._by_id = {token.id: token for token in known.values()}
 
 
-_FIELDS = ("id", "name", "scope", "created_at", "expires_at", "revoked_at")
+_FIELDS = ("id", "name", "scope", "created_at", "expires_at", "revoked_at", "node", "pool")
 
 
 def _stored(row: Row[Any]) -> StoredToken:

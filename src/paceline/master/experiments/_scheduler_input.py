@@ -83,7 +83,7 @@ def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float)
         )
         if node.node_id in drained or node.node_id in resting
         else node
-        for node in (in_pools(nodes, pools) if pools else nodes)
+        for node in in_pools(nodes, pools)
     ]
     is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
     return Cluster(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import msgspec
 from sqlalchemy import delete, insert, select, update
 
 from paceline.master._waiting_requests import WaitingRequests
-from paceline.master.experiments import DEFAULT_LEASE_S, Leases, live_attempts
+from paceline.master.auth import StoredToken
+from paceline.master.experiments import DEFAULT_LEASE_S, Leases, live_attempts, read_pools
 from paceline.master.nodes._node_orders import NodeOrders
 from paceline.master.nodes._registered_node import (
     NodeRefusedError,
@@ -23,9 +25,15 @@ from paceline.master.nodes._registered_node import (
     nodes_that_join,
     stored_node,
 )
+from paceline.master.nodes._token_bindings import (
+    check_key_of_bound,
+    check_node_of_token,
+    check_pool_of_known,
+    check_pool_of_token,
+)
 from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Database, Transaction, keep_ids, new_id, slots_by_node, tables
-from paceline.messages.node_runners import NodeFacts, NodePoll, NodeSession
+from paceline.messages.node_runners import DEFAULT_POOL, NodeFacts, NodePoll, NodeSession
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +69,7 @@ class Nodes:
         database: Where nodes are stored.
         cluster_id: The identity of the master's home.
         lease_s: How long a node may be silent until it is lost, in seconds.
-        is_usable: Tells whether a token, by its id, can still be used.
+        token_of: Returns a token by its id, None if there is none.
         wake: Called when slots may have become free or lost.
     """
 
@@ -70,12 +78,12 @@ class Nodes:
         database: Database,
         cluster_id: str,
         lease_s: float = DEFAULT_LEASE_S,
-        is_usable: Callable[[int], bool] = lambda _: True,
+        token_of: Callable[[int], StoredToken | None] = lambda _: None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._cluster_id = cluster_id
-        self._is_usable = is_usable
+        self._token_of = token_of
         self._started_at = time.time()
         self._next_look = 0.0
         self._stored_seen: dict[int, float | None] = {}
@@ -108,11 +116,17 @@ class Nodes:
             token_id: The token of the runner; None is the home's own.
         """
         check_node_version(facts)
+        token = self._token(token_id)
+        check_node_of_token(token, facts)
 
         def job(transaction: Transaction) -> NodeSession:
+            pools = read_pools(transaction.connection)
+            check_pool_of_token(token, facts, pools)
             with self._lock:
                 known = next((n for n in self._nodes.values() if n.name == facts.name), None)
                 self._check_owner(known, facts, token_id)
+            if known is not None:
+                check_pool_of_known(token, known.facts, facts, pools)
             connection, nodes, now = transaction.connection, tables.nodes, time.time()
             values: dict[str, Any] = {
                 "name": facts.name, "key": facts.key, "token_id": token_id,
@@ -171,6 +185,30 @@ class Nodes:
             heard.ever |= heard.attempts
         if not was_ready:
             self._wake()
+
+    def check_pool(self, node_id: int) -> None:
+        """Refuse a node that is in another pool than that of its token.
+
+        It was not when it registered, but labels of pools may have changed since.
+
+        Raises:
+            NodeRefusedError: It is in another one.
+        """
+        node = self.get(node_id)
+        # Only among those that name no pool, labels choose.
+        if node is None or node.facts.pool != DEFAULT_POOL:
+            return
+        token = self._token(node.token_id)
+        if token is not None and token.pool is not None:
+            with self._database.read() as connection:
+                pools = read_pools(connection)
+            check_pool_of_token(token, node.facts, pools)
+
+    def tell_of_pools(self) -> None:
+        """Answer the polls of nodes that may be in another pool now than that of their token."""
+        for node in self.all():
+            if node.facts.pool == DEFAULT_POOL and self.only_pool(node) is not None:
+                self.tell(node.id)
 
     def is_newest(self, node_id: int, poll: NodePoll) -> bool:
         """Tell whether no later poll of a node was heard: an earlier one knows less."""
@@ -315,9 +353,15 @@ class Nodes:
                 node.slots(
                     can_join=node.id in joining,
                     is_open=self._heard[node.id].is_ready and not node.is_draining,
+                    only_pool=self.only_pool(node),
                 )
                 for node in present
             ]
+
+    def only_pool(self, node: RegisteredNode) -> str | None:
+        """Return the pool that the token of a node is for, None if it is for any."""
+        token = self._token(node.token_id)
+        return None if token is None else token.pool
 
     def set_draining(self, transaction: Transaction, node_id: int, *, is_draining: bool) -> None:
         """Drain a node or take it back, after the commit of a transaction.
@@ -364,7 +408,8 @@ class Nodes:
         """Return the nodes that are lost for long.
 
         One whose token can no longer be used, as that of a job that has ended, is waited for less.
-        Drained ones stay, so that they come back as such.
+        Drained ones stay, so that they come back as such. Those that a token is for stay as well,
+        as long as it can be used: by it, no other machine gets their name.
         """
         with self._lock:
             return [
@@ -380,10 +425,19 @@ class Nodes:
         return max(self.seen_at(node.id) or self._started_at, node.registered_at)
 
     def _kept_s(self, node: RegisteredNode) -> float:
-        can_come_back = node.token_id is None or self._is_usable(node.token_id)
-        return _LOST_KEPT_S if can_come_back else _ENDED_KEPT_S
+        if not self._can_be_used(node.token_id):
+            return _ENDED_KEPT_S
+        token = self._token(node.token_id)
+        return _LOST_KEPT_S if token is None or token.node is None else math.inf
 
     # ---- helpers ------------------------------------------------------------------------
+
+    def _token(self, token_id: int | None) -> StoredToken | None:
+        return None if token_id is None else self._token_of(token_id)
+
+    def _can_be_used(self, token_id: int | None) -> bool:
+        token = self._token(token_id)
+        return token_id is None or (token is not None and token.is_usable)
 
     def _note_left(self, node_id: int, *, has_left: bool) -> None:
         """Note that a node leaves or has come back; stored soon, for the next master."""
@@ -408,10 +462,19 @@ class Nodes:
     def _check_owner(
         self, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
     ) -> None:
-        """Refuse a name that another machine or another token has and may still use."""
+        """Refuse a name that another machine or another token has and may still use.
+
+        With a token that is for this node, another machine is refused even if the node is lost.
+        """
         if facts.name == "local":
             raise NodeRefusedError("name_taken", "The node 'local' is the master's own machine.")
-        if known is None or self.is_lost(known.id):
+        if known is None:
+            return
+        tokens = (self._token(known.token_id), self._token(token_id))
+        # After its token was revoked or has expired, a new one is a new beginning.
+        if self._can_be_used(known.token_id) and any(one and one.node for one in tokens):
+            check_key_of_bound(known.facts, facts)
+        if self.is_lost(known.id):
             return
         if known.key != facts.key:
             raise NodeRefusedError(
@@ -419,7 +482,7 @@ class Nodes:
                 f"The name {facts.name!r} belongs to a runner with another directory, which is not"
                 " lost. Hint: choose another name by `--name`, or wait until that one is lost.",
             )
-        if known.token_id not in (token_id, None) and self._is_usable(known.token_id):
+        if known.token_id not in (token_id, None) and self._can_be_used(known.token_id):
             raise NodeRefusedError(
                 "other_token",
                 f"The node {facts.name!r} belongs to another token. Hint: use that one, or revoke"

@@ -51,7 +51,9 @@ class RegisteredNode:
     seen_at: float | None = None
     has_left: bool = False
 
-    def slots(self, *, can_join: bool, is_open: bool = True) -> NodeSlots:
+    def slots(
+        self, *, can_join: bool, is_open: bool = True, only_pool: str | None = None
+    ) -> NodeSlots:
         """Return the slots of this node for the scheduler."""
         return NodeSlots(
             node_id=self.id,
@@ -60,6 +62,7 @@ class RegisteredNode:
             labels=self.facts.labels,
             is_open=is_open,
             can_join=can_join,
+            only_pool=only_pool,
         )
 
 

@@ -19,9 +19,14 @@ def pool_of(named: str, labels: Mapping[str, str], pools: Mapping[str, PoolSetti
 
 
 def in_pools(nodes: Iterable[NodeSlots], pools: Mapping[str, PoolSettings]) -> list[NodeSlots]:
-    """Return nodes in the pools that their labels choose."""
+    """Return nodes in the pools that their labels choose.
+
+    One that labels put into another pool than the only one that it may be in gets nothing there.
+    """
     return [_in_pool(node, pool_of(node.pool, node.labels, pools)) for node in nodes]
 
 
 def _in_pool(node: NodeSlots, pool: str) -> NodeSlots:
+    if node.only_pool not in (None, pool):
+        return replace(node, pool=node.only_pool, is_open=False)
     return node if node.pool == pool else replace(node, pool=pool)

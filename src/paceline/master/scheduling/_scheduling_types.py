@@ -49,7 +49,7 @@ class NodeSlots:
     The same holds for a single slot that is drained. One that is pausing will be open again in a
     moment: a trial that needs it waits, and holds up no other.
     `can_join` tells that other nodes reach it, so
-    that trials on several nodes may use it.
+    that trials on several nodes may use it. `only_pool` is the one that it may be in.
     """
 
     node_id: int = LOCAL_NODE
@@ -60,6 +60,7 @@ class NodeSlots:
     drained: frozenset[int] = frozenset()
     labels: Mapping[str, str] = field(default_factory=dict)
     can_join: bool = False
+    only_pool: str | None = None
 
 
 Part = tuple[int, tuple[int, ...]]

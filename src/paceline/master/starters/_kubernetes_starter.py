@@ -212,8 +212,10 @@ class KubernetesStarter(Starter):
         }
 
     def secret(self, name: str, orders: Sequence[RunnerOrder]) -> dict[str, Any]:
-        """Return the Secret with the tokens of some runners."""
+        """Return the Secret with the tokens and the keys of some runners."""
         texts = {f"{order.name}.token": order.token for order in orders}
+        # Kueue ends a pod and starts it again, with another directory.
+        texts |= {f"{order.name}.key": order.node_key for order in orders}
         if orders[0].certificate is not None:
             texts["master.pem"] = orders[0].certificate
         return {
@@ -237,6 +239,7 @@ class KubernetesStarter(Starter):
             'shift "$JOB_COMPLETION_INDEX"; n=$1;'
             f' umask 077; d={shlex.quote(place)}/$n; mkdir -p "$d"'
             f' && cp {_SECRET_PATH}/"$n.token" "$d/token"'
+            f' && cp {_SECRET_PATH}/"$n.key" "$d/node_key"'
         )
         if order.certificate is not None:
             script += f' && cp {_SECRET_PATH}/master.pem "$d/master.pem"'

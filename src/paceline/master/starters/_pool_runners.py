@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 
+from paceline._checked_secrets import make_secret
 from paceline.master.auth import Tokens
 from paceline.master.nodes import Nodes
 from paceline.master.scheduling import NodeSlots, PoolNeed
@@ -200,6 +201,8 @@ class PoolRunners:
             for runner in starting.keys() - known.keys() - self._group_of[name].keys():
                 del starting[runner]
             starting.update(dict.fromkeys(known.keys() - registered, now + _START_S))
+        else:
+            self._revoke_left(name)
         # Nodes that are idle wait for others, to which a trial goes with them.
         num_idle = sum(nodes.values())
         groups = [] if need is None else runner_groups(need, pool.slots or 1)
@@ -318,9 +321,11 @@ class PoolRunners:
     def _order(self, name: str, pool: PoolDefinition, runner: str) -> RunnerOrder:
         # One that came before on this host is over.
         for token in self._tokens.list():
-            if token.name == _TOKEN_PREFIX + runner and not (token.is_revoked or token.is_expired):
+            if token.name == _TOKEN_PREFIX + runner and token.is_usable:
                 self._tokens.revoke(token.id).result()
-        made = self._tokens.create(_TOKEN_PREFIX + runner, TokenScope.RUNNER, _TOKEN_LIFE_S)
+        made = self._tokens.create(
+            _TOKEN_PREFIX + runner, TokenScope.RUNNER, _TOKEN_LIFE_S, node=runner, pool=name
+        )
         _, secret = made.result()
         url = pool.url or self._address.url
         kind = f"{STARTER_LABEL}={pool.starter}"
@@ -333,6 +338,7 @@ class PoolRunners:
             name=runner,
             url=url,
             token=secret,
+            node_key=make_secret(),
             certificate=self._address.certificate,
             command=tuple(command),
         )
@@ -349,5 +355,15 @@ class PoolRunners:
         for token in self._tokens.list():
             runner = token.name.removeprefix(_TOKEN_PREFIX)
             is_ours = token.name.rpartition("-")[0] == _TOKEN_PREFIX + pool
-            if is_ours and runner not in names and not (token.is_revoked or token.is_expired):
+            if is_ours and runner not in names and token.is_usable:
+                self._tokens.revoke(token.id).result()
+
+    def _revoke_left(self, pool: str) -> None:
+        """Revoke the tokens of runners of a pool that have said that they end."""
+        for node in self._nodes.all():
+            if node.token_id is None or node.facts.pool != pool:
+                continue
+            token = self._tokens.get(node.token_id)
+            is_ours = token is not None and token.name == _TOKEN_PREFIX + node.name
+            if token is not None and is_ours and token.is_usable and self._nodes.has_left(node.id):
                 self._tokens.revoke(token.id).result()

@@ -22,7 +22,9 @@ class RunnerOrder:
     Attributes:
         name: The name of its node.
         url: Where the master answers.
-        token: Its own token. It must be in no command line.
+        token: Its own token, for a node of this name in this pool. It must be in no command line.
+        node_key: What a starter that may start the runner in another directory by the same token
+            puts there into the file `node_key`, so that the master knows the node again.
         certificate: The certificate of the master (PEM) if it has one, for the file `master.pem`
             in the directory of the runner.
         command: The command line of the runner, without `--name`, `--dir` and `--token-file`.
@@ -31,6 +33,7 @@ class RunnerOrder:
     name: str
     url: str
     token: str = field(repr=False)
+    node_key: str = field(default="", repr=False)
     certificate: str | None = None
     command: tuple[str, ...] = ()
 

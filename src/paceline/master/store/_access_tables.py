@@ -22,7 +22,8 @@ sign_ins = Table(
     Column("expires_at", Float, nullable=False),
 )
 
-# Tokens of programs; as with sign-ins, only digests are kept.
+# Tokens of programs; as with sign-ins, only digests are kept. One of the scope `runner` may be for
+# one node, or for one pool.
 tokens = Table(
     "tokens",
     metadata,
@@ -33,4 +34,6 @@ tokens = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
     Column("revoked_at", Float),
+    Column("node", String),
+    Column("pool", String),
 )

@@ -24,7 +24,7 @@ from paceline.master.store._column_types import Id, ScalarColumn, metadata
 from paceline.master.store._metric_tables import chunks, metric_names, series
 from paceline.master.store._search_tables import search_inputs, search_snapshots, search_views
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 
 meta = Table(

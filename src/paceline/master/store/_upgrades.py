@@ -273,6 +273,11 @@ def _to_version_11(operations: Operations) -> None:
     )
 
 
+def _to_version_12(operations: Operations) -> None:
+    for name in ("node", "pool"):
+        operations.add_column("tokens", sa.Column(name, sa.String()))
+
+
 # The step at index n leads from version n + 1 to the next.
 _STEPS = (
     _to_version_2,
@@ -285,4 +290,5 @@ _STEPS = (
     _to_version_9,
     _to_version_10,
     _to_version_11,
+    _to_version_12,
 )

@@ -243,7 +243,7 @@ class NodeRunner:
                     trouble = ""
                 self._carry_out(answer)
             else:
-                if str(answer) != trouble:
+                if str(answer) != trouble and not _is_final(answer):
                     trouble = str(answer)
                     logger.warning("The master does not answer: %s", answer)
                 self._recover(answer)
@@ -273,14 +273,12 @@ class NodeRunner:
         self._look_after(launches, work.kill)
 
     def _recover(self, error: Exception) -> None:
-        if not isinstance(error, RefusedByMasterError):
-            return
-        if (error.status, error.code) in _REGISTER_AGAIN:
+        if _is_final(error):
+            raise NodeStoppedError(f"The master wants no more polls of this runner. {error}")
+        if isinstance(error, RefusedByMasterError):
             self._session = self._register()
             self._check_cluster()
             self._number = 0
-            return
-        raise NodeStoppedError(f"The master wants no more polls of this runner. {error}")
 
     def _look_after(self, launches: dict[int, NodeLaunch], kill: list[int]) -> None:
         """Make what is here as it is wanted; for every wanted attempt in its own state."""
@@ -403,3 +401,10 @@ class NodeRunner:
                     " serves it. Hint: choose another `--dir` and `--name` for a second one."
                 ) from error
             yield
+
+
+def _is_final(error: Exception) -> bool:
+    """Tell whether the master refuses a poll for good, so that the runner ends."""
+    if not isinstance(error, RefusedByMasterError):
+        return False
+    return (error.status, error.code) not in _REGISTER_AGAIN

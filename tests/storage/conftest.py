@@ -42,6 +42,11 @@ class FaultyServer:
         for thread in self._threads:
             thread.join()
 
+    def settle(self) -> None:
+        """Wait until all requests that have come are answered or given up."""
+        for thread in self._threads[1:]:
+            thread.join()
+
     def _start(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
         thread = threading.Thread(target=target, args=arguments, daemon=True)
         self._threads.append(thread)

@@ -26,7 +26,8 @@ from paceline.storage._errors import (
     CheckpointWriteError,
 )
 from paceline.storage._manifest import FileEntry
-from paceline.storage._object_storage_base import ObjectStorage, ShardUpload, StoredObject
+from paceline.storage._object_storage_base import ObjectStorage, StoredObject
+from paceline.storage._shard_upload import ShardUpload
 from paceline.storage._upload import (
     FileSender,
     FileUpload,
@@ -65,6 +66,7 @@ class BucketStorage(ObjectStorage):
 
     scheme: str
     _small_file_bytes = _PART_BYTES
+    _large_files_at_once = 2
     # What a user calls it, and how its errors tell that there is none.
     _kind = "bucket"
     _missing: str
@@ -134,7 +136,7 @@ class BucketStorage(ObjectStorage):
             del self._uploads[directory]
 
     def file_sender(self, directory: Path) -> FileSender:
-        """Return what sends a file from memory, in parts at once if it is large."""
+        """Return what sends files from memory in the background, in parts at once if large."""
         upload = self._uploads.get(directory)
         if upload is None:
             raise ValueError(
@@ -144,10 +146,11 @@ class BucketStorage(ObjectStorage):
 
         def send(name: str, size: int, pieces: Iterable[memoryview]) -> None:
             def put(key: str, timeout_s: float) -> FileEntry:
-                read = MemoryUpload(pieces, size, _part_bytes(size), timeout_s)
+                wanted = upload.until_stopped(pieces)
+                read = MemoryUpload(wanted, size, _part_bytes(size), timeout_s)
                 return self._put_upload(key, read)
 
-            upload.send(name, put)
+            upload.begin(name, put)
 
         return send
 
@@ -165,6 +168,10 @@ class BucketStorage(ObjectStorage):
                 max_concurrency=_PARTS_AT_ONCE,
             )
             return upload.entry()
+
+    @property
+    def _keeps_writers_apart(self) -> bool:
+        return True
 
     def _put_new(self, key: str, data: bytes) -> None:
         with self._errors(f"{key!r} must be stored", writes=True):

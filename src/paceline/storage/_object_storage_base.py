@@ -2,10 +2,9 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import xxhash
 
 from paceline import faults
 from paceline.storage import _durable_files
+from paceline.storage._background_calls import BackgroundCalls
 from paceline.storage._checkpoint_storage import (
     CheckpointStorage,
     UuidList,
@@ -22,7 +22,6 @@ from paceline.storage._checkpoint_storage import (
 from paceline.storage._errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CheckpointWriteError,
 )
 from paceline.storage._manifest import (
     MANIFEST_NAME,
@@ -36,11 +35,11 @@ from paceline.storage._manifest import (
     done_name,
     encode_with_checksum,
 )
+from paceline.storage._recent_records import RecentRecords
+from paceline.storage._shard_upload import ShardUpload, naming_object, stored_before
 from paceline.storage._temporary_directories import temporary_directory
-from paceline.storage._upload import UploadLimits, limit_hint
 
 _CHUNK_BYTES = 8 * 1024 * 1024
-_FILES_AT_ONCE = 4
 # Before the UUIDs of checkpoints that are not whole, each the key of an empty object.
 _OPEN = ".open/"
 
@@ -67,6 +66,9 @@ class ObjectStorage(CheckpointStorage):
 
     # The files up to this size are put several at once.
     _small_file_bytes = -1
+    # How many large files are sent at once in the background; 0 for stores that are used by one
+    # thread at a time.
+    _large_files_at_once = 0
 
     @abstractmethod
     def put(self, key: str, file: Path) -> None:
@@ -128,7 +130,7 @@ class ObjectStorage(CheckpointStorage):
     def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
         """Yield a temporary directory, whose files are put afterwards."""
         self._check_new(uuid, rank)
-        upload = ShardUpload(self.url, uuid, rank)
+        upload = self._shard_upload(uuid, rank)
         try:
             with temporary_directory() as path:
                 with (
@@ -139,22 +141,22 @@ class ObjectStorage(CheckpointStorage):
                 self._put_all(upload, path)
         except FileExistsError:
             # Another process has stored this part, whose files may have the same names.
+            upload.stop()
             raise
         except BaseException:
+            upload.stop()
             if upload.entries and not upload.has_failed:
                 # What is left is swept later.
                 with suppress(Exception):
                     self._remove_sent(upload)
             raise
 
-    def _remove_sent(self, upload: "ShardUpload") -> None:
+    def _remove_sent(self, upload: ShardUpload) -> None:
         """Remove what was sent, unless another process has stored this part meanwhile."""
         if self._read_done(upload.uuid, upload.rank) is None:
             self.remove([f"{upload.uuid}/{name}" for name in upload.entries])
 
-    def _taking_pieces(
-        self, directory: Path, upload: "ShardUpload"
-    ) -> AbstractContextManager[None]:
+    def _taking_pieces(self, directory: Path, upload: ShardUpload) -> AbstractContextManager[None]:
         """Return a context in which `file_sender` knows a directory; for stores that have one."""
         return nullcontext()
 
@@ -166,14 +168,17 @@ class ObjectStorage(CheckpointStorage):
                 f"A checkpoint must be stored from a directory, but got {str(source)!r}."
             )
         self._check_new(uuid, rank)
-        self._put_all(ShardUpload(self.url, uuid, rank), source, follow_links=True)
+        self._put_all(self._shard_upload(uuid, rank), source, follow_links=True)
 
-    def _put_all(self, upload: "ShardUpload", source: Path, *, follow_links: bool = False) -> None:
-        """Put what is in a directory besides what was sent, and the list of all."""
+    def _shard_upload(self, uuid: str, rank: int) -> ShardUpload:
+        return ShardUpload(self.url, uuid, rank, large_files_at_once=self._large_files_at_once)
+
+    def _put_all(self, upload: ShardUpload, source: Path, *, follow_links: bool = False) -> None:
+        """Put what is in a directory besides what is being sent, and then the list of all."""
         uuid, rank = upload.uuid, upload.rank
         names = check_file_names(_durable_files.list_files(source, follow_links=follow_links))
         upload.check_new(names)
-        num_files = len(upload.entries) + len(names)
+        num_files = upload.num_begun + len(names)
 
         def send(name: str) -> None:
             upload.send(name, partial(self._send, file=source / name), num_files)
@@ -185,15 +190,16 @@ class ObjectStorage(CheckpointStorage):
             if sizes[name] > self._small_file_bytes:
                 send(name)
         upload.send_together(small, send)
+        upload.wait()
         faults.reach("storage.before_done")
-        done = encode_with_checksum(
-            ShardDone(rank=rank, files=dict(sorted(upload.entries.items())))
-        )
-        with _naming_object(uuid, rank, "the list of its files"):
+        done = ShardDone(rank=rank, files=dict(sorted(upload.entries.items())))
+        with naming_object(uuid, rank, "the list of its files"):
             try:
-                self._put_new(f"{uuid}/{done_name(rank)}", done)
+                self._put_new(f"{uuid}/{done_name(rank)}", encode_with_checksum(done))
             except FileExistsError as error:
-                raise _stored_before(uuid, rank) from error
+                raise stored_before(uuid, rank) from error
+        if self._keeps_writers_apart:
+            self._recent.note(uuid, done)
         faults.reach("storage.after_done")
 
     def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
@@ -216,14 +222,29 @@ class ObjectStorage(CheckpointStorage):
             path.write_bytes(data)
             self.put(key, path)
 
+    @property
+    def _keeps_writers_apart(self) -> bool:
+        """Whether `_put_new` replaces no object of another process."""
+        return False
+
+    @cached_property
+    def _recent(self) -> RecentRecords:
+        return RecentRecords()
+
     def _check_new(self, uuid: str, rank: int) -> None:
+        """Mark a checkpoint as begun, before its first file is sent.
+
+        If there is such a checkpoint already, the next sweep removes the mark.
+        """
         check_uuid(uuid)
-        with _naming_object(uuid, rank, "the beginning"):
+        with (
+            naming_object(uuid, rank, "the beginning"),
+            BackgroundCalls(min(self._large_files_at_once, 1)) as calls,
+        ):
+            calls.start(partial(self._mark_open, uuid))
             keys = {each.key for each in self.objects(f"{uuid}/")}
         if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
-            raise _stored_before(uuid, rank)
-        with _naming_object(uuid, rank, "the beginning"):
-            self._mark_open(uuid)
+            raise stored_before(uuid, rank)
 
     def _mark_open(self, uuid: str) -> None:
         """Note that objects are ours and not whole: others may keep theirs here as well."""
@@ -231,13 +252,22 @@ class ObjectStorage(CheckpointStorage):
 
     def discard(self, uuid: str) -> None:
         """Remove what is there of a checkpoint that has no manifest."""
+        self._recent.forget(uuid)
         keys = [each.key for each in self.objects(f"{check_uuid(uuid)}/")]
         if f"{uuid}/{MANIFEST_NAME}" not in keys:
             self.remove([*keys, f"{_OPEN}{uuid}"])
 
     def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
+        recent = self._recent.find(uuid, rank)
+        if recent is not None:
+            return recent
         data = self._read_whole(f"{uuid}/{done_name(rank)}")
-        return None if data is None else decode_done(data, uuid, rank)
+        if data is None:
+            return None
+        done = decode_done(data, uuid, rank)
+        if self._keeps_writers_apart:
+            self._recent.note(uuid, done)
+        return done
 
     def _write_manifest(self, manifest: Manifest) -> None:
         key = f"{manifest.uuid}/{MANIFEST_NAME}"
@@ -366,119 +396,3 @@ class ObjectStorage(CheckpointStorage):
         """Return the UUIDs whose manifest is there."""
         split = (each.key.partition("/") for each in self.objects(""))
         return sorted(uuid for uuid, _, name in split if name == MANIFEST_NAME)
-
-
-class ShardUpload:
-    """One rank's files of a checkpoint on their way to a store.
-
-    Args:
-        url: The store.
-        uuid: The checkpoint.
-        rank: The rank.
-
-    Attributes:
-        entries: The files that are there, by name.
-        has_failed: Whether the store did not take one.
-    """
-
-    def __init__(self, url: str, uuid: str, rank: int) -> None:
-        self.uuid = uuid
-        self.rank = rank
-        self.entries: dict[str, FileEntry] = {}
-        self.has_failed = False
-        self._url = url
-        self._limits = UploadLimits.from_environment()
-        self._began: float | None = None
-
-    def send(self, name: str, send: Callable[..., FileEntry], num_files: int | None = None) -> None:
-        """Send a file by a function, which is given its key and how many seconds it has.
-
-        Args:
-            name: The file's name in the checkpoint.
-            send: The function; the arguments are `key` and `timeout_s`.
-            num_files: The number of all files, if it is known.
-
-        Raises:
-            CheckpointWriteError: It cannot be stored, or the time for the checkpoint is over.
-            ValueError: There is such a file already.
-        """
-        check_file_names([name])
-        self.check_new([name])
-        if self._began is None:
-            self._began = time.monotonic()
-            faults.reach("storage.begun")
-        if self.entries:
-            faults.reach("storage.between_files")
-        left_s = self._began + self._limits.checkpoint_s - time.monotonic()
-        with self._noting_failure(), _naming_object(self.uuid, self.rank, repr(name)):
-            if left_s <= 0:
-                of_all = "" if num_files is None else f"{num_files} "
-                raise CheckpointWriteError(
-                    f"After {self._limits.checkpoint_s:g} s only {len(self.entries)} of the rank's"
-                    f" {of_all}files were stored in {self._url}. {limit_hint('checkpoint')}"
-                )
-            self.entries[name] = send(
-                key=f"{self.uuid}/{name}", timeout_s=min(self._limits.file_s, left_s)
-            )
-
-    def check_new(self, names: Sequence[str]) -> None:
-        """Check that no file of these names was sent.
-
-        Raises:
-            ValueError: There is one.
-        """
-        for name in names:
-            if name in self.entries:
-                raise ValueError(f"A checkpoint must have each file once, but {name!r} is there.")
-
-    def send_together(self, names: Sequence[str], send: Callable[[str], None]) -> None:
-        """Send files by a function, several at once where there may be more threads."""
-        if len(names) > 1:
-            pool = ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="paceline-store")
-            calls = []
-            try:
-                # At the limit of threads, or at the end of the interpreter.
-                with suppress(RuntimeError):
-                    for name in names:
-                        calls.append(pool.submit(send, name))
-                if len(calls) < len(names):
-                    pool.shutdown(cancel_futures=True)
-                for call in calls:
-                    if not call.cancelled():
-                        call.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-        for name in names:
-            if name not in self.entries:
-                send(name)
-
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            self.has_failed = True
-            raise
-
-
-def _stored_before(uuid: str, rank: int) -> FileExistsError:
-    return FileExistsError(
-        f"A checkpoint is immutable, but {uuid} has a shard of rank {rank} already."
-        " Hint: store under a new UUID."
-    )
-
-
-@contextmanager
-def _naming_object(uuid: str, rank: int, what: str) -> Iterator[None]:
-    """Name the rank and the file in an error of the store.
-
-    Raises:
-        CheckpointWriteError: The body raised it.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointWriteError(
-            f"Rank {rank} could not store {what} of checkpoint {uuid}, and earlier checkpoints are"
-            f" untouched. {error}"
-        ) from error

@@ -46,11 +46,15 @@ class S3Storage(BucketStorage):
             **options,
         )
 
+    @property
+    def _keeps_writers_apart(self) -> bool:
+        return os.environ.get("AWS_CONDITIONAL_PUT") != "disabled"
+
     def _put_new(self, key: str, data: bytes) -> None:
-        if os.environ.get("AWS_CONDITIONAL_PUT") == "disabled":
-            self._put_data(key, data)
-        else:
+        if self._keeps_writers_apart:
             super()._put_new(key, data)
+        else:
+            self._put_data(key, data)
 
 
 def _credentials_of_boto3(environment: Mapping[str, str]) -> Any:

@@ -17,7 +17,9 @@ _DEFAULTS_S = {"PART": 60.0, "FILE": 1800.0, "CHECKPOINT": 3600.0}
 FileSender: TypeAlias = Callable[[str, int, Iterable[memoryview]], None]
 """Stores a file of a checkpoint from memory: its name, its size in bytes and its pieces in order.
 
-The memory must stay as it is until this returns.
+It may return before the file is stored. The memory must stay as it is until the block of
+`store_path` or `store_shard` has ended, which waits for all files. An error is raised by the next
+call, or at the end of the block.
 """
 
 

@@ -204,6 +204,18 @@ def test_pinned_memory_does_no_harm_without_a_gpu() -> None:
         assert numbers(data) == [[0, 1], [2, 3]]
 
 
+def test_traces_show_the_batches_that_are_read_meanwhile() -> None:
+    data = sharded(DataLoader(Numbers(), batch_size=2, shuffle=True))
+    batches = data.iterate(0)
+    read = [next(batches)]
+    with torch.profiler.profile() as profile:
+        read += [next(batches), next(batches)]
+    read += batches
+    marks = [event for event in profile.events() if "enumerate(DataLoader)" in event.name]
+    assert len(marks) == 2
+    assert [batch["x"].tolist() for batch in read] == numbers(data)
+
+
 def test_loader_of_the_users_own_class_stays_one() -> None:
     class Doubling(DataLoader[Any]):
         def __init__(self, factor: int) -> None:

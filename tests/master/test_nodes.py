@@ -592,18 +592,48 @@ def test_the_name_of_a_node_with_a_token_for_it_stays_with_its_machine_until_it_
     refused(thief.register(), 409, "name_taken")
 
 
-def test_the_next_token_for_a_node_takes_another_directory_once_the_last_one_is_over(
+@pytest.mark.parametrize("token", [{"node": "box"}, {"pool": "default"}])
+def test_the_name_stays_with_its_machine_when_the_token_for_it_is_over(
+    master: Any, token_of: Callable[..., dict[str, str]], token: dict[str, str]
+) -> None:
+    box, thief = FakeRunner(master, "box"), FakeRunner(master, "box", key="another directory")
+    box.headers = token_of("box", node="box")
+    box.register()
+    box.work(is_leaving=True)
+    [old] = [one for one in master.http.get("/tokens").json() if one["name"] == "box"]
+    assert master.http.delete(f"/tokens/{old['id']}").status_code == 204
+    thief.headers = token_of("thief", **token)
+    refused(thief.register(), 409, "name_taken")
+    box.headers = token_of("next", node="box")
+    assert box.register().status_code == 200
+
+
+def test_the_token_for_a_node_is_renewed_while_it_works(
     master: Any, token_of: Callable[..., dict[str, str]]
 ) -> None:
     box = FakeRunner(master, "box")
     box.headers = token_of("box", node="box")
     box.register()
-    box.work(is_leaving=True)
-    box.headers, box.facts["key"] = token_of("next", node="box"), "a new directory"
-    refused(box.register(), 409, "name_taken")
-    [old] = [token for token in master.http.get("/tokens").json() if token["name"] == "box"]
-    assert master.http.delete(f"/tokens/{old['id']}").status_code == 204
+    box.work()
+    box.headers = token_of("next", node="box")
+    refused(box.ask(), 403, "other_token")
     assert box.register().status_code == 200
+    box.work()
+
+
+def test_the_token_for_a_node_takes_its_name_from_another_machine_once_that_is_lost(
+    master: Any, token_of: Callable[..., dict[str, str]]
+) -> None:
+    clone, box = FakeRunner(master, "box", key="of a clone"), FakeRunner(master, "box")
+    clone.headers, box.headers = token_of("any"), token_of("box", node="box")
+    clone.register()
+    clone.work()
+    told = refused(box.register(), 409, "name_taken")
+    assert "revoke its token or `paceline runner drain box`" in told
+    assert "`--name`" not in told
+    master.core.nodes.leases.advance(LEASE_S + 1)
+    assert box.register().status_code == 200
+    refused(clone.register(), 409, "name_taken")
 
 
 @pytest.mark.parametrize(
@@ -643,7 +673,11 @@ def test_a_token_for_a_pool_gets_no_name_of_a_lost_node_of_another_pool_and_its_
     master.core.nodes.leases.advance(LEASE_S + 1)
     thief = FakeRunner(master, "box", key="another key", pool="big")
     thief.headers = token_of("for-big", pool="big")
-    assert "but that node is in 'default'" in refused(thief.register(), 409, "name_taken")
+    told = refused(thief.register(), 409, "name_taken")
+    assert "There is a lost node 'box' in the pool 'default'" in told
+    thief.headers = token_of("for-box", pool="big", node="box")
+    assert "`--name`" not in refused(thief.register(), 409, "name_taken")
+    thief.headers = token_of("for-big-too", pool="big")
     # The machine itself may go to the other pool.
     assert thief.register(key=victim.facts["key"]).status_code == 200
 
@@ -688,6 +722,9 @@ def test_a_token_for_a_pool_holds_when_the_labels_of_pools_change(
     join("big", labels={"gpu": "a100"})
     master.create(**single, resources={"pool": "big"})
     master.create(**single)
+    assert runner.work()["wanted"] == [held]
+    # As when its connection was lost.
+    assert runner.register().status_code == 200
     assert runner.work()["wanted"] == [held]
     end = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
     assert master.attempt(held, "end", **end).status_code == 204

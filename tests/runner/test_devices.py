@@ -222,3 +222,22 @@ def test_a_program_that_hangs_is_ended(
     program.write_text("#!/bin/sh\nwhile :; do :; done\n")
     program.chmod(0o755)
     assert ids() == ["cpu"] * len(os.sched_getaffinity(0))
+
+
+def test_a_driver_that_fails_is_told(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Driver/library version mismatch'\nexit 18\n")
+    program.chmod(0o755)
+    assert {slot.id for slot in find_slots(2)} == {"cpu"}
+    assert (
+        "nvidia-smi does not tell of the GPUs: it ended with 18: Driver/library version mismatch"
+        in caplog.text
+    )
+
+
+def test_gpus_of_a_listing_are_slots_if_nothing_more_is_told(install: Install) -> None:
+    install("nvidia-smi", {"--list-gpus": "GPU 0: NVIDIA A40 (UUID: GPU-9999)\n"})
+    [slot] = find_slots(None)
+    assert (slot.id, slot.name, slot.memory_bytes) == ("0", "NVIDIA A40", 0)

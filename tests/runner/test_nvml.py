@@ -108,8 +108,9 @@ def test_a_limit_for_cuda_limits_the_slots(
 @pytest.mark.parametrize(
     ("kind", "expected", "warning"),
     [
-        ("lost", ["1", "2"], "GPU 0 cannot be used: GPU is lost."),
-        ("empty", ["1"], "GPU 0 has MIG turned on, but no MIG devices."),
+        # CUDA may count anew without that GPU.
+        ("lost", ["GPU-bbbb1111", "GPU-cccc2222"], "GPU 0 cannot be used: GPU is lost."),
+        ("empty", ["GPU-bbbb1111"], "GPU 0 has MIG turned on, but no MIG devices."),
         ("noise", ["0", "1"], ""),
     ],
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import ceil, inf
+from math import ceil
 from typing import Any
 from unicodedata import combining, east_asian_width
 
@@ -85,7 +85,9 @@ def _progress_state(
 
 
 def _parts_fitting_line(parts: list[tuple[int, str]], width: int | None) -> Iterator[str]:
-    room, fitting = inf if width is None else width + 2, set()
+    if width is None:
+        return (text for _, text in parts if text)
+    room, fitting = width + 2, set()
     for index in sorted(range(len(parts)), key=lambda index: parts[index][0]):
         num_columns = _num_columns(parts[index][1]) + 2
         if num_columns > 2 and num_columns <= room:
@@ -187,6 +189,8 @@ def _progress_numbers(metrics: Mapping[str, Any], others: Iterable[str] = ()) ->
 
 def _plain(text: str) -> str:
     """Return text without characters that would move the cursor."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else " " for char in text)
 
 

@@ -15,6 +15,8 @@ LOCAL_NAME = "local"
 """The name of the master's own machine among the nodes."""
 
 DEFAULT_POOL = "default"
+# Nodes whose runners a master starts have it, with the name of the starter.
+STARTER_LABEL = "starter"
 
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 

@@ -3,7 +3,13 @@
 import re
 from enum import Enum
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from paceline.messages.base import Message, Request
 from paceline.messages.node_runners import LOCAL_NAME
@@ -59,6 +65,16 @@ class NewToken(Request):
             )
         return self
 
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out what is not given: earlier masters know no such fields."""
+        fields: dict[str, object] = handler(self)
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in ("node", "pool")
+        }
+
 
 def make_new_token(**fields: object) -> NewToken:
     """Return a token to be made.
@@ -70,7 +86,10 @@ def make_new_token(**fields: object) -> NewToken:
         return NewToken.model_validate(fields)
     except ValidationError as error:
         found = [
-            ": ".join((*(f"`{field}`" for field in one["loc"]), one["msg"]))
+            f"`{one['loc'][0]}` must be up to 64 letters, digits, dots, hyphens and underscores,"
+            f" but got {one['input']!r}."
+            if one["type"] == "string_pattern_mismatch"
+            else ": ".join((*(f"`{field}`" for field in one["loc"]), one["msg"]))
             for one in error.errors()
         ]
         raise ValueError(" ".join(found).replace("Value error, ", "")) from error

@@ -1,5 +1,6 @@
 """Tokens: what each opens, and that one which is wrong, expired or revoked opens nothing."""
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from sqlalchemy import update
 
 from paceline.master.api._scopes import PREFIX, ROUTES, RouteScope, Scopes
 from paceline.master.store import tables
+from paceline.messages.tokens import TokenScope, make_new_token
 
 # What each kind of sender may use, besides the public routes.
 MAY_USE = {
@@ -287,3 +289,18 @@ def test_a_token_that_cannot_be_for_a_node_or_pool_is_refused(
     reply = master.http.post("/tokens", json={"name": "wrong"} | body)
     assert (reply.status_code, reply.json()["code"]) == (422, "invalid_request")
     assert message in reply.json()["detail"]
+
+
+def test_a_token_that_is_for_any_is_asked_of_earlier_masters_as_well() -> None:
+    """They refuse fields that they do not know."""
+    plain = make_new_token(name="ci", scope=TokenScope.READ, expires_in_s=None)
+    assert json.loads(plain.model_dump_json()) == {
+        "name": "ci", "scope": "read", "expires_in_s": None,
+    }  # fmt: skip
+    bound = make_new_token(name="box", scope=TokenScope.RUNNER, node="box")
+    assert json.loads(bound.model_dump_json())["node"] == "box"
+
+
+def test_a_wrong_name_of_a_token_is_told_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match="^`name` must be up to 64 letters, .* but got 'a b'.$"):
+        make_new_token(name="a b")

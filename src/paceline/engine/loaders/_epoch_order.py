@@ -63,7 +63,8 @@ class CutIndices(Sequence[Sequence[int]]):
     def from_shard(self, start: int) -> Iterator[Sequence[int]]:
         """Return the shards from one on, at less cost than by their numbers."""
         size, end = self.shard_size, self._num_shards * self.shard_size
-        return (self._indices[at : at + size] for at in range(start * size, end, size))
+        starts, ends = range(start * size, end, size), range((start + 1) * size, end + size, size)
+        return map(self._indices.__getitem__, map(slice, starts, ends))
 
     @overload
     def __getitem__(self, index: int) -> Sequence[int]: ...

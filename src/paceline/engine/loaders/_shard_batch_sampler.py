@@ -28,8 +28,10 @@ class ShardBatchSampler(torch.utils.data.Sampler[Any]):
         shards_of_epoch = self.order.shards
         is_plain = self.order.num_shards == 1 and len(self.own_shards) == 1 and not self.is_keyed
         if is_plain and isinstance(shards_of_epoch, CutIndices):
-            yield from map(list, shards_of_epoch.from_shard(self.start_batch))
-            return
+            return map(list, shards_of_epoch.from_shard(self.start_batch))
+        return self._own_batches()
+
+    def _own_batches(self) -> Iterator[list[Any]]:
         for batch in range(self.start_batch, self.order.num_batches):
             shards = [
                 self._indices(batch, shard)

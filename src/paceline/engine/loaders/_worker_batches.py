@@ -52,8 +52,10 @@ def _map_batches(
         # All shards but the last are alike, so that nothing has to be counted for most batches.
         num_own, num_all = size * len(own), size * order.num_shards
         num_alike = max((len(order.shards) - 1) // order.num_shards - start_batch, 0)
+        # A named tuple's own constructor is a function in Python.
+        new, num_shards = tuple.__new__, order.num_shards
         for data in islice(batches, num_alike):
-            yield WorkerBatch(data, num_own, num_all, order.num_shards)
+            yield new(WorkerBatch, (data, num_own, num_all, num_shards))
         start_batch += num_alike
     for number, data in enumerate(batches, start_batch):
         num_left = len(order.shards) - number * order.num_shards

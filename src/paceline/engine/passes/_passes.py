@@ -208,7 +208,13 @@ class Pass:
         num_steps, has_stand_ins = self._num_steps, self._has_stand_ins
         num_taken, num_taken_before = 0, -1
         while num_taken != num_steps:
-            for batch in self._awaited(position.batches()):
+            batches = position.batches()
+            while True:
+                began = perf_counter()
+                batch = next(batches, None)
+                self.data_wait_s += perf_counter() - began
+                if batch is None:
+                    break
                 position.next_batch += 1
                 num_taken += 1
                 num_own = batch.num_own
@@ -234,16 +240,6 @@ class Pass:
                     " `__iter__` begins anew."
                 )
             num_taken_before = num_taken
-
-    def _awaited(self, batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
-        """Count the wait for each batch; batches that nobody takes here are left for later."""
-        while True:
-            began = perf_counter()
-            batch = next(batches, None)
-            self.data_wait_s += perf_counter() - began
-            if batch is None:
-                return
-            yield batch
 
     def _end_epoch(self) -> None:
         self._position.end_epoch()

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Response
 from pydantic_core import to_json
@@ -24,7 +23,7 @@ _NUM_SLOW = 3
 _SLOW_S = 0.1
 _SLOW_FOR_S = 60.0
 # From so many quick reads on that wait and that it can answer, the second process is started, and
-# left to answer them; but after so long in the line, in seconds, the thread takes one.
+# left to answer them, unless it has answered nothing for so many seconds.
 _MANY = 4
 _PATIENCE_S = 1.0
 # How many quick reads are given to the thread, and to the second process: so many that it has the
@@ -35,13 +34,11 @@ _JSON = "application/json"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A read in the line; its turn gets whether it goes to the second process."""
 
     turn: "asyncio.Future[bool]"
     can_leave: bool
-    since: float = field(default_factory=time.monotonic)
 
 
 class ReadingThreads:
@@ -166,11 +163,8 @@ class Readers:
 
     def _give_turns(self) -> None:
         is_for_process = self._has_many_for_process()
-        late = time.monotonic() - _PATIENCE_S
         if self._num_here < _HERE and (
-            turn := self._next(
-                lambda one: not (is_for_process and one.can_leave) or one.since <= late
-            )
+            turn := self._next(lambda one: not (is_for_process and one.can_leave))
         ):
             self._num_here += 1
             turn.set_result(False)
@@ -184,7 +178,7 @@ class Readers:
         if self._process is None or num_leaving < _MANY:
             return False
         self._process.start()
-        return self._process.is_ready
+        return self._process.is_ready and not self._process.is_late(_PATIENCE_S)
 
     def _has_room_there(self) -> bool:
         return self._process is not None and self._process.is_ready and self._num_there < _THERE

@@ -108,6 +108,10 @@ class ReadingProcess:
         """Whether it can be asked."""
         return self._writer is not None
 
+    def is_late(self, seconds: float) -> bool:
+        """Tell whether it was asked so long ago and has answered nothing since."""
+        return bool(self._asked) and time.monotonic() >= self._waits_since() + seconds
+
     def start(self) -> None:
         """Start it, unless it runs or has failed a moment ago."""
         can_start = time.monotonic() > self._not_before and not self._is_closed
@@ -179,8 +183,12 @@ class ReadingProcess:
                 now = time.monotonic()
                 if not self._asked and now > self._answered_at + _IDLE_S:
                     return None
-                if self._asked and now > max(self._asked[0][1], self._answered_at) + _LATE_S:
+                if self.is_late(_LATE_S):
                     raise
+
+    def _waits_since(self) -> float:
+        _, asked_at = self._asked[0]
+        return max(asked_at, self._answered_at)
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from paceline.master._waiting_requests import WaitingRequests
 from paceline.master.auth import StoredToken
@@ -30,10 +30,17 @@ from paceline.master.nodes._token_bindings import (
     check_node_of_token,
     check_pool_of_known,
     check_pool_of_token,
+    is_as_before,
 )
 from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Database, Transaction, keep_ids, new_id, slots_by_node, tables
-from paceline.messages.node_runners import DEFAULT_POOL, NodeFacts, NodePoll, NodeSession
+from paceline.messages.node_runners import (
+    DEFAULT_POOL,
+    STARTER_LABEL,
+    NodeFacts,
+    NodePoll,
+    NodeSession,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +128,14 @@ class Nodes:
 
         def job(transaction: Transaction) -> NodeSession:
             pools = read_pools(transaction.connection)
-            check_pool_of_token(token, facts, pools)
             with self._lock:
                 known = next((n for n in self._nodes.values() if n.name == facts.name), None)
                 self._check_owner(known, facts, token_id)
+            # What runs there may end there, if labels of pools have changed since it began.
+            if known is None or not (
+                is_as_before(known.facts, facts) and _is_at_work(transaction.connection, known.id)
+            ):
+                check_pool_of_token(token, facts, pools)
             if known is not None:
                 check_pool_of_known(token, known.facts, facts, pools)
             connection, nodes, now = transaction.connection, tables.nodes, time.time()
@@ -428,7 +439,8 @@ class Nodes:
         if not self._can_be_used(node.token_id):
             return _ENDED_KEPT_S
         token = self._token(node.token_id)
-        return _LOST_KEPT_S if token is None or token.node is None else math.inf
+        is_for_any = token is None or token.node is None or STARTER_LABEL in node.facts.labels
+        return _LOST_KEPT_S if is_for_any else math.inf
 
     # ---- helpers ------------------------------------------------------------------------
 
@@ -464,24 +476,33 @@ class Nodes:
     ) -> None:
         """Refuse a name that another machine or another token has and may still use.
 
-        With a token that is for this node, another machine is refused even if the node is lost.
+        If it came by a token for this node alone, another machine is refused until the node is
+        forgotten.
         """
         if facts.name == "local":
             raise NodeRefusedError("name_taken", "The node 'local' is the master's own machine.")
         if known is None:
             return
-        tokens = (self._token(known.token_id), self._token(token_id))
-        # After its token was revoked or has expired, a new one is a new beginning.
-        if self._can_be_used(known.token_id) and any(one and one.node for one in tokens):
+        before, token = self._token(known.token_id), self._token(token_id)
+        is_bound = token is not None and token.node is not None
+        if before is not None and before.node is not None:
             check_key_of_bound(known.facts, facts)
         if self.is_lost(known.id):
             return
         if known.key != facts.key:
+            way_out = (
+                f"if that is not your machine, revoke its token or `paceline runner drain"
+                f" {facts.name}`, and then `paceline runner forget {facts.name}`"
+                if is_bound
+                else "choose another name by `--name`, or wait until that one is lost"
+            )
             raise NodeRefusedError(
                 "name_taken",
-                f"The name {facts.name!r} belongs to a runner with another directory, which is not"
-                " lost. Hint: choose another name by `--name`, or wait until that one is lost.",
+                f"The name {facts.name!r} belongs to a runner with another directory on"
+                f" {known.facts.host!r}, which is not lost. Hint: {way_out}.",
             )
+        if is_bound:
+            return  # A new token of the same machine.
         if known.token_id not in (token_id, None) and self._can_be_used(known.token_id):
             raise NodeRefusedError(
                 "other_token",
@@ -512,3 +533,7 @@ class Nodes:
             self.leases.end(node_id)
         self.orders.forget(node_id)
         self.polls.notify(node_id)
+
+
+def _is_at_work(connection: Connection, node_id: int) -> bool:
+    return any(node_id in slots_by_node(attempt) for attempt in live_attempts(connection))

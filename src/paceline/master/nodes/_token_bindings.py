@@ -77,10 +77,10 @@ def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
         return
     raise NodeRefusedError(
         "name_taken",
-        f"The runner of {facts.name!r} must have the directory in which this node was registered,"
-        " as a token is for this node alone, but has another one. Hint: start it with the `--dir`"
-        f" that it had. If that is lost, run `paceline runner forget {facts.name}` on the machine"
-        " of the master once the node is lost, and start the runner again.",
+        f"The node {facts.name!r} was registered by a token for it alone, so its runner must have"
+        " the same directory as then, but it has another one. Hint: start it with the `--dir` that"
+        f" it had. If that is lost, run `paceline runner forget {facts.name}` on the machine of the"
+        " master once the node is lost, and start the runner again.",
     )
 
 
@@ -107,10 +107,16 @@ def check_pool_of_known(
         return
     pool = pool_of(known.pool, known.labels, pools)
     if pool != token.pool:
+        other_name = "" if token.node else "choose another name by `--name`, or "
         raise NodeRefusedError(
             "name_taken",
-            f"The name {facts.name!r} must be free or that of a node in {token.pool!r}, the only"
-            f" pool of the token {token.name!r}, but that node is in {pool!r}. Hint: choose another"
-            f" name by `--name`, or run `paceline runner forget {facts.name}` on the machine of the"
+            f"There is a lost node {facts.name!r} in the pool {pool!r}, whose name a runner in the"
+            f" pool {token.pool!r} must not take; the token {token.name!r} is for that pool alone."
+            f" Hint: {other_name}run `paceline runner forget {facts.name}` on the machine of the"
             " master.",
         )
+
+
+def is_as_before(known: NodeFacts, facts: NodeFacts) -> bool:
+    """Tell whether a runner registers again, for the pool and with the labels that it had."""
+    return (known.key, known.pool, known.labels) == (facts.key, facts.pool, facts.labels)

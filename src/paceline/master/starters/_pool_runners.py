@@ -13,8 +13,9 @@ from paceline.master.nodes import Nodes
 from paceline.master.scheduling import NodeSlots, PoolNeed
 from paceline.master.starters._missing_runners import missing_runners, runner_groups
 from paceline.master.starters._pool_file import PoolDefinition
-from paceline.master.starters._starter_base import STARTER_LABEL, RunnerOrder, Starter, StarterError
+from paceline.master.starters._starter_base import RunnerOrder, Starter, StarterError
 from paceline.messages.attempts import MasterAddress
+from paceline.messages.node_runners import STARTER_LABEL
 from paceline.messages.tokens import TokenScope
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from paceline.config import Section
 
-STARTER_LABEL = "starter"
-
 
 class StarterError(RuntimeError):
     """Raised when runners cannot be started, listed or canceled now."""

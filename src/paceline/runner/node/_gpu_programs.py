@@ -19,8 +19,16 @@ def run_gpu_program(name: str, *arguments: str) -> str:
         return ""
     try:
         return ask_gpu_program([program, *arguments], name)
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    except subprocess.TimeoutExpired:
+        pass  # told already
+    except subprocess.CalledProcessError as error:
+        told = f"{error.stderr}\n{error.output}".split("\n")
+        why = next((line.strip() for line in told if line.strip()), "nothing was said")
+        code = error.returncode
+        logger.warning("%s does not tell of the GPUs: it ended with %d: %s", name, code, why)
+    except OSError as error:
+        logger.warning("%s does not tell of the GPUs: %s", name, error)
+    return ""
 
 
 def ask_gpu_program(command: list[str], what: str) -> str:

@@ -64,11 +64,13 @@ def _gpus_by_nvml() -> list[KnownGpu] | None:
     except (OSError, ValueError, IndexError) as error:
         logger.warning("NVML does not tell of the GPUs: %s", error)
         return None
-    for problem in told["problems"]:
+    problems = told["problems"]
+    for problem in problems:
         logger.warning("%s", problem)
     return [
         KnownGpu(
-            id=str(one["number"]),
+            # CUDA may not count a GPU that cannot be used, which changes the numbers.
+            id=one["uuid"] if problems else str(one["number"]),
             uuid=one["uuid"],
             name=one["name"],
             memory_bytes=one["memory_bytes"],
@@ -84,7 +86,7 @@ def _gpus_by_nvidia_smi() -> list[KnownGpu]:
         return []
     rows = _rows_of_nvidia_smi()
     divided = _gpus_of_listing(listed, {gpu.uuid: gpu for gpu in rows})
-    return divided if any(gpu.is_mig for gpu in divided) else rows
+    return divided if not rows or any(gpu.is_mig for gpu in divided) else rows
 
 
 def _rows_of_nvidia_smi() -> list[KnownGpu]:

@@ -920,3 +920,102 @@ def test_the_name_of_a_node_that_is_forgotten_stays_with_its_attempts(
     assert master.http.delete("/nodes/box").status_code == 204
     [attempt] = master.http.get("/trials/1").json()["attempts"]
     assert [node["name"] for node in attempt["nodes"]] == ["box"]
+
+
+SINGLE = {"searcher": {"name": "single", "metric": "loss"}, "hyperparameters": {}}
+
+
+def end(master: Any, runner: FakeRunner, **told: Any) -> int:
+    """End the attempt of a node with one slot, and return its number."""
+    [attempt_id] = runner.attempts
+    body = {"reason": "exited", "code": 1, "signal": None, "time": 1.0, "detail": "no GPU"} | told
+    assert master.attempt(attempt_id, "end", **body).status_code == 204
+    runner.attempts = []
+    runner.work()
+    return attempt_id
+
+
+def trial_of(master: Any, attempt_id: int) -> int:
+    return next(row.trial_id for row in attempts(master) if row.id == attempt_id)
+
+
+def test_a_trial_that_fails_on_a_node_waits_for_another_one_and_holds_up_nobody(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    bad, good = join("bad"), join("good")
+    for _ in range(4):
+        master.create(**SINGLE)
+    run(master)
+    bad.take(), good.take()
+    failed = [trial_of(master, end(master, bad))]
+    for _ in range(2):
+        # The node goes on with others: that it failed may be for the trial's reasons.
+        run(master)
+        bad.take()
+        failed.append(trial_of(master, end(master, bad)))
+    assert len(set(failed)) == 3
+    run(master)
+    assert bad.take() == []
+    [first, *_] = queue = master.http.get("/queue").json()
+    assert first["detail"] == "It failed on a node, and waits until another one has room."
+    assert {one["reason"] for one in queue} == {"slots_in_use"}
+    logs = master.http.get(f"/trials/{failed[0]}/logs").text
+    assert "The attempt failed on the node 'bad' (exit code 1: no GPU); restart 1 of 5" in logs
+    # In their order.
+    for expected in sorted(failed):
+        end(master, good, code=0, detail=None)
+        run(master)
+        assert [trial_of(master, id_) for id_ in good.take()] == [expected]
+    end(master, good)
+    assert master.http.get(f"/trials/{expected}").json()["state"] == "ERROR"
+
+
+def test_a_trial_that_failed_stays_where_no_other_node_has_room_for_it(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    small, large = join("small"), join("large", 2)
+    master.create(**SINGLE, resources={"slots_per_trial": 2})
+    for _ in range(2):
+        run(master)
+        assert small.take() == []
+        assert len(large.take()) == 1
+        end(master, large)
+    assert master.http.get("/trials/1").json()["state"] == "ERROR"
+
+
+def test_a_start_that_fails_on_a_node_is_tried_once_more_elsewhere(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    nodes_by_name = {"one": join("one"), "two": join("two")}
+    master.create(**SINGLE)
+    tried = []
+    for _ in range(2):
+        run(master)
+        for name, runner in nodes_by_name.items():
+            if runner.take():
+                tried.append(name)
+                end(master, runner, reason="start_failed", code=None, kind="permanent")
+    assert sorted(tried) == ["one", "two"]
+    trial = master.http.get("/trials/1").json()
+    assert (trial["state"], trial["restarts"]) == ("ERROR", 0)
+    assert trial["error"].startswith("The attempt could not start on the node")
+
+
+def test_a_checkpoint_from_a_node_means_that_the_node_is_good(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    one, two = join("one"), join("two")
+    master.create(**SINGLE)
+    master.create(**SINGLE)
+    run(master)
+    one.take(), two.take()
+    [attempt_id] = one.attempts
+    checkpoint = {
+        "type": "checkpoint", "time": 1.0, "uuid": "c1", "steps_completed": 1, "resources": {},
+        "metadata": {}, "storage": "/nowhere", "seconds": 0.0, "blocked_seconds": 0.0, "size": 0,
+    }  # fmt: skip
+    batch = {"generation": 0, "rank": 0, "records": [[0, checkpoint]]}
+    assert master.attempt(attempt_id, "records", batches=[batch]).status_code == 200
+    end(master, one)
+    run(master)
+    assert [trial_of(master, id_) for id_ in one.take()] == [trial_of(master, attempt_id)]

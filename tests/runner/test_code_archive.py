@@ -17,6 +17,7 @@ from paceline.runner._code_archive import (
 )
 
 MIB = 1024 * 1024
+with_and_without_filter = pytest.mark.parametrize("has_filter", [True, False])
 LIMITS = ArchiveLimits(num_bytes=16 * MIB, num_files=100)
 
 
@@ -30,8 +31,25 @@ def bomb(path: Path, size: int, kind: bytes = b"0") -> Path:
     return path
 
 
+def choose_filter(monkeypatch: pytest.MonkeyPatch, *, has_filter: bool) -> None:
+    """Have `tarfile` as in this Python, or as in 3.11.3."""
+    if has_filter:
+        return
+    monkeypatch.delattr(tarfile, "data_filter")
+    extract = tarfile.TarFile.extractall
+
+    def extractall(archive: tarfile.TarFile, path: Path, members: object) -> None:
+        extract(archive, path, members, filter="fully_trusted")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
+
+
+@with_and_without_filter
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
-def test_a_directory_comes_out_as_it_went_in(tmp_path: Path, mode: str) -> None:
+def test_a_directory_comes_out_as_it_went_in(
+    tmp_path: Path, mode: str, has_filter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_filter(monkeypatch, has_filter=has_filter)
     source, target = tmp_path / "source", tmp_path / "target"
     (source / "sub").mkdir(parents=True)
     (source / "a.py").write_text("x = 1")
@@ -47,6 +65,61 @@ def test_a_directory_comes_out_as_it_went_in(tmp_path: Path, mode: str) -> None:
     )
     assert (target / "hard").read_text() == (target / "link").read_text() == "x = 1"
     assert (target / "link").is_symlink()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    found = tarfile.TarInfo(name)
+    found.type, found.linkname, found.mode = kind, link, 0o4777
+    found.uid = found.gid = 12345
+    return found
+
+
+@with_and_without_filter
+@pytest.mark.parametrize(
+    "members",
+    [
+        [member("../evil")],
+        [member("sub/../../evil")],
+        [member("out", tarfile.SYMTYPE, "../"), member("out/evil")],
+        [member("out", tarfile.SYMTYPE, "/"), member("out/evil")],
+        [member("a/b", tarfile.DIRTYPE), member("d", tarfile.SYMTYPE, "a/b"),
+         member("out", tarfile.SYMTYPE, "d/../.."), member("d", tarfile.SYMTYPE, "."),
+         member("out/evil")],
+        [member("evil", tarfile.LNKTYPE, "../secret")],
+        [member("evil", tarfile.SYMTYPE, "/etc/passwd")],
+        [member("evil", tarfile.CHRTYPE)],
+        [member("evil", tarfile.FIFOTYPE)],
+    ],
+)  # fmt: skip
+def test_an_archive_that_leads_outside_writes_nothing_there(
+    tmp_path: Path, members: list[tarfile.TarInfo], has_filter: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    choose_filter(monkeypatch, has_filter=has_filter)
+    (tmp_path / "secret").write_text("secret")
+    path, target = tmp_path / "archive", tmp_path / "deep" / "target"
+    target.mkdir(parents=True)
+    with tarfile.open(path, "w") as archive:
+        for one in members:
+            archive.addfile(one)
+    with pytest.raises((tarfile.TarError, OSError)):
+        unpack_archive(path, target, LIMITS)
+    assert not list(tmp_path.rglob("evil"))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["archive", "deep", "secret"]
+    assert [one.name for one in (tmp_path / "deep").iterdir()] == ["target"]
+
+
+@with_and_without_filter
+def test_owners_and_special_modes_are_left_out(
+    tmp_path: Path, has_filter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_filter(monkeypatch, has_filter=has_filter)
+    with tarfile.open(tmp_path / "archive", "w") as archive:
+        archive.addfile(member("/a"))
+    (tmp_path / "target").mkdir()
+    unpack_archive(tmp_path / "archive", tmp_path / "target", LIMITS)
+    found = (tmp_path / "target" / "a").stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o7777) == (os.getuid(), os.getgid(), 0o755)
 
 
 @pytest.mark.parametrize(

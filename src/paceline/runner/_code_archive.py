@@ -5,10 +5,12 @@ the disk nor the memory gets more.
 """
 
 import bz2
+import copy
 import gzip
 import lzma
+import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -120,6 +122,41 @@ def members(archive: tarfile.TarFile, limits: ArchiveLimits) -> Iterator[tarfile
         yield member
 
 
+def members_inside(found: Iterable[tarfile.TarInfo], target: Path) -> Iterator[tarfile.TarInfo]:
+    """Yield members of an archive, each just before it is extracted, as `tarfile.data_filter` does.
+
+    Owners and modes for others than the owner are left out.
+
+    Raises:
+        tarfile.TarError: A member is neither a file, a directory nor a link, or leads outside of
+            the directory.
+    """
+    root = os.path.realpath(target)
+    for member in found:
+        name = member.name.lstrip("/")
+        place = os.path.join(root, name)
+        # Where it would be by the links that were extracted before it.
+        _check_inside(root, os.path.realpath(place), member)
+        if member.issym():
+            link = os.path.join(os.path.dirname(place), member.linkname)
+            _check_inside(root, os.path.realpath(link), member)
+        elif member.islnk():
+            link = os.path.join(root, member.linkname)
+            _check_inside(root, os.path.realpath(link), member)
+        elif not (member.isreg() or member.isdir()):
+            raise tarfile.TarError(f"{member.name!r} is a special file")
+        own = copy.copy(member)
+        own.name, own.uid, own.gid = name, os.getuid(), os.getgid()
+        own.uname = own.gname = ""
+        own.mode = 0o700 | member.mode & 0o755 if member.isdir() else 0o600 | member.mode & 0o755
+        yield own
+
+
+def _check_inside(root: str, place: str, member: tarfile.TarInfo) -> None:
+    if os.path.commonpath([root, place]) != root:
+        raise tarfile.TarError(f"{member.name!r} leads outside of the directory")
+
+
 def check_archive(path: Path, limits: ArchiveLimits) -> None:
     """Look through an archive; one that is damaged passes as far as it can be read.
 
@@ -146,7 +183,12 @@ def unpack_archive(path: Path, target: Path, limits: ArchiveLimits) -> None:
         OSError: It cannot be read, or there is no space.
     """
     with open_archive(path, limits) as archive:
-        archive.extractall(target, members(archive, limits), filter="data")
+        found = members(archive, limits)
+        if hasattr(tarfile, "data_filter"):
+            archive.extractall(target, found, filter="data")
+        else:
+            # Python 3.10 before 3.10.12, and 3.11 before 3.11.4, as in Debian 12.
+            archive.extractall(target, members_inside(found, target))  # noqa: S202 - as it checks
 
 
 def _too_large(limits: ArchiveLimits) -> ArchiveTooLargeError:

@@ -12,7 +12,7 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
-from paceline.master.experiments import Cluster, move_experiment, read_cluster, waiting_trials
+from paceline.master.experiments import Cluster, move_experiment, read_cluster
 from paceline.master.scheduling import (
     PolicyName,
     PoolSettings,
@@ -89,7 +89,7 @@ def _queue_results(connection: Connection, cluster: Cluster) -> Iterator[Schedul
     resting = []
 
     def ready() -> Iterator[Any]:
-        for trial in waiting_trials(connection, is_by_arrival=cluster.is_by_arrival):
+        for trial in cluster.waiting_trials(connection):
             if trial.trial_id in cluster.pausing_trials:
                 resting.append(trial)
             else:
@@ -135,7 +135,12 @@ def _queue_entry(
         experiment_name=name,
         num_slots=waiting.num_slots,
         waiting_since=max(created_at, ended_at or 0.0),
-        reason="starting" if reason is None else reason.value,
+        # Clients know no word for that of a trial that waits for another node.
+        reason="starting"
+        if reason is None
+        else "slots_in_use"
+        if reason is Reason.ELSEWHERE
+        else reason.value,
         detail=detail,
         pool=waiting.pool,
         num_ahead=result.place,
@@ -177,6 +182,8 @@ def _queue_detail(
             return f"The pool {waiting.pool!r} may use {settings.max_slots} slots at a time."
         case Reason.PREEMPTING:
             return "Less important trials store a checkpoint and make room for it."
+        case Reason.ELSEWHERE:
+            return "It failed on a node, and waits until another one has room."
         case Reason.PAUSING:
             return _pausing_in_queue(cluster, result, now)
         case Reason.TOO_LARGE if len(cluster.nodes) == 1 and total:

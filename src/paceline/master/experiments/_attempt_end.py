@@ -5,12 +5,13 @@ import signal
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, select, update
+from sqlalchemy import Row, or_, select, update
 
 from paceline import faults
 from paceline.config import ExperimentConfig
 from paceline.master.experiments._attempt_rows import read_attempt
 from paceline.master.experiments._exit_decisions import (
+    MAX_FAILED_STARTS,
     MAX_NOT_FORMED,
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
@@ -18,6 +19,7 @@ from paceline.master.experiments._exit_decisions import (
     ExitDecision,
     judge_exit,
 )
+from paceline.master.experiments._failed_attempts import is_failed_start
 from paceline.master.experiments._searched_metric_checks import (
     describe_missing_metric,
     describe_nan_metric,
@@ -32,6 +34,7 @@ from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import INVALID_HP
 from paceline.master.store import Transaction, config_of, tables
 from paceline.messages.attempts import AttemptEnd
+from paceline.messages.node_runners import LOCAL_NAME, LOCAL_NODE
 from paceline.messages.states import (
     AttemptState,
     ErrorKind,
@@ -146,6 +149,7 @@ def _facts_of_end(
     end: AttemptEnd,
     error: str | None,
 ) -> AttemptFacts:
+    where = _describe_node(transaction, attempt)
     return AttemptFacts(
         trial_state=TrialState(trial.state),
         restarts=trial.restarts,
@@ -167,9 +171,31 @@ def _facts_of_end(
         num_shortages=num_in_a_row(
             transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
         ),
+        num_failed_starts=num_in_a_row(
+            transaction.connection, trial.id, is_failed_start, MAX_FAILED_STARTS
+        ),
+        has_other_nodes=bool(where),
+        where=where,
         is_repeated=_is_repeated_end(transaction, attempt, end, error),
         text=describe_attempt_end(end, error),
     )
+
+
+def _describe_node(transaction: Transaction, attempt: Row[Any]) -> str:
+    """Return the node of an attempt in words; nothing if there is no other one, or it has several.
+
+    Nodes that have left or are drained do not count.
+    """
+    if attempt.members is not None:
+        return ""
+    nodes = tables.nodes.c
+    query = select(nodes.id, nodes.name).where(
+        or_(nodes.id == attempt.node_id, ~nodes.has_left & ~nodes.is_draining)
+    )
+    names = {row.id: row.name for row in transaction.connection.execute(query)}
+    names.setdefault(LOCAL_NODE, LOCAL_NAME)
+    name = names.get(attempt.node_id or LOCAL_NODE)
+    return f" on the node {name!r}" if len(names) > 1 and name is not None else ""
 
 
 def _is_repeated_end(

@@ -12,6 +12,8 @@ MAX_RUNNERS_LOST = 5
 MAX_NOT_FORMED = 5
 # What keeps attempts from starting so often, for about five minutes, will not pass by itself.
 MAX_SHORTAGES = 10
+# The second one is on another node, if there is one.
+MAX_FAILED_STARTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,10 @@ class AttemptFacts:
         num_not_formed: Attempts in a row, this one the last, whose nodes did not come together.
         num_shortages: Attempts in a row, this one the last, that could not start for a transient
             reason, such as want of something that the machine may have again.
+        num_failed_starts: Attempts in a row, this one the last, that could not start for another
+            reason.
+        has_other_nodes: There are nodes besides that of the attempt, which may be better.
+        where: The node of the attempt in words, such as ` on the node 'box'`, if there are several.
         is_repeated: The attempt before it failed the same way, and this one stored no checkpoint.
     """
 
@@ -45,6 +51,9 @@ class AttemptFacts:
     num_runners_lost: int
     num_not_formed: int
     num_shortages: int
+    num_failed_starts: int = 0
+    has_other_nodes: bool = False
+    where: str = ""
     is_repeated: bool
     text: str
 
@@ -89,7 +98,13 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
     if facts.reason in (ExitReason.START_FAILED, ExitReason.SHORTAGE):
         if facts.kind is ErrorKind.TRANSIENT:
             return _judge_shortage(facts)
-        return _failed_exit(facts, f"The attempt could not start: {facts.text}")
+        if facts.has_other_nodes and facts.num_failed_starts < MAX_FAILED_STARTS:
+            return _tried_again(
+                facts,
+                f"The attempt could not start{facts.where} ({facts.text}); it is tried once more,"
+                " on another node if one is large enough (not counted as a restart).",
+            )
+        return _failed_exit(facts, f"The attempt could not start{facts.where}: {facts.text}")
     # A trial that goes on is killed only by a master that shuts down and would wait no longer.
     if facts.reason in (ExitReason.PREEMPTION_TIMEOUT, ExitReason.KILLED):
         return ExitDecision(
@@ -206,8 +221,8 @@ def _judge_failure(facts: AttemptFacts) -> ExitDecision:
         search_exit=None,
         restarts=restarts,
         level="ERROR",
-        note=f"The attempt failed ({facts.logged_text}); restart {restarts} of {facts.max_restarts}"
-        " follows, from the latest checkpoint if there is one.",
+        note=f"The attempt failed{facts.where} ({facts.logged_text}); restart {restarts} of"
+        f" {facts.max_restarts} follows, from the latest checkpoint if there is one.",
     )
 
 

@@ -27,7 +27,7 @@ from paceline.master.experiments._multi_node_attempts import (
 )
 from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._runner_watch import RunnerWatch
-from paceline.master.experiments._scheduler_input import read_cluster, waiting_trials
+from paceline.master.experiments._scheduler_input import read_cluster
 from paceline.master.experiments._start_delays import start_delay_after
 from paceline.master.experiments._state_changes import (
     StateChanges,
@@ -195,7 +195,7 @@ class Reconciler:
             return
         waiting = (
             trial
-            for trial in waiting_trials(connection, is_by_arrival=cluster.is_by_arrival)
+            for trial in cluster.waiting_trials(connection)
             if trial.trial_id not in cluster.pausing_trials
         )
         found = schedule(waiting, cluster.holding, cluster.nodes, cluster.pools)
@@ -224,7 +224,7 @@ class Reconciler:
         """
         with self._database.read() as connection:
             cluster = read_cluster(connection, self.slots(), time.time())
-            waiting = waiting_trials(connection, is_by_arrival=cluster.is_by_arrival)
+            waiting = cluster.waiting_trials(connection)
             results = decide(waiting, cluster.holding, cluster.nodes, cluster.pools)
             return needs_of(results, cluster.holding)
 

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 
 from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.experiments._attempt_rows import live_attempts
+from paceline.master.experiments._failed_attempts import nodes_of_failed_attempts
 from paceline.master.experiments._start_delays import nodes_in_start_delay, trials_in_start_delay
 from paceline.master.scheduling import (
     DEFAULT_PRIORITY,
@@ -24,6 +25,7 @@ from paceline.messages.node_runners import DEFAULT_POOL
 from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 
 _NUM_READ_AT_ONCE = 200
+_NOWHERE: Mapping[int, frozenset[int]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,7 @@ class Cluster:
     Attributes:
         pausing_nodes: The nodes that get nothing for a moment, and until when.
         pausing_trials: The same of trials.
+        failed_on: Of trials whose last attempts failed, the nodes of these.
     """
 
     nodes: list[NodeSlots]
@@ -40,6 +43,13 @@ class Cluster:
     pools: Mapping[str, PoolSettings]
     pausing_nodes: dict[int, float]
     pausing_trials: dict[int, float]
+    failed_on: dict[int, frozenset[int]]
+
+    def waiting_trials(self, connection: Connection) -> "Iterator[Waiting]":
+        """Yield the trials that want to run, as `waiting_trials`."""
+        return waiting_trials(
+            connection, is_by_arrival=self.is_by_arrival, failed_on=self.failed_on
+        )
 
     @property
     def is_full(self) -> bool:
@@ -92,6 +102,7 @@ def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float)
         pools=pools,
         pausing_nodes=resting,
         pausing_trials=trials_in_start_delay(connection, now),
+        failed_on=nodes_of_failed_attempts(connection) if len(known) > 1 else {},
     )
 
 
@@ -141,12 +152,18 @@ def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
     return found
 
 
-def waiting_trials(connection: Connection, *, is_by_arrival: bool = False) -> Iterator[Waiting]:
+def waiting_trials(
+    connection: Connection,
+    *,
+    is_by_arrival: bool = False,
+    failed_on: Mapping[int, frozenset[int]] = _NOWHERE,
+) -> Iterator[Waiting]:
     """Yield the trials that want to run in order; the caller takes as many as it has slots for.
 
     Args:
         connection: The database.
         is_by_arrival: Nobody asks when their experiments last got slots.
+        failed_on: Of trials whose last attempts failed, the nodes of these.
     """
     trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
     running = select(attempts.c.trial_id).where(attempts.c.state.in_(LIVE_ATTEMPTS))
@@ -178,7 +195,9 @@ def waiting_trials(connection: Connection, *, is_by_arrival: bool = False) -> It
             for trial_id, experiment_id in part:
                 make_waiting = ranks.waiting(experiment_id)
                 if make_waiting is not None:
-                    yield make_waiting(trial_id=trial_id)
+                    yield make_waiting(
+                        trial_id=trial_id, failed_on=failed_on.get(trial_id, frozenset())
+                    )
 
 
 class _QueueRanks:

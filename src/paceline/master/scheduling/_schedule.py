@@ -71,7 +71,8 @@ def decide(
     Those of one pool come in the order in which they get slots. A trial that does not fit holds up
     those of its pool behind it, so that a large one is never starved by small ones; one that only
     its experiment's own `max_slots` holds back does not, and neither does one that fits no nodes of
-    its pool even if they are free (they may be fewer than before).
+    its pool even if they are free (they may be fewer than before), nor one that waits for another
+    node than that on which it failed.
     """
     holding = list(holding)
     used_by: Counter[int] = Counter()
@@ -171,7 +172,10 @@ class _PoolSchedule:
         if reason is not None:
             behind = self._behind if reason is Reason.BEHIND_OTHERS else None
             return SchedulingResult(waiting=trial, reason=reason, place=place, behind=behind)
-        if (parts := self._take(trial)) is not None:
+        avoided = self._nodes_to_avoid(trial)
+        with self._free.without(avoided):
+            parts = self._take(trial)
+        if parts is not None:
             for part in parts:
                 self._future.remove(*part)
             num_slots = sum(len(slots) for _, slots in parts)
@@ -181,6 +185,8 @@ class _PoolSchedule:
             return SchedulingResult(
                 waiting=trial, slots=slots, node_id=node_id, others=tuple(others), place=place
             )
+        if avoided:
+            return SchedulingResult(waiting=trial, reason=Reason.ELSEWHERE, place=place)
         preempts = None if self.is_fifo else self._make_room(trial)
         if preempts is None:
             self._behind = trial
@@ -206,6 +212,14 @@ class _PoolSchedule:
         if (reason := self._obstacles[size]) is not None:
             return reason
         return None if self._behind is None else Reason.BEHIND_OTHERS
+
+    def _nodes_to_avoid(self, trial: Waiting) -> frozenset[int]:
+        """Return the nodes on which a trial failed, if another one has as many slots."""
+        if not trial.failed_on:
+            return trial.failed_on
+        others = self._usable.keys() - trial.failed_on
+        has_other = any(len(self._usable[node_id]) >= trial.num_slots for node_id in others)
+        return trial.failed_on & self._usable.keys() if has_other else frozenset()
 
     def _size_obstacle(self, num_slots: int, allow_uneven: bool) -> Reason | None:
         """Return why a trial of a size gets nothing even if all slots are free."""

@@ -20,6 +20,7 @@ class Reason(str, Enum):
     POOL_LIMIT = "pool_limit"
     PREEMPTING = "preempting"
     PAUSING = "pausing"
+    ELSEWHERE = "elsewhere"
 
 
 class PolicyName(str, Enum):
@@ -74,6 +75,8 @@ class Waiting:
     Attributes:
         num_slots: How many slots it needs. An elastic one takes up to `most_slots`.
         allow_uneven: It may have more slots on one node than on another.
+        failed_on: Nodes on which its last attempts failed. It gets another one, if one is large
+            enough.
         last_served: When its experiment last got slots, in seconds since the epoch.
     """
 
@@ -87,6 +90,7 @@ class Waiting:
     last_served: float = 0.0
     most_slots: int = 0
     allow_uneven: bool = False
+    failed_on: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ A trial on several nodes has equally many slots on each, unless it allows otherw
 
 import heapq
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from paceline.master.scheduling._scheduling_types import NodeSlots, Part
 
@@ -39,6 +40,18 @@ class FreeSlots:
         if node_id in self._free:
             gone = set(slots)
             self._set(node_id, [slot for slot in self._free[node_id] if slot not in gone])
+
+    @contextmanager
+    def without(self, node_ids: Iterable[int]) -> Iterator[None]:
+        """Return a context in which some nodes have no free slots."""
+        hidden = {node_id: self._free[node_id] for node_id in node_ids if node_id in self._free}
+        for node_id in hidden:
+            self._set(node_id, [])
+        try:
+            yield
+        finally:
+            for node_id, free in hidden.items():
+                self._set(node_id, free)
 
     def num_free(self, node_id: int) -> int:
         """Return the number of free slots of a node."""

@@ -201,7 +201,7 @@ def list_nodes(json: Json = False) -> None:
         right=["Slots", "GPU memory", "Memory"],
         shortened=["Device", "Labels"],
         empty="The master has no slots, and no other machine has registered. `paceline runner` on"
-        " one does.",
+        " one does, and so do the runners of pools that start some: `paceline pool list`.",
     )
 
 

@@ -77,6 +77,10 @@ def test_the_files_of_the_guide_are_valid(tmp_path: Path, monkeypatch: pytest.Mo
         ("pools: {a: {starter: ssh}}", r"pools\.a\.options\.hosts: Field required"),
         ("pools: {a: {starter: slurm, slot: 3}}", r"pools\.a\.slot: Extra inputs"),
         ("pools: {a: {starter: slurm, options: {signal_before: 0}}}", r"options\.signal_before"),
+        (
+            "pools: {a: {starter: slurm, options: {time_limit: '2'}}}",
+            r"`time_limit` must be longer than `signal_before` \(120 s\).* got '2', which is 120 s",
+        ),
         ("pools: {a: {starter: ray}}", r"pools\.a\.options\.: .*either `address` or `start: true`"),
         (
             "pools: {a: {starter: ray, options: {address: 'ray://head:10001'}}}",

@@ -1,12 +1,13 @@
 """Start runners as jobs of Slurm, by plain `sbatch`."""
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline._private_files import open_private
 from paceline.config import Section
@@ -23,6 +24,10 @@ _OVER = frozenset(
 )  # fmt: skip
 
 _Word = Annotated[str, Field(pattern=r"^\S+$")]
+
+
+# Slurm's forms: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS.
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 class SlurmOptions(Section):
@@ -46,6 +51,17 @@ class SlurmOptions(Section):
     cpus_per_node: Annotated[int, Field(ge=1)] | None = None
     signal_before: Annotated[int, Field(ge=1, le=65_535)] = 120
     sbatch_options: list[_Word] = []
+
+    @model_validator(mode="after")
+    def _check_times(self) -> "SlurmOptions":
+        limit_s = _seconds(self.time_limit or "")
+        if limit_s is not None and limit_s <= self.signal_before:
+            raise ValueError(
+                f"`time_limit` must be longer than `signal_before` ({self.signal_before} s), as a"
+                " job is told to end so long before its limit, but got"
+                f" {self.time_limit!r}, which is {limit_s} s."
+            )
+        return self
 
 
 class SlurmStarter(Starter):
@@ -203,3 +219,17 @@ class SlurmStarter(Starter):
             *(f"--{key}={value}" for key, value in given.items() if value is not None),
             *options.sbatch_options,
         ]
+
+
+def _seconds(time_limit: str) -> int | None:
+    """Return the seconds of a limit as Slurm takes it, None for another form."""
+    match = _TIME.fullmatch(time_limit)
+    if match is None:
+        return None
+    days, *found = match.groups()
+    first, second, third = (int(part or 0) for part in found)
+    if days is not None or found[2] is not None:
+        hours, minutes, seconds = first, second, third
+    else:
+        hours, minutes, seconds = 0, first, second
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

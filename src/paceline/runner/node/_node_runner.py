@@ -245,7 +245,9 @@ class NodeRunner:
             else:
                 if str(answer) != trouble and not _is_final(answer):
                     trouble = str(answer)
-                    logger.warning("The master does not answer: %s", answer)
+                    is_refused = isinstance(answer, RefusedByMasterError)
+                    what = "refuses this runner now" if is_refused else "does not answer"
+                    logger.warning("The master %s: %s", what, answer)
                 self._recover(answer)
             self._ask()
         if left := self._alive():

@@ -1,17 +1,19 @@
 """Nodes: registration, polls, placement, losses; runners are played by the tests."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from sqlalchemy import select
 
 import paceline
-from paceline.master.nodes import Nodes, work_for
+from paceline.master.nodes import NodeRefusedError, Nodes, work_for
 from paceline.master.store import tables
-from paceline.messages.node_runners import PROTOCOL, NodePoll
+from paceline.messages.node_runners import PROTOCOL, NodeFacts, NodePoll
 
 LEASE_S = 60.0
 
@@ -1019,3 +1021,24 @@ def test_a_checkpoint_from_a_node_means_that_the_node_is_good(
     end(master, one)
     run(master)
     assert [trial_of(master, id_) for id_ in one.take()] == [trial_of(master, attempt_id)]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_of_two_machines_that_register_a_name_at_once_one_is_refused(
+    master: Any, join: Callable[..., FakeRunner], is_known: bool
+) -> None:
+    if is_known:
+        join("box")
+        master.core.nodes.leases.advance(LEASE_S + 1)
+    go_on = threading.Event()
+    # What waits meanwhile is committed together.
+    holding = master.core.database.write(lambda _: go_on.wait(60))
+    facts = [
+        msgspec.convert(FakeRunner(master, "box", key=key).facts, NodeFacts) for key in ("a", "b")
+    ]
+    registered = [master.core.nodes.register(one, None) for one in facts]
+    go_on.set()
+    holding.result(60)
+    assert registered[0].result(60).session == 1 + is_known
+    with pytest.raises(NodeRefusedError, match="'box' belongs to a runner with another directory"):
+        registered[1].result(60)

@@ -1,5 +1,6 @@
 """The program of the second process for reads; its arguments: socket, database, sources."""
 
+import gc
 import logging
 import pickle
 import signal
@@ -42,6 +43,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.argv[3] != state_of_sources():
         raise SystemExit("Paceline was changed since the master started: reads are left to it.")
+    # What was imported stays: no collection has to look at it.
+    gc.freeze()
     stream = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
     records = _Records(DatabaseReader(Path(sys.argv[2])))
     stream.write(READY)

@@ -128,8 +128,12 @@ class Nodes:
 
         def job(transaction: Transaction) -> NodeSession:
             pools = read_pools(transaction.connection)
+            # As stored: another runner may have registered in this transaction.
+            row = transaction.connection.execute(
+                select(tables.nodes).where(tables.nodes.c.name == facts.name)
+            ).first()
+            known = None if row is None else stored_node(row)
             with self._lock:
-                known = next((n for n in self._nodes.values() if n.name == facts.name), None)
                 self._check_owner(known, facts, token_id)
             # What runs there may end there, if labels of pools have changed since it began.
             if known is None or not (
@@ -487,7 +491,9 @@ class Nodes:
         is_bound = token is not None and token.node is not None
         if before is not None and before.node is not None:
             check_key_of_bound(known.facts, facts)
-        if self.is_lost(known.id):
+        remembered = self._nodes.get(known.id)
+        has_just_registered = remembered is None or remembered.session != known.session
+        if self.is_lost(known.id) and not has_just_registered:
             return
         if known.key != facts.key:
             way_out = (

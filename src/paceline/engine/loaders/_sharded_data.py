@@ -4,6 +4,7 @@ import copy
 import logging
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from paceline._seeds import mix_seed
 from paceline.data import collate_samples, stream_pieces
@@ -38,6 +38,9 @@ from paceline.engine.loaders._shard_batch_sampler import ShardBatchSampler
 from paceline.engine.loaders._whole_stream import StreamBatch, WholeStream
 
 logger = logging.getLogger(__name__)
+
+# By which torch knows that it makes a trace.
+_FLAG = "_is_profiler_enabled"
 
 
 class ShardedData:
@@ -159,7 +162,7 @@ class ShardedData:
             while True:
                 num_begun += 1
                 # No name holds a batch here, so that its memory is free for the next one.
-                yield next(batches if profiler._is_profiler_enabled else without_marks)
+                yield next(batches if getattr(profiler, _FLAG, True) else without_marks)
         except StopIteration:
             return
         except Exception as error:
@@ -357,9 +360,13 @@ def _without_marks(batches: Iterator[Any]) -> Iterator[Any]:
     A mark costs 9 us with each batch that is read in this process. Both iterators take the samples
     from one sampler, so that they can take turns.
     """
-    if type(batches) is not _SingleProcessDataLoaderIter or batches._pin_memory:
-        return batches
-    return map(batches._dataset_fetcher.fetch, batches._sampler_iter)
+    # By names that torch 2.6 to 2.15 have, but does not promise.
+    known: Any = batches
+    with suppress(AttributeError):
+        is_plain = type(known) is torch.utils.data.dataloader._SingleProcessDataLoaderIter
+        if is_plain and not known._pin_memory and hasattr(profiler, _FLAG):
+            return map(known._dataset_fetcher.fetch, known._sampler_iter)
+    return batches
 
 
 def _is_shuffled(sampler: Any) -> bool | None:

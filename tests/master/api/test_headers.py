@@ -62,7 +62,7 @@ def test_answers_to_those_without_a_token_to_errors_and_to_no_http_have_them_too
     large = httpx.post(f"{master.url}/login", content=b" " * 100_000, verify=False)
     assert large.status_code == 413
     check(large)
-    monkeypatch.setattr(master.core, "devices", None)
+    monkeypatch.setattr(master.core, "machine", None)
     failed = master.http.get("/slots")
     assert failed.status_code == 500
     check(failed)

@@ -125,7 +125,7 @@ def members(archive: tarfile.TarFile, limits: ArchiveLimits) -> Iterator[tarfile
 def members_inside(found: Iterable[tarfile.TarInfo], target: Path) -> Iterator[tarfile.TarInfo]:
     """Yield members of an archive, each just before it is extracted, as `tarfile.data_filter` does.
 
-    Owners and modes for others than the owner are left out.
+    Owners, special modes and write access for others are left out.
 
     Raises:
         tarfile.TarError: A member is neither a file, a directory nor a link, or leads outside of

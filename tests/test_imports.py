@@ -19,6 +19,7 @@ HEAVY = {"torch", "numpy", "pydantic", "httpx", "fastapi", "rich", "typer", "sql
 # can turn its searcher into theirs.
 ORDER = [
     "faults",
+    "gpus",
     "journal",
     "storage",
     "search",
@@ -81,6 +82,7 @@ def loaded_by(run_python: Callable[..., Any], code: str) -> set[str]:
         "import paceline",
         "import paceline.core",
         "import paceline.faults",
+        "import paceline.gpus",
         "import paceline.storage",
         "import paceline.journal",
         "import paceline.display",

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.launch.torch_distributed import _num_gpus
+from paceline.gpus import gpus_of_machine
 from paceline.runner.node import find_slots
-from paceline.workers import num_gpus
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: needs a GPU")
 START_S = 60.0
@@ -69,7 +68,7 @@ def test_gpus_are_those_that_nvidia_smi_lists() -> None:
     assert [slot.name for slot in slots] == [row[0] for row in listed("name")]
     sizes = [float(row[0]) for row in listed("memory.total")]
     assert [slot.memory_bytes / 2**20 for slot in slots] == pytest.approx(sizes, rel=0.01)
-    assert num_gpus() == _num_gpus() == torch.cuda.device_count() == len(indices)
+    assert len(gpus_of_machine()) == torch.cuda.device_count() == len(indices)
 
 
 @NEEDS_GPU

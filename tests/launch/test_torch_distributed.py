@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline._usable_cores import num_cores
+from paceline.gpus import _visible_gpus
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.launch import torch_distributed
 from paceline.launch._launcher_arguments import LaunchArgumentError
@@ -400,16 +402,20 @@ def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "number"), [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-a,GPU-b", 2)]
+    ("visible", "number"),
+    [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-a,GPU-b", 2), ("0,1,2,3", 3), (None, 3)],
 )
 def test_visible_gpus_are_counted_without_torch(
-    monkeypatch: pytest.MonkeyPatch, visible: str, number: int
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, number: int
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert torch_distributed._num_gpus() == number
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(_visible_gpus, "_num_gpus_of_machine", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert torch_distributed._num_workers("auto") == (number or num_cores())
     if number:
         assert torch_distributed._num_workers("gpu") == number
-        assert torch_distributed._num_workers("auto") == number
     else:
         with pytest.raises(LaunchArgumentError, match="none that is visible"):
             torch_distributed._num_workers("gpu")

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runner.node._slots_and_gpus import find_slots, memory_of_gpus, names_of_gpus
+from paceline.core._cluster_info import cluster_info_of
+from paceline.gpus import _visible_gpus, num_visible_gpus
+from paceline.journal import RunInfo, TrialInfo
+from paceline.runner.node._slots import find_slots, memory_of_gpus, names_of_gpus
 
 # As NVIDIA's guide for MIG shows them: two devices of one GPU, and a GPU that is not divided.
 MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-e86cb44c-6756-fd30-cd4a-1e6da3caf9b0)
@@ -217,7 +220,7 @@ def test_the_memory_of_amd_gpus_is_that_which_amd_smi_tells(
 def test_a_program_that_hangs_is_ended(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.runner.node._gpu_programs._LIMIT_S", 0.3)
+    monkeypatch.setattr("paceline.gpus._gpu_programs._LIMIT_S", 0.3)
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nwhile :; do :; done\n")
     program.chmod(0o755)
@@ -241,3 +244,45 @@ def test_gpus_of_a_listing_are_slots_if_nothing_more_is_told(install: Install) -
     install("nvidia-smi", {"--list-gpus": "GPU 0: NVIDIA A40 (UUID: GPU-9999)\n"})
     [slot] = find_slots(None)
     assert (slot.id, slot.name, slot.memory_bytes) == ("0", "NVIDIA A40", 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "uuids"),
+    [
+        (None, 2, ["GPU-aaaa", "GPU-bbbb"]),
+        ("1", 1, ["GPU-bbbb"]),
+        ("GPU-b,0", 2, ["GPU-bbbb", "GPU-aaaa"]),
+        ("1,-1,0", 1, ["GPU-bbbb"]),
+        ("0,1,7", 2, ["GPU-aaaa", "GPU-bbbb"]),
+        ("-1", 0, []),
+    ],
+)
+def test_all_who_ask_for_gpus_are_told_the_same(
+    visible: str | None,
+    number: int,
+    uuids: list[str],
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install("nvidia-smi", nvidia(WHOLE))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    _visible_gpus._num_gpus_of_machine.cache_clear()
+    try:
+        assert num_visible_gpus() == number
+    finally:
+        _visible_gpus._num_gpus_of_machine.cache_clear()
+    trial = TrialInfo(trial_id=1, experiment_id=1, trial_seed=1, hparams={}, config={})
+    run = RunInfo(
+        run_id="1",
+        name="one",
+        created=1.0,
+        attempt=1,
+        trial=trial,
+        checkpoint_storage="",
+        slot_ids=[0, 1],
+    )
+    info = cluster_info_of(run)
+    assert info is not None
+    assert info.gpu_uuids == uuids

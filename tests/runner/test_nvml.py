@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runner.node import _nvidia_gpus
-from paceline.runner.node._slots_and_gpus import find_slots, memory_of_gpus, names_of_gpus
+from paceline.gpus import _nvidia_gpus
+from paceline.runner.node._slots import find_slots, memory_of_gpus, names_of_gpus
 
 pytest.importorskip("pynvml", reason="NOT RUN: needs nvidia-ml-py")
 
@@ -141,7 +141,7 @@ def test_nvidia_smi_is_asked_where_nvml_does_not_tell(
     kind: str,
     warnings: list[str],
 ) -> None:
-    monkeypatch.setattr("paceline.runner.node._gpu_programs._LIMIT_S", 4.0)
+    monkeypatch.setattr("paceline.gpus._gpu_programs._LIMIT_S", 4.0)
     machine(kind)
     [slot] = find_slots(None)
     assert (slot.id, slot.name, slot.memory_bytes) == ("0", "NVIDIA A40", 46068 * 2**20)

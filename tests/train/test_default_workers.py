@@ -11,7 +11,7 @@ import pytest
 from forked_processes import free_ports
 
 from paceline import train
-from paceline.workers import _worker_resources
+from paceline.gpus import _visible_gpus
 
 SCRIPT = """
 import os
@@ -40,7 +40,7 @@ def test_the_processes_of_a_launcher_are_the_workers(
 
 
 def test_one_worker_is_started_where_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.train._trainer_arguments.num_gpus", lambda: 0)
+    monkeypatch.setattr("paceline.train._trainer_arguments.num_visible_gpus", lambda: 0)
     with train.Trainer() as trainer:
         assert trainer.execute(lambda: os.environ["WORLD_SIZE"]) == ["1"]
 
@@ -66,7 +66,7 @@ def test_each_visible_gpu_has_a_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(_worker_resources, "_num_listed_gpus", lambda: 4)
+    monkeypatch.setattr(_visible_gpus, "_num_gpus_of_machine", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -11,7 +11,7 @@ def test_groups_at_once_share_out_cores_and_gpus(monkeypatch: pytest.MonkeyPatch
     assert settings.own_devices(1) == {}
 
     # There need not be any on this machine.
-    monkeypatch.setattr(_worker_resources, "num_gpus", lambda: 4)
+    monkeypatch.setattr(_worker_resources, "num_visible_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert settings.own_devices(1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

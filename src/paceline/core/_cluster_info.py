@@ -1,12 +1,11 @@
 """`ClusterInfo`: facts about the cluster of a process."""
 
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.gpus import gpus_of_machine, names_in_variable
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
 
 
@@ -53,38 +52,18 @@ class ClusterInfo:
 
     @property
     def gpu_uuids(self) -> list[str]:
-        """The UUIDs of this node's GPUs that the attempt holds; empty without nvidia-smi.
+        """The UUIDs of this node's GPUs that the attempt holds; empty where no driver tells them.
 
         For a device of a GPU that is divided by MIG, it is that of the device.
         """
-        command = shutil.which("nvidia-smi")
-        if command is None:
-            return []
-        output = subprocess.run(
-            [command, "--query-gpu=index,uuid", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        ).stdout
-        rows = [line.split(", ") for line in output.splitlines() if ", " in line]
         # A slot need not be the GPU of the same number: a master may have been given some of them.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        held = [str(slot) for slot in self.slot_ids]
-        if visible is not None:
-            held = [name.strip() for name in visible.split(",") if name.strip()]
-        return [
-            uuid
-            for name in held
-            # A MIG device is held by its UUID, which is in no row.
-            for index, uuid in ([(name, name)] if name.startswith("MIG-") else rows)
-            if name == index or _names(name, uuid)
-        ]
-
-
-def _names(name: str, uuid: str) -> bool:
-    """Tell whether a name in CUDA_VISIBLE_DEVICES is the beginning of a UUID."""
-    return name.startswith("GPU-") and uuid.startswith(name)
+        held = names_in_variable()
+        if held is None:
+            held = [str(slot) for slot in self.slot_ids]
+        gpus = gpus_of_machine() if held else []
+        found = [next((gpu.uuid for gpu in gpus if gpu.is_called(name)), name) for name in held]
+        # What nobody tells of is left out, unless it is a UUID itself.
+        return [uuid for uuid in found if uuid.startswith(("GPU-", "MIG-"))]
 
 
 def get_cluster_info() -> ClusterInfo | None:

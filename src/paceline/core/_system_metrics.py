@@ -1,13 +1,12 @@
 """Samples of what this node does: processors, memory, disk, network and GPUs."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline._nvml import Nvml, NvmlDevice
+from paceline.gpus import Nvml, NvmlDevice, names_in_variable
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +146,9 @@ def _visible_gpus(gpus: list[NvmlDevice], num_processes: int) -> list[NvmlDevice
     All of them if the variable names fewer than there are processes: then each process has been
     given its own, and this one does not see those of the others.
     """
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
+    names = names_in_variable()
+    if names is None:
         return gpus
-    names = [name.strip() for name in given.split(",") if name.strip()]
     found = [
         gpu
         for gpu in gpus

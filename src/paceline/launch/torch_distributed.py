@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
+from paceline.gpus import num_visible_gpus
 from paceline.launch._attempt_nodes import AttemptNodes, attempt_nodes, info_of_attempt, tell_runner
 from paceline.launch._backend_variables import Backend
 from paceline.launch._launcher_arguments import (
@@ -229,7 +229,7 @@ def _worker_limits(
         bounds = (least, max(least, most - most % tensor_size))
         # Several workers can share a core, but not a GPU.
         limits = ElasticLimits.of(bounds, multiple=tensor_size)
-        return limits, lambda: _num_gpus() or max(least, num_cores())
+        return limits, lambda: num_visible_gpus() or max(least, num_cores())
     number = _num_workers(wanted)
     if tensor_size > 1 and isinstance(wanted, str):
         number = max(1, number - number % tensor_size)
@@ -241,7 +241,7 @@ def _num_workers(wanted: int | str | None) -> int:
         return wanted
     if wanted is None:
         return _slots_held()
-    num_gpus = 0 if wanted == "cpu" else _num_gpus()
+    num_gpus = 0 if wanted == "cpu" else num_visible_gpus()
     if wanted == "gpu" and num_gpus == 0:
         raise LaunchArgumentError(
             "`--nproc-per-node gpu` needs a GPU, but this node has none that is visible."
@@ -259,17 +259,6 @@ def _slots_held() -> int:
         return len(info.slot_ids)
     logger.info("Starting 1 worker. `--nproc-per-node N` before the program starts more.")
     return 1
-
-
-def _num_gpus() -> int:
-    """Count the NVIDIA GPUs that are visible, without loading torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",")]
-        # A negative number hides all that follow.
-        hidden = next((i for i, name in enumerate(names) if not name or name.startswith("-")), None)
-        return len(names[:hidden])
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import paceline
+from paceline.gpus import KnownGpu
 from paceline.master._home_directory import Home
 from paceline.master._home_sizes import HomeSizes
 from paceline.master._measurements import Measurements
@@ -44,7 +45,7 @@ from paceline.master.upkeep import Recorder
 from paceline.messages.attempts import MasterAddress
 from paceline.messages.node_runners import LOCAL_NAME, NodeFacts
 from paceline.runner import SECRET_FILE_NAME
-from paceline.runner.node import KnownGpu, describe_machine
+from paceline.runner.node import describe_machine
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from paceline import core
 from paceline._argument_checks import count
+from paceline.gpus import num_visible_gpus
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import ElasticConfig, TorchConfig, backend_config
 from paceline.train._run_callbacks import TrainingCallback
-from paceline.workers import ElasticLimits, num_gpus
+from paceline.workers import ElasticLimits
 from paceline.workers.runs import Instance, current_session
 
 NOT_GIVEN: Any = object()
@@ -30,7 +31,7 @@ def given_num_workers(num_workers: Any, workers: Any, gpus_per_worker: float | N
     # The only process of torchrun counts as one, whatever the machine has.
     if os.environ.get("WORLD_SIZE") == "1" or gpus_per_worker == 0:
         return 1
-    return max(1, int(num_gpus() / (gpus_per_worker or 1)))
+    return max(1, int(num_visible_gpus() / (gpus_per_worker or 1)))
 
 
 def trainer_torch_config(

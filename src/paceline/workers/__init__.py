@@ -47,7 +47,6 @@ from paceline.workers._worker_resources import (
     WorkerSettings,
     checked_resources,
     chosen_cluster,
-    num_gpus,
 )
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._local_pool import LocalPool
@@ -184,7 +183,6 @@ __all__ = [
     "load",
     "noted_signals",
     "num_cores",
-    "num_gpus",
     "prepare_joined",
     "prepare_start",
     "rank_environment",

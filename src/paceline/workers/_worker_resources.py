@@ -1,20 +1,16 @@
 """Resources of the workers of a trainer, and the pool of workers that has them."""
 
 import logging
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import takewhile
 from math import ceil
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from paceline._argument_checks import one_of
 from paceline._usable_cores import num_cores
+from paceline.gpus import CUDA_VARIABLE, names_in_variable, num_visible_gpus
 from paceline.workers._errors import ResourcesError
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._ray_pool import RayPool
@@ -26,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 # How many workers for each core are more than a test would have.
 _CROWD = 4
-_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
 
@@ -69,7 +64,7 @@ class WorkerResources(NamedTuple):
                 f" {name!r}."
             )
         self.check_cores(num_workers)
-        _check_available("GPU(s)", "gpus_per_worker", num_workers, self.gpus or 0, num_gpus)
+        _check_available("GPU(s)", "gpus_per_worker", num_workers, self.gpus or 0, num_visible_gpus)
 
     def check_cores(self, num_workers: int, name: str = "cpus_per_worker") -> None:
         """Check that this machine has the cores for so many workers.
@@ -97,7 +92,7 @@ class WorkerResources(NamedTuple):
         if self.cpus:
             fitting.append(num_cores() // self.cpus)
         if self.gpus:
-            fitting.append(int(num_gpus() // self.gpus))
+            fitting.append(int(num_visible_gpus() // self.gpus))
         return min(fitting)
 
 
@@ -190,7 +185,7 @@ class WorkerSettings:
             finally:
                 pool.shutdown()
         cpus, gpus = self.resources.cpus or 1, self.resources.gpus
-        if gpus is None and num_gpus():
+        if gpus is None and num_visible_gpus():
             gpus = 1.0
         return max(1, self.resources._replace(cpus=cpus, gpus=gpus).capacity() // num_workers)
 
@@ -200,12 +195,11 @@ class WorkerSettings:
         Args:
             index: The number of the group, from 0, among those that run at once.
         """
-        if self.cluster != "local" or not num_gpus():
+        if self.cluster != "local" or not num_visible_gpus():
             return {}
-        visible = os.environ.get(_DEVICES_VARIABLE)
-        names = visible.split(",") if visible else [str(number) for number in range(num_gpus())]
+        names = names_in_variable() or [str(number) for number in range(num_visible_gpus())]
         each = self.num_workers * (1.0 if self.resources.gpus is None else self.resources.gpus)
-        return {_DEVICES_VARIABLE: ",".join(names[int(index * each) : ceil((index + 1) * each)])}
+        return {CUDA_VARIABLE: ",".join(names[int(index * each) : ceil((index + 1) * each)])}
 
 
 def chosen_cluster(cluster: Any, *, can_join: bool = False) -> str:
@@ -272,30 +266,6 @@ def checked_resources(
     if gpus is not None and gpus < 0:
         raise ValueError(f"`gpus_per_worker` must be at least 0, but got {gpus!r}.")
     return WorkerResources(None if cpus is None else int(cpus), gpus, given)
-
-
-def num_gpus() -> int:
-    """Return the number of GPUs of this machine that this process may use."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        return int(torch.cuda.device_count())
-    visible = os.environ.get(_DEVICES_VARIABLE)
-    if visible is None:
-        return _num_listed_gpus()
-    # What stands behind an entry that names none does not count.
-    names = takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))
-    return min(len([*names]), _num_listed_gpus())
-
-
-@cache
-def _num_listed_gpus() -> int:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return 0
-    listing = subprocess.run(
-        [command, "--list-gpus"], capture_output=True, text=True, timeout=30, check=False
-    ).stdout
-    return sum(line.startswith("GPU ") for line in listing.splitlines())
 
 
 def _check_available(

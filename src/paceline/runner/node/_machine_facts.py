@@ -10,10 +10,10 @@ from pathlib import Path
 import paceline
 from paceline._checked_secrets import make_secret, read_secret
 from paceline._usable_cores import num_cores
+from paceline.gpus import KnownGpu
 from paceline.journal import write_atomically
 from paceline.messages.node_runners import DEFAULT_POOL, PROTOCOL, NodeFacts
-from paceline.runner.node._known_gpu import KnownGpu
-from paceline.runner.node._slots_and_gpus import CPU, find_slots, memory_of_gpus, names_of_gpus
+from paceline.runner.node._slots import CPU, find_slots, memory_of_gpus, names_of_gpus
 
 _KEY_FILE = "node_key"
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline._usable_cores import num_cores
+from paceline.gpus import num_visible_gpus
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._restart_policy import RestartPolicy
-from paceline.workers._worker_resources import num_gpus
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._worker_pool import WorkerPool
@@ -129,7 +129,7 @@ class TrainGroup(ElasticGroup):
             return self._limits.least
         capacity = super()._capacity()
         if capacity == sys.maxsize and self._limits.most == math.inf:
-            capacity = max(self._limits.least, num_gpus() or num_cores())
+            capacity = max(self._limits.least, num_visible_gpus() or num_cores())
         return capacity if ask is None else min(capacity, ask())
 
     def stop(self, *, force: bool = False) -> None:

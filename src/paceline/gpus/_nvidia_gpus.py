@@ -8,9 +8,9 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from paceline._nvml import NO_DRIVER
-from paceline.runner.node._gpu_programs import ask_gpu_program, run_gpu_program
-from paceline.runner.node._known_gpu import KnownGpu
+from paceline.gpus._gpu_programs import ask_gpu_program, run_gpu_program
+from paceline.gpus._known_gpu import KnownGpu
+from paceline.gpus._nvml import NO_DRIVER
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _FIELDS = ("index", "uuid", "name", "memory.total")
 _NVML_PROGRAM = """
 import sys
 sys.path[:] = sys.argv.pop(1).split(":")
-from paceline._nvml import main
+from paceline.gpus._nvml import main
 main()
 """
 

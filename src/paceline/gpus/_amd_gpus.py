@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any
 
-from paceline.runner.node._gpu_programs import run_gpu_program
-from paceline.runner.node._known_gpu import KnownGpu
+from paceline.gpus._gpu_programs import run_gpu_program
+from paceline.gpus._known_gpu import KnownGpu
 
 _MEBIBYTES = {"MB": 1, "MiB": 1, "GB": 1024, "GiB": 1024}
 

@@ -25,3 +25,8 @@ class KnownGpu:
     def with_id(self, id: str) -> "KnownGpu":
         """Return the same GPU under another id."""
         return replace(self, id=id)
+
+    def is_called(self, name: str) -> bool:
+        """Tell whether a name in CUDA_VISIBLE_DEVICES, a number or UUID, is that of this GPU."""
+        # The beginning of a UUID is enough for CUDA.
+        return name == self.id or (not name.isdecimal() and self.uuid.startswith(name))

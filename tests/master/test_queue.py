@@ -235,6 +235,7 @@ def test_a_drained_slot_is_left_and_taken_back(master: Any) -> None:
     for found in (master.http.get("/pools").json()[0], master.http.get("/master").json()):
         assert found | counts == found
     assert entries(master)[second]["reason"] == "slots_in_use"
+    assert entries(master)[second]["detail"] == "It waits until 1 of 1 slot is free."
     assert master.http.post("/nodes/local/slots/1/resume").status_code == 204
     master.schedule()
     assert running(master) == [first, second]
@@ -257,6 +258,9 @@ def test_the_node_of_the_master_is_drained_and_taken_back(master: Any) -> None:
     master.schedule()
     assert running(master) == []
     assert [one["is_drained"] for one in master.http.get("/slots").json()] == [True, True]
+    # It had said that one of 2 slots must be free.
+    [entry] = master.http.get("/queue").json()
+    assert entry["detail"].startswith("All slots of the pool 'default' are drained, or")
     assert master.http.post("/nodes/local/resume").status_code == 204
     master.schedule()
     assert running(master) == [1]

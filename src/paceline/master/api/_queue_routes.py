@@ -26,6 +26,12 @@ from paceline.messages.pools_and_queue import MoveExperiment, QueueEntry
 
 router = ApiRouter(tags=["queue"], route_class=ReadingRoute)
 
+_NEED_SLOTS = (Reason.SLOTS_IN_USE, Reason.TOO_LARGE)
+_ALL_CLOSED = (
+    "All slots of the pool {pool!r} are drained, or their nodes do not answer. Hint: `paceline slot"
+    " list` shows them; `paceline runner resume NAME` takes a drained node back."
+)
+
 
 @router.get("/queue")
 def list_queue(
@@ -129,6 +135,8 @@ def _queue_entry(
     detail = _queue_detail(cluster, settings, result, now, addresses)
     if failure is not None and needs_node(result):
         detail = f"{detail} {failure}"
+    elif reason in _NEED_SLOTS and _are_all_closed(cluster, waiting.pool):
+        detail = _ALL_CLOSED.format(pool=waiting.pool)
     return QueueEntry(
         trial_id=waiting.trial_id,
         experiment_id=waiting.experiment_id,
@@ -190,6 +198,13 @@ def _queue_detail(
             return f"It needs {_slots_text(waiting.num_slots)}, but there are only {total}."
         case _:
             return _too_large_for_queue(cluster, result, total, largest, addresses)
+
+
+def _are_all_closed(cluster: Cluster, pool: str) -> bool:
+    """Tell whether a pool has slots, but none that is given to trials."""
+    nodes = [node for node in cluster.nodes if node.pool == pool]
+    is_any_left = any(node.is_open and set(node.slots) - node.drained for node in nodes)
+    return any(node.slots for node in nodes) and not is_any_left
 
 
 def _too_large_for_queue(

@@ -149,7 +149,8 @@ def test_an_answer_of_a_newer_master_is_read_without_what_is_unknown() -> None:
 def test_every_message_is_frozen_and_described(name: str) -> None:
     model = MODELS[name]
     assert model.model_config["frozen"]
-    assert model.__doc__
+    # Not all versions of pydantic give a class such as `Page[Trial]` the words of `Page`.
+    assert (model.__pydantic_generic_metadata__["origin"] or model).__doc__
 
 
 @pytest.mark.parametrize("value", [0.5, {"$float": "nan"}, {"$float": "-inf"}])

@@ -1,6 +1,7 @@
 """Checkpoints in the background hold the state of the moment at which they were asked for."""
 
 import gc
+import itertools
 import mmap
 import os
 import resource
@@ -12,14 +13,16 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from paceline import core
+from paceline._usable_cores import num_cores
 from paceline.engine import CheckpointSaver, load_state
-from paceline.engine.checkpoints import _host_copies
+from paceline.engine.checkpoints import _background_saver, _host_copies
 from paceline.engine.checkpoints._gathered_gpu_copies import GatheredCopies
 from paceline.engine.checkpoints._host_copies import HostCopies
 from paceline.engine.state._sharded_tensor_pieces import StateInPieces
@@ -388,6 +391,26 @@ def test_next_save_waits_for_the_one_in_flight(context: core.Context) -> None:
     saver.save({"part": torch.ones(1)}, place(context, 2), lambda path: order.append("second"))
     saver.finish()
     assert order == ["first", "second"]
+
+
+def test_ranks_that_share_cores_store_when_all_have_copied(
+    context: core.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storing would take the cores on which others copy; what training waits for begins at once."""
+    clock = itertools.count(step=3600)  # Each copy takes an hour.
+    monkeypatch.setattr(
+        _background_saver, "time", SimpleNamespace(perf_counter=lambda: next(clock))
+    )
+    begun = threading.Event()
+    alone, crowded = CheckpointSaver(), CheckpointSaver(local_size=2 * num_cores())
+    crowded.save({"part": torch.zeros(1)}, place(context, 1), lambda path: begun.set())
+    assert not begun.wait(0.2)
+    crowded.finish()
+    assert begun.is_set()
+    begun.clear()
+    alone.save({"part": torch.zeros(1)}, place(context, 2), lambda path: begun.set())
+    assert begun.wait(60)
+    alone.finish()
 
 
 def test_error_of_the_background_is_raised_once_and_the_next_checkpoint_is_stored(

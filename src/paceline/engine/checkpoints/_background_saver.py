@@ -43,7 +43,11 @@ class CheckpointSaver:
 
     def __init__(self, rank: int = 0, local_size: int = 1) -> None:
         self._rank = rank
-        self._copies = HostCopies(is_crowded=2 * local_size > num_cores())
+        self._is_crowded = local_size > 1 and 2 * local_size > num_cores()
+        self._copies = HostCopies(is_crowded=self._is_crowded)
+        self._head_start_s = _HEAD_START_S
+        # Set once training itself waits for the newest checkpoint.
+        self._is_awaited = threading.Event()
         self._thread: threading.Thread | None = None
         self._jobs: _Jobs = queue.SimpleQueue()
         # Set once the newest checkpoint is stored.
@@ -81,13 +85,19 @@ class CheckpointSaver:
             sender_for: Returns what stores large files of the directory from memory, or None.
         """
         self.settle()
+        began = time.perf_counter()
         self._copies.copy(parts)
+        self._head_start_s = _HEAD_START_S
+        if self._is_crowded:
+            # Other ranks may still be copying, for which they need the cores that storing takes.
+            self._head_start_s += time.perf_counter() - began
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._jobs,), name="checkpoint", daemon=True
             )
             self._thread.start()
         is_stored = threading.Event()
+        self._is_awaited.clear()
         self._jobs.put(partial(self._store, destination, write_more, sender_for, is_stored))
         self._is_stored = is_stored
 
@@ -99,18 +109,22 @@ class CheckpointSaver:
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being stored, and check it."""
-        wait_until(self._is_stored.wait)
+        self._wait()
         self.check()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being stored, and raise the error of the newest."""
-        wait_until(self._is_stored.wait)
+        self._wait()
         if self._thread is not None:
             self._jobs.put(None)
             join(self._thread)
             self._thread = None
         self.check()
         self._failures.check_newest()
+
+    def _wait(self) -> None:
+        self._is_awaited.set()
+        wait_until(self._is_stored.wait)
 
     def _store(
         self,
@@ -121,7 +135,7 @@ class CheckpointSaver:
     ) -> None:
         try:
             self._copies.wait()
-            time.sleep(_HEAD_START_S)
+            self._is_awaited.wait(self._head_start_s)
             parts = parts_with_shard(self._copies.result(), self._rank)
             with destination as (path, _):
                 send = sender_for(path)

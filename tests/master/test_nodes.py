@@ -1,5 +1,6 @@
 """Nodes: registration, polls, placement, losses; runners are played by the tests."""
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -1042,3 +1043,30 @@ def test_of_two_machines_that_register_a_name_at_once_one_is_refused(
     assert registered[0].result(60).session == 1 + is_known
     with pytest.raises(NodeRefusedError, match="'box' belongs to a runner with another directory"):
         registered[1].result(60)
+
+
+def test_the_log_tells_which_nodes_come_leave_and_are_lost(
+    master: Any, join: Callable[..., FakeRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "paceline.master.nodes")
+    registry = master.core.nodes
+
+    def told() -> list[str]:
+        registry._next_look = 0.0
+        master.schedule()
+        texts = [one.getMessage().partition(" It was last heard")[0] for one in caplog.records]
+        caplog.clear()
+        return texts
+
+    gone, lost = join("gone"), join("lost")
+    assert told() == [
+        "The node gone registers: pool default, 1 slot(s).",
+        "The node lost registers: pool default, 1 slot(s).",
+    ]
+    gone.work(is_leaving=True)
+    assert told() == ["The node gone has left."]
+    registry.leases.advance(LEASE_S + 1)
+    assert told() == ["The node lost is lost: it gives no sign of life."]
+    lost.work()
+    assert told() == ["The node lost is back."]
+    assert told() == []

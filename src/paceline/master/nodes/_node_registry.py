@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -470,10 +470,22 @@ class Nodes:
         with self._lock:
             seen = {id_: heard.seen_at for id_, heard in self._heard.items() if self.is_lost(id_)}
             new = {id_: at for id_, at in seen.items() if at and at != self._stored_seen.get(id_)}
+            self._log_changes(lost_before=self._stored_seen.keys(), lost=seen.keys())
             self._stored_seen = seen
         for node_id, seen_at in new.items():
             query = update(tables.nodes).where(tables.nodes.c.id == node_id)
             transaction.connection.execute(query.values(seen_at=seen_at))
+
+    def _log_changes(self, *, lost_before: Collection[int], lost: Collection[int]) -> None:
+        for node_id, node in self._nodes.items():
+            if node_id in lost and node_id not in lost_before:
+                seen_at = self.seen_at(node_id)
+                when = "nobody knows when" if seen_at is None else time.ctime(seen_at)
+                has_left = self._heard[node_id].has_left
+                how = "has left" if has_left else "is lost: it gives no sign of life"
+                logger.info("The node %s %s. It was last heard of: %s.", node.name, how, when)
+            elif node_id in lost_before and node_id not in lost:
+                logger.info("The node %s is back.", node.name)
 
     def _check_owner(
         self, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
@@ -517,6 +529,8 @@ class Nodes:
             )
 
     def _remember(self, node: RegisteredNode) -> None:
+        num_slots, pool = len(node.facts.devices), node.facts.pool
+        logger.info("The node %s registers: pool %s, %d slot(s).", node.name, pool, num_slots)
         with self._lock:
             self._nodes[node.id] = node
             ever = self._heard[node.id].ever if node.id in self._heard else set()

@@ -17,6 +17,7 @@ from paceline.engine import (
     restore_random_state,
     save_state,
 )
+from paceline.engine.checkpoints._host_copies import HostCopies
 
 
 def assert_same(left: Any, right: Any) -> None:
@@ -109,10 +110,36 @@ def test_overlapping_tensors_are_stored_apart(tmp_path: Path) -> None:
     assert_same(load_state(tmp_path, "x"), state)
 
 
+def test_a_tensor_may_have_the_name_that_the_format_uses_itself(tmp_path: Path) -> None:
+    """The file was written, and could never be read."""
+    state = {"__metadata__": torch.ones(3), "__metadata__'": torch.zeros(2)}
+    save_state(state, tmp_path, "x")
+    assert_same(load_state(tmp_path, "x"), state)
+
+
 @pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, OrderedDict({(1, 2): 3})])
 def test_what_is_not_safe_is_refused_with_its_path(tmp_path: Path, value: Any) -> None:
     with pytest.raises(StateFormatError, match="a.b"):
         save_state({"a": {"b": value}}, tmp_path, "x")
+
+
+ODD_TENSORS = [
+    (torch.ones(2, dtype=torch.complex128), "of the type torch.complex128"),
+    (torch.ones(2, 2).to_sparse(), "of the layout torch.sparse_coo"),
+    (torch.ones(2, device="meta"), "on the meta device"),
+]
+
+
+@pytest.mark.parametrize(("value", "kind"), ODD_TENSORS)
+def test_a_tensor_that_cannot_be_stored_is_named(
+    tmp_path: Path, value: torch.Tensor, kind: str
+) -> None:
+    with pytest.raises(StateFormatError, match=rf"'model.odd' is {kind}\. Hint"):
+        save_state({"model": {"plain": torch.ones(1), "odd": value}}, tmp_path, "x")
+    if value.dtype != torch.complex128:
+        # It cannot even be copied.
+        with pytest.raises(StateFormatError, match=rf"'x.model.odd' is {kind}\. Hint"):
+            HostCopies().copy({"x": {"model": {"plain": torch.ones(1), "odd": value}}})
 
 
 def test_random_state_survives_the_files(tmp_path: Path) -> None:

@@ -46,6 +46,30 @@ def test_what_an_optimizer_keeps_under_its_own_names_is_put_back() -> None:
         )
 
 
+@pytest.mark.parametrize("order", ["vu", "uw"])
+def test_an_optimizer_with_other_parameters_or_another_order_is_refused(order: str) -> None:
+    """Each got the moments of the other one."""
+
+    def built(order: str) -> ModelsAndOptimizers:
+        model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "uvw"})
+        optimizer = torch.optim.Adam([model[name].weight for name in order])
+        return ModelsAndOptimizers(
+            rank=0,
+            models=[model],
+            optimizers=[optimizer],
+            parameters=[*model.parameters()],
+        )
+
+    state = {**built("uv").shared_state(), "frozen": []}
+    other, same = built(order), built("uv")
+    settings = SettingChanges(None, built_settings([], other.optimizers, []))
+    number = 0 if order == "vu" else 1
+    told = rf"its parameter {number} was 'model_0.{'uv'[number]}.weight' there and is 'model_0."
+    with pytest.raises(CheckpointMismatchError, match=told):
+        other.load_shared_state(state, settings)
+    same.load_shared_state(state, settings)
+
+
 def with_loose(shape: tuple[int, ...] = (2,)) -> ModelsAndOptimizers:
     """Return a model and an optimizer that has a parameter besides, such as weights of losses."""
     model, loose = nn.Linear(3, 2), nn.Parameter(torch.zeros(shape))

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+# A connection on which nothing comes for so long is given up, on both sides.
+_GIVEN_UP_S = 60.0
 _LENGTH = re.compile(rb"(?i)content-length: (\d+)")
 
 
@@ -139,6 +141,7 @@ class FaultyServer:
             self._start(self._serve, client)
 
     def _serve(self, client: socket.socket) -> None:
+        client.settimeout(_GIVEN_UP_S)
         with suppress(OSError), client:
             data = b""
             length = 0
@@ -157,7 +160,7 @@ class FaultyServer:
                 return
             # One request per connection, so that each can have its fault.
             data = data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1)
-            with socket.create_connection(self._target) as server:
+            with socket.create_connection(self._target, _GIVEN_UP_S) as server:
                 server.sendall(data)
                 if getattr(self._local, "is_answer_lost", False):
                     server.recv(65536)

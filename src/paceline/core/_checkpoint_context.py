@@ -32,7 +32,13 @@ from paceline.journal import (
     JournalWriter,
     RunDirectory,
 )
-from paceline.storage import CheckpointStorage, Selector, copy_files, glob_selector
+from paceline.storage import (
+    CheckpointNotFoundError,
+    CheckpointStorage,
+    Selector,
+    copy_files,
+    glob_selector,
+)
 
 
 class CheckpointContext:
@@ -237,7 +243,13 @@ class CheckpointContext:
         """
         self._check_chief("delete")
         selects = None if globs is None else glob_selector(globs)
-        names = self._storage.manifest(uuid).files
+        try:
+            names = self._storage.manifest(uuid).files
+        except CheckpointNotFoundError:
+            if uuid not in self._run.begun_checkpoints():
+                raise
+            # The storage has failed while it was being deleted.
+            names = {}
         if selects is not None and not all(map(selects, names)):
             if any(map(selects, names)):
                 manifest = self._storage.delete_files(uuid, selects)

@@ -4,6 +4,7 @@ No rank waits for another one to store its part: that the parts are there shows 
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,13 +94,16 @@ def delete_checkpoint(
 ) -> None:
     """Delete a checkpoint of a run and record that.
 
-    If the process is killed meanwhile, whoever goes on with the run removes the rest. It is no
-    error if the checkpoint is gone already.
+    If the process is killed meanwhile, whoever goes on with the run removes the rest. If the
+    storage fails meanwhile, another call removes it. It is no error if the checkpoint is gone
+    already.
     """
     run.note_checkpoint(uuid, storage.url)
-    # A chief that was killed before the record has deleted it already.
-    with suppress(CheckpointNotFoundError):
+    try:
         storage.delete(uuid)
+    except CheckpointNotFoundError:
+        # A chief that was killed before the record has deleted it already, or has begun to.
+        storage.sweep(older_than_s=-math.inf, among=[uuid])
     journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
     run.forget_checkpoint(uuid)
 

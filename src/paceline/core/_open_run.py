@@ -183,7 +183,8 @@ def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
         )
     # The entrypoint has run another process before this one, or its group has formed again.
     history = read_history(run)
-    uuid, steps = newest_whole_checkpoint(storage_of_run(run, info), history)
+    # The master deletes checkpoints too.
+    uuid, steps = newest_whole_checkpoint(storage_of_run(run, info), history, may_be_gone=True)
     if uuid is None:
         uuid, steps = info.latest_checkpoint, info.steps_completed
     return OpenedRun(
@@ -218,7 +219,8 @@ def open_run_by_name(
 
     Raises:
         CheckpointError: The object store of a new run does not answer.
-        CheckpointNotFoundError: There is no checkpoint at the URL to resume from.
+        CheckpointNotFoundError: There is no checkpoint at the URL to resume from, or those of the
+            run to resume are not in its storage.
         ValueError: `name` cannot be part of a file name, `resume` names no run directory, or
             PACELINE_RUNS no storage.
         RuntimeError: The run to resume is still running.
@@ -311,11 +313,13 @@ def _place_resumed(
     # Runs of earlier versions have recorded none.
     recorded = drawn_seed() if info.seed is None else info.seed
     _take_lock(run, master, lock)
+    being_deleted = {*run.begun_checkpoints()}
     discard_unfinished(run)
     # What was said to the last attempt does not concern this one.
     run.control_path.unlink(missing_ok=True)
     history = read_history(run)
-    uuid, steps = newest_whole_checkpoint(storage or storage_of_run(run, info), history)
+    place = storage or storage_of_run(run, info)
+    uuid, steps = newest_whole_checkpoint(place, history, being_deleted=being_deleted)
     return OpenedRun(
         path=run.path,
         info=info,

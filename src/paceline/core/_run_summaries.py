@@ -3,12 +3,19 @@
 import logging
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from paceline.core._journal_history import History, read_history
-from paceline.journal import NotARunDirectoryError, RunDirectory, RunInfo, RunVersionError
+from paceline.journal import (
+    CheckpointStored,
+    NotARunDirectoryError,
+    RunDirectory,
+    RunInfo,
+    RunVersionError,
+)
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -127,19 +134,34 @@ def restorable_checkpoint(path: Path) -> tuple[CheckpointStorage, str | None]:
         NotARunDirectoryError: There is none at `path`.
         RunVersionError: It has another format version.
         CheckpointCorruptError: There are checkpoints, but all of them are damaged.
+        CheckpointNotFoundError: There were checkpoints, but none is in the storage, or the newest
+            one is in another storage.
     """
     storage = storage_at(path)
-    return storage, newest_whole_checkpoint(storage, read_history(RunDirectory(path)))[0]
+    run = RunDirectory(path)
+    being_deleted = {*run.begun_checkpoints()}
+    found = newest_whole_checkpoint(storage, read_history(run), being_deleted=being_deleted)
+    return storage, found[0]
 
 
 def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
     """Return the checkpoint storage that a run was started with."""
-    recorded = storage_from(info.checkpoint_storage)
-    is_moved = recorded.local_root is not None and not recorded.local_root.exists()
-    if is_moved and run.checkpoints_path.is_dir():
-        # The run directory was renamed or copied, and its checkpoints with it.
-        return DirectoryStorage(run.checkpoints_path)
-    return recorded
+    recorded, own = storage_from(info.checkpoint_storage), run.checkpoints_path
+    root = recorded.local_root
+    if root is None or not own.is_dir():
+        return recorded
+    # The run directory was renamed or copied, and its checkpoints with it.
+    is_other = not root.exists() or (not root.samefile(own) and _is_in_run(root, info.run_id))
+    return DirectoryStorage(own) if is_other else recorded
+
+
+def _is_in_run(checkpoints: Path, run_id: str) -> bool:
+    """Tell whether a directory of checkpoints is that within the directory of a run."""
+    run = RunDirectory(checkpoints.parent)
+    try:
+        return run.checkpoints_path == checkpoints and run.read_info().run_id == run_id
+    except (OSError, NotARunDirectoryError, RunVersionError):
+        return False
 
 
 def moved_storage(run: RunDirectory, info: RunInfo) -> dict[str, str]:
@@ -168,15 +190,30 @@ def latest_checkpoint(storage: CheckpointStorage, history: History) -> tuple[str
     return None, 0
 
 
-def newest_whole_checkpoint(storage: CheckpointStorage, history: History) -> tuple[str | None, int]:
+def newest_whole_checkpoint(
+    storage: CheckpointStorage,
+    history: History,
+    *,
+    being_deleted: Collection[str] = (),
+    may_be_gone: bool = False,
+) -> tuple[str | None, int]:
     """Return the newest checkpoint whose files are whole, and its step; None and 0 without any.
 
-    Damaged ones are passed over with a warning.
+    Damaged and missing ones are passed over with a warning.
+
+    Args:
+        storage: Where they are.
+        history: What the run has told of them.
+        being_deleted: Those that the run was about to delete.
+        may_be_gone: Whether somebody else deletes checkpoints of this run.
 
     Raises:
         CheckpointCorruptError: There are checkpoints, but all of them are damaged.
+        CheckpointNotFoundError: There were checkpoints, but none is in the storage, or the newest
+            one is in another storage.
     """
     first_error: CheckpointCorruptError | None = None
+    missing: list[CheckpointStored] = []
     for stored in reversed(history.checkpoints):
         try:
             manifest = storage.manifest(stored.uuid)
@@ -185,15 +222,50 @@ def newest_whole_checkpoint(storage: CheckpointStorage, history: History) -> tup
                 continue
             storage.verify(stored.uuid)
         except CheckpointNotFoundError:
+            if stored.uuid not in being_deleted and not may_be_gone:
+                missing.append(stored)
+                _refuse_other_storage(stored, storage)
             continue
         except CheckpointCorruptError as error:
             first_error = first_error or error
             logger.warning("Passing over a checkpoint: %s", error)
             continue
+        for each in missing:
+            logger.warning(
+                "Passing over checkpoint %s of step %d: it is not in %r any more, and the run has"
+                " not deleted it.",
+                each.uuid,
+                each.steps_completed,
+                storage.url,
+            )
         return stored.uuid, stored.steps_completed
     if first_error is not None:
         raise first_error
+    if missing:
+        raise CheckpointNotFoundError(
+            f"The checkpoints of the run must be in {storage.url!r}, but none is there; the newest"
+            f" was {missing[0].uuid} of step {missing[0].steps_completed}. Hint: if a disk or"
+            " bucket is not connected, connect it; if they were moved, pass that place as"
+            " `checkpoint_storage`; to begin anew, start a new run."
+        )
     return None, 0
+
+
+def _refuse_other_storage(stored: CheckpointStored, storage: CheckpointStorage) -> None:
+    """Raise an error if a checkpoint that is missing is where the run has stored it."""
+    if stored.storage == storage.url:
+        return
+    try:
+        is_there = storage_from(stored.storage).exists(stored.uuid)
+    except Exception:
+        # A storage of another package, or one that is not within reach.
+        is_there = False
+    if is_there:
+        raise CheckpointNotFoundError(
+            f"The newest checkpoint of the run, {stored.uuid} of step {stored.steps_completed},"
+            f" must be in {storage.url!r} to go on, but it is in {stored.storage!r}. Hint: pass"
+            f" that as `checkpoint_storage`, or copy what is in it to {storage.url!r} first."
+        )
 
 
 def newest_run_named(root: Path, name: str) -> RunDirectory | None:

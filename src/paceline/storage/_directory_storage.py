@@ -266,6 +266,8 @@ class DirectoryStorage(CheckpointStorage):
             )
             if time.time() - changed >= older_than_s:
                 shutil.rmtree(path, ignore_errors=True)
+                if path.exists():
+                    continue  # Something in it cannot be removed now.
                 self._mark_closed(marker.name)
                 swept.append(marker.name)
         return swept

@@ -35,7 +35,12 @@ _DIGEST_BYTES = 256 * 1024
 _FILES_AT_ONCE = 4
 _WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 _NO_SPACE_BYTES = 256 * 1024
-_WRITE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# What a network file system raises too while its server is away.
+_WRITE_ERRORS = _FULL_ERRORS | {
+    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT),
+    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO),
+}
 
 
 def list_files(root: Path, *, follow_links: bool = False) -> list[str]:
@@ -198,12 +203,16 @@ def durable_write_errors(uuid: str, root: Path) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else None
         if number not in _WRITE_ERRORS and not (number is None and _is_full(root)):
             raise
-        reason = os.strerror(number or errno.ENOSPC)
+        number = number or errno.ENOSPC
+        hint = (
+            "free space there, or copy it to another disk and pass the copy as `checkpoint_storage`"
+            if number in _FULL_ERRORS
+            else "see that the directory is there and may be written to"
+        )
         raise CheckpointWriteError(
-            number or errno.ENOSPC,
-            f"Checkpoint {uuid} cannot be written to {str(root)!r} ({reason}); what was written of"
-            " it is removed, and earlier checkpoints are untouched. Hint: free space there, or"
-            " pass another `checkpoint_storage`",
+            number,
+            f"Checkpoint {uuid} cannot be written to {str(root)!r} ({os.strerror(number)}); what"
+            f" was written of it is removed, and earlier checkpoints are untouched. Hint: {hint}",
         ) from error
 
 

@@ -15,8 +15,13 @@ from typing import Any
 import torch
 
 from paceline.engine.checkpoints._gathered_gpu_copies import ALIGNMENT_BYTES, GatheredCopies, Kind
+from paceline.engine.formats._json_and_safetensors import check_tensor
 from paceline.engine.state._sharded_tensor_pieces import OwnPiece
-from paceline.engine.state._tensor_collector import TensorCollector, fill_tensor_slots
+from paceline.engine.state._tensor_collector import (
+    TensorCollector,
+    fill_tensor_slots,
+    path_of_slot,
+)
 from paceline.engine.tensors._tensor_copies import copy_tensors
 
 logger = logging.getLogger(__name__)
@@ -76,12 +81,23 @@ class HostCopies:
         """Copy what is in `value`, over the copies of an earlier call.
 
         Tensors that share their memory, such as tied weights, share their copy.
+
+        Raises:
+            StateFormatError: A tensor is of a kind that cannot be stored; the message names it.
         """
         self._are_begun = []
         num_first = len(self._kinds) // _FIRST_PART if self._is_pinned else 0
         collector = TensorCollector(self._pieces, num_first or sys.maxsize, self._begin)
         self._tree, self._pieces = collector.collect(value), collector.pieces
         tensors = collector.tensors
+        try:
+            self._copy_tensors(tensors, has_pieces=bool(collector.pieces))
+        except RuntimeError:
+            for number, tensor in enumerate(tensors):
+                check_tensor(tensor, path_of_slot(self._tree, number) or "a piece")
+            raise
+
+    def _copy_tensors(self, tensors: list[torch.Tensor], *, has_pieces: bool) -> None:
         addresses = [*map(torch.Tensor.data_ptr, tensors)]
         owners = _owners(tensors, addresses)
         kinds = [*map(_kind, tensors)]
@@ -92,7 +108,7 @@ class HostCopies:
         if single is not None and self._are_begun:
             begun = chain(self._are_begun, repeat(False))
             single = [*map(operator.gt, single, begun)]
-        is_helped = not (self._is_crowded and collector.pieces)
+        is_helped = not (self._is_crowded and has_pieces)
         self._copy_single(tensors, addresses, single, with_help=is_helped)
         # Last, so that the device copies large tensors while the host prepares the small ones.
         self._gathered.copy(tensors)

@@ -25,8 +25,8 @@ class KeptCheckpoints:
     Args:
         existing: What exists at first, in the order of storing.
         rules: What to keep.
-        delete: Deletes one. If it raises a CheckpointError, training goes on, and it is called
-            again with the next checkpoint.
+        delete: Deletes one. If it raises a CheckpointError or OSError, training goes on, and it is
+            called again with the next checkpoint.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class KeptCheckpoints:
             except CheckpointNotFoundError:
                 # Someone else has removed it.
                 pass
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 logger.warning("A checkpoint is not deleted before the next one. %s", error)
                 continue
             self._existing.remove(kept)

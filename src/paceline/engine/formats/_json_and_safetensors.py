@@ -30,6 +30,9 @@ from paceline.storage import FileSender
 
 _TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
 _SHARDED = "$sharded"
+# What safetensors has no name for: large and small complex numbers, quantized numbers, bits.
+_ODD_DTYPES = frozenset(("torch.complex128", "torch.complex32"))
+_ODD_BEGINNINGS = ("torch.qint", "torch.quint", "torch.bits")
 _LEAST_SENT_BYTES = 8 * 1024 * 1024
 
 _ARRAY_DTYPES = frozenset(
@@ -146,10 +149,29 @@ def _pack_dict(
         if not isinstance(key, (str, int, bool)) and key is not None:
             raise StateFormatError(
                 f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
-                f" {key!r}."
+                f" {key!r}. Hint: use a string such as {str(key)!r}."
             )
         items.append([key, _state_to_json(item, _at(path, key), tensors, known)])
     return {_DICT: items}
+
+
+def check_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Check that a tensor can be stored.
+
+    Raises:
+        StateFormatError: It cannot.
+    """
+    is_dense, kind = tensor.layout is torch.strided, str(tensor.dtype)
+    is_odd = kind in _ODD_DTYPES or kind.startswith(_ODD_BEGINNINGS)
+    if is_dense and not tensor.is_meta and not is_odd:
+        return
+    found = f"of the type {kind}" if is_dense else f"of the layout {tensor.layout}"
+    found = "on the meta device" if tensor.is_meta else found
+    raise StateFormatError(
+        "A tensor of a state must be dense, have memory, and be of a type of safetensors, but"
+        f" {path!r} is {found}. Hint: convert it in `state_dict()`, or keep it out of the state, a"
+        " buffer by `persistent=False`."
+    )
 
 
 def _pack_tensor(
@@ -158,11 +180,13 @@ def _pack_tensor(
     tensors: dict[str, torch.Tensor],
     known: dict[tuple[Any, ...], str],
 ) -> str:
+    check_tensor(tensor, path)
     tensor = tensor.detach()
     identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     if tensor.numel() and identity in known:
         return known[identity]
-    while path in tensors:  # keys with dots can make two paths look alike
+    # Keys with dots can make two paths look alike. The format has a use of its own for one name.
+    while path in tensors or path == "__metadata__":
         path += "'"
     known[identity] = path
     tensors[path] = tensor.cpu().contiguous()

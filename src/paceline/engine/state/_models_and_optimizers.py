@@ -118,6 +118,7 @@ class ModelsAndOptimizers:
         _check_types("optimizer", state.get("optimizer_types"), self.optimizers)
         _check_types("scheduler", state.get("scheduler_types"), self.schedulers)
         load_models(self.models, state["models"], state.get("bases", ()))
+        self._check_parameters(state.get("optimizer_parameters", ()))
         for index, frozen in enumerate(state.get("frozen", ())):
             _freeze(self.models[index], changes.in_frozen(frozen, index))
         for index, optimizer in enumerate(self.optimizers):
@@ -126,6 +127,25 @@ class ModelsAndOptimizers:
         for index, scheduler in enumerate(self.schedulers):
             changes.load_scheduler(scheduler, state["schedulers"][index], index)
         self._load_scaler(state["scaler"])
+
+    def _check_parameters(self, stored: Sequence[Sequence[str | None]]) -> None:
+        """Check that each optimizer has the parameters of the checkpoint, in their order.
+
+        An optimizer's own state has no names. Earlier versions stored none.
+        """
+        names = _names_of_parameters([named_parameters(model) for model in self.models])
+        for index, (there, optimizer) in enumerate(zip(stored, self.optimizers, strict=False)):
+            here = [names.get(id(each)) for each in parameters_of(optimizer)]
+            if len(there) != len(here):
+                continue  # The check of its parameter groups tells that.
+            for number, (before, now) in enumerate(zip(there, here, strict=True)):
+                if before != now:
+                    raise CheckpointMismatchError(
+                        f"Optimizer {index} must have the parameters of the checkpoint in their"
+                        f" order, but its parameter {number} was {before or 'of no model'!r} there"
+                        f" and is {now or 'of no model'!r} here. Hint: build the optimizer as the"
+                        " code did that stored it."
+                    )
 
     def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
         """Put back the parameters that only optimizers have; earlier versions stored none."""

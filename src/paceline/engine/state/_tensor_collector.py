@@ -1,7 +1,7 @@
 """The tensors of a nested state, and the state without them."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +113,21 @@ class TensorCollector:
             return None
         self.tensors.append(tensor.read() if isinstance(tensor, LazyTensor) else tensor)
         return number
+
+
+def path_of_slot(tree: Any, number: int, path: str = "") -> str | None:
+    """Return where the slot of a tensor is in what a `TensorCollector` has returned."""
+    if type(tree) is TensorSlot:
+        return path if tree == number else None
+    if isinstance(tree, StateInPieces):
+        return path_of_slot(tree.state, number, path)
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        items = enumerate(tree)
+    found = (path_of_slot(item, number, f"{path}.{key}".lstrip(".")) for key, item in items)
+    return next((one for one in found if one is not None), None)
 
 
 def fill_tensor_slots(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:

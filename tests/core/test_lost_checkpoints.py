@@ -1,0 +1,179 @@
+"""Runs whose checkpoints were moved, copied, lost or kept go on from the right one, or say so."""
+
+import errno
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import core
+from paceline.engine.checkpoints._kept_checkpoints import KeptCheckpoints
+from paceline.storage import CheckpointNotFoundError, DirectoryStorage, Kept, RetentionRules
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def stopped(*steps: int, **options: Any) -> core.Context:
+    """Run an attempt that stores checkpoints at steps and ends by an error."""
+    kept: list[core.Context] = []
+
+    def train() -> None:
+        with core.init(name="lost", **options) as context:
+            kept.append(context)
+            for step in steps:
+                with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
+                    (path / "model").write_text(str(step))
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        train()
+    return kept[0]
+
+
+def resumed(**options: Any) -> int | None:
+    """Return the step of the checkpoint that the run goes on from."""
+    with core.init(name="lost", resume="auto", **options) as context:
+        if context.latest_checkpoint is None:
+            return None
+        with context.checkpoint.restore_path(context.latest_checkpoint) as path:
+            return int((Path(path) / "model").read_text())
+
+
+def checkpoints(context: core.Context) -> list[Path]:
+    """Return the directories of the checkpoints, the oldest first."""
+    storage = context.checkpoint.storage
+    found = [Path(storage.url, uuid) for uuid in storage.list()]
+    return sorted(found, key=lambda path: int((path / "model").read_text()))
+
+
+def test_another_storage_that_lacks_the_newest_checkpoint_is_refused(tmp_path: Path) -> None:
+    """The run began anew there, without a word."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    stopped(3, checkpoint_storage=str(old))
+    told = r"newest checkpoint of the run, .* of step 3, must be in '.*/new' .* it is in '.*/old'"
+    with pytest.raises(CheckpointNotFoundError, match=told):
+        resumed(checkpoint_storage=str(new))
+    shutil.copytree(old, new)
+    stopped(5, checkpoint_storage=str(new), resume="auto")
+    # The run has recorded the old one, which lacks the newest now.
+    with pytest.raises(CheckpointNotFoundError, match=r"of step 5, must be in '.*/old'"):
+        resumed()
+    assert resumed(checkpoint_storage=str(new)) == 5
+
+
+def test_a_missing_checkpoint_is_passed_over_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = stopped(3, 5)
+    newest = checkpoints(run)[-1]
+    (newest / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert resumed() == 3
+    assert f"Passing over checkpoint {newest.name} of step 5: it is not in" in caplog.text
+
+
+@pytest.mark.parametrize("is_storage_gone", [False, True])
+def test_a_run_of_which_all_checkpoints_are_missing_does_not_begin_anew(
+    is_storage_gone: bool, tmp_path: Path
+) -> None:
+    """A file system that is not mounted is an empty directory, or none."""
+    storage = tmp_path / "storage"
+    stopped(3, 5, checkpoint_storage=str(storage))
+    storage.rename(tmp_path / "away")
+    if not is_storage_gone:
+        storage.mkdir()
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"none is there; the newest was .* of step 5"
+    ):
+        resumed()
+    if not is_storage_gone:
+        storage.rmdir()
+    (tmp_path / "away").rename(storage)
+    assert resumed() == 5
+
+
+def test_what_a_run_has_deleted_itself_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    run = stopped(3)
+    with core.init(name="lost", resume="auto") as context:
+        assert context.latest_checkpoint is not None
+        context.checkpoint.delete(context.latest_checkpoint)
+        context.train.report_training_metrics(4, {"loss": 1.0})
+    assert context.run_dir == run.run_dir
+    with core.init(name="lost", resume=str(run.run_dir)) as context:
+        assert context.latest_checkpoint is None
+    assert "Passing over" not in caplog.text
+
+
+def test_a_copied_run_directory_has_the_checkpoints_that_were_copied_with_it(
+    tmp_path: Path,
+) -> None:
+    run = stopped(3)
+    copy = tmp_path / "copy"
+    shutil.copytree(run.run_dir, copy)
+    with core.init(name="lost", resume=str(copy)) as context:
+        assert context.checkpoint.storage.url == str(copy / "checkpoints")
+        assert context.latest_checkpoint is not None
+        context.checkpoint.delete(context.latest_checkpoint)
+    assert list((copy / "checkpoints").glob("[!.]*")) == []
+    # They were those of the original.
+    assert resumed() == 3
+
+
+def test_a_checkpoint_that_could_be_deleted_by_half_is_deleted_with_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove, failures = shutil.rmtree, [OSError(errno.EBUSY, "Device or resource busy")]
+
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if failures:
+            raise failures.pop()
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr("paceline.storage._directory_storage.shutil.rmtree", rmtree)
+    with core.init(name="lost") as context:
+        storage = context.checkpoint.storage
+        assert isinstance(storage, DirectoryStorage)
+        kept = KeptCheckpoints(
+            [], rules=RetentionRules(latest=1),
+            delete=lambda one: context.checkpoint.delete(one.uuid),
+        )  # fmt: skip
+        stored = []
+        for step in range(3):
+            with context.checkpoint.store_path({"steps_completed": step}) as (path, uuid):
+                (path / "model").write_text(str(step))
+            stored.append(uuid)
+            kept.add(Kept(uuid, step, None))
+            if step == 1:
+                # Its manifest is gone, and its files are not.
+                assert storage.list() == stored[1:]
+                assert (storage.root / stored[0] / "model").exists()
+                assert "A checkpoint is not deleted before the next one." in caplog.text
+        assert [path.name for path in storage.root.iterdir() if path.is_dir()] == [
+            *([".open"] if (storage.root / ".open").exists() else []), stored[2],
+        ]  # fmt: skip
+        assert not (storage.root / stored[0]).exists()
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_directory_that_cannot_be_written_to_for_a_moment_is_told_as_such(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that training goes on, as with a full disk."""
+    from paceline.storage import CheckpointWriteError, _durable_files
+
+    def fail(*_: Any) -> Callable[..., Any]:
+        raise OSError(error, "not now")
+
+    with core.init(name="lost") as context:
+        monkeypatch.setattr(_durable_files, "write_durably", fail)
+        with (
+            pytest.raises(CheckpointWriteError, match="Hint: see that the directory is there"),
+            context.checkpoint.store_path({"steps_completed": 1}) as (path, _),
+        ):
+            (path / "model").write_text("1")

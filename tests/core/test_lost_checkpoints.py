@@ -11,6 +11,7 @@ import pytest
 
 from paceline import core
 from paceline.engine.checkpoints._kept_checkpoints import KeptCheckpoints
+from paceline.journal import NotARunDirectoryError
 from paceline.storage import CheckpointNotFoundError, DirectoryStorage, Kept, RetentionRules
 
 
@@ -177,3 +178,37 @@ def test_a_directory_that_cannot_be_written_to_for_a_moment_is_told_as_such(
             context.checkpoint.store_path({"steps_completed": 1}) as (path, _),
         ):
             (path / "model").write_text("1")
+
+
+def test_a_run_whose_journal_is_lost_says_that_checkpoints_are_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = stopped(3)
+    [newest] = checkpoints(run)
+    for path in (run.run_dir / "journal").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        assert resumed() is None
+    assert f"tells of no checkpoint, but 1 are there, such as {newest.name}" in caplog.text
+    # What it says to do.
+    with core.init(name="other", resume=newest.as_uri()) as context:
+        assert context.latest_checkpoint == newest.name
+
+
+def test_the_directory_of_a_checkpoint_is_no_run_to_resume() -> None:
+    [newest] = checkpoints(stopped(3))
+    with (
+        pytest.raises(NotARunDirectoryError, match=rf"Hint: '{newest.as_uri()}' is its URL"),
+        core.init(name="lost", resume=str(newest)),
+    ):
+        pass
+
+
+def test_patterns_that_match_no_file_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with core.init(name="lost") as context:
+        with context.checkpoint.store_path({"steps_completed": 1}) as (path, uuid):
+            (path / "model").write_text("1")
+        context.checkpoint.delete(uuid, ["optimiser_*"])
+        assert f"No file of checkpoint {uuid} is deleted: none matches" in caplog.text
+        context.checkpoint.storage.verify(uuid)

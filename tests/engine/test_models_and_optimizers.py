@@ -12,6 +12,7 @@ from paceline.engine import (
     SettingChanges,
     built_settings,
 )
+from paceline.engine.state._models_and_optimizers import load_models
 from paceline.engine.tensors._optimizer_parameters import named_parameters
 
 
@@ -68,6 +69,13 @@ def test_an_optimizer_with_other_parameters_or_another_order_is_refused(order: s
     with pytest.raises(CheckpointMismatchError, match=told):
         other.load_shared_state(state, settings)
     same.load_shared_state(state, settings)
+
+
+def test_a_model_that_was_compiled_by_hand_is_told_as_such() -> None:
+    model = nn.Linear(3, 3)
+    compiled = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointMismatchError, match="was compiled by `torch.compile` itself"):
+        load_models([model], [compiled])
 
 
 def with_loose(shape: tuple[int, ...] = (2,)) -> ModelsAndOptimizers:

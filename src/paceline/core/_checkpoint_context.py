@@ -1,5 +1,6 @@
 """Storing and restoring checkpoints."""
 
+import logging
 import operator
 import os
 import time
@@ -39,6 +40,8 @@ from paceline.storage import (
     copy_files,
     glob_selector,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointContext:
@@ -259,6 +262,8 @@ class CheckpointContext:
                         time=time.time(), uuid=uuid, resources=manifest.resources
                     )
                 )
+            else:
+                logger.warning("No file of checkpoint %s is deleted: none matches %s.", uuid, globs)
             return
         delete_checkpoint(self._run, self._storage, self._journal, uuid)
         self._forget(uuid)

@@ -36,7 +36,13 @@ from paceline.core._run_summaries import (
     storage_of_run,
 )
 from paceline.core._unfinished_checkpoints import discard_unfinished
-from paceline.journal import HEARTBEAT_LIMIT_S, RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
+from paceline.journal import (
+    HEARTBEAT_LIMIT_S,
+    RUN_DIRECTORY_VARIABLE,
+    NotARunDirectoryError,
+    RunDirectory,
+    RunInfo,
+)
 from paceline.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
@@ -269,7 +275,13 @@ def _run_to_resume(
     if not resume:
         return None
     if resume != "auto":
-        return RunDirectory.open(Path(os.path.abspath(resume)))
+        path = Path(os.path.abspath(resume))
+        if (path / "manifest.json").exists() and not (path / "run.json").exists():
+            raise NotARunDirectoryError(
+                f"`resume` must name a run directory or the URL of a checkpoint, but {str(path)!r}"
+                f" is the directory of a checkpoint. Hint: {path.as_uri()!r} is its URL."
+            )
+        return RunDirectory.open(path)
     run = newest_run_named(root, name)
     if run is None:
         elsewhere = (
@@ -319,6 +331,8 @@ def _place_resumed(
     run.control_path.unlink(missing_ok=True)
     history = read_history(run)
     place = storage or storage_of_run(run, info)
+    if not history.checkpoints:
+        _tell_of_unknown_checkpoints(run, place)
     uuid, steps = newest_whole_checkpoint(place, history, being_deleted=being_deleted)
     return OpenedRun(
         path=run.path,
@@ -331,6 +345,21 @@ def _place_resumed(
         completed_length=history.completed_length,
         last_steps=_steps_up_to(history, steps),
     )
+
+
+def _tell_of_unknown_checkpoints(run: RunDirectory, storage: CheckpointStorage) -> None:
+    """Warn if the run's own directory has checkpoints of which its journal knows nothing."""
+    if storage.local_root == run.checkpoints_path and (unknown := storage.list()):
+        logger.warning(
+            "The journal of the run %s tells of no checkpoint, but %d are there, such as %s: the"
+            " journal may be damaged. The run begins anew. To begin from a checkpoint instead, set"
+            " %s to its URL, such as %s.",
+            run.path,
+            len(unknown),
+            unknown[-1],
+            RESUME_VARIABLE,
+            (run.checkpoints_path / unknown[-1]).as_uri(),
+        )
 
 
 def _take_lock(run: RunDirectory, master: str | None, lock: ExitStack) -> None:

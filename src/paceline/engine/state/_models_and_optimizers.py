@@ -199,6 +199,9 @@ class ModelsAndOptimizers:
             )
 
 
+_COMPILED = "_orig_mod."
+
+
 def _names_of_parameters(
     named: Sequence[Sequence[tuple[str, torch.nn.Parameter]]],
 ) -> dict[int, str]:
@@ -287,9 +290,15 @@ def _load_model(
     problems += [f"it has {_some(unknown)} besides"] if unknown else []
     problems += [", ".join(shapes[:_NUM_SHOWN]) + _more(shapes)] if shapes else []
     if problems:
+        hint = "go on with the model that was trained"
+        if any(_COMPILED in name for name in {*missing} ^ {*unknown}):
+            # torch.compile gives the parameters other names, `wrap_model(compile=True)` does not.
+            hint = (
+                "one of the two models was compiled by `torch.compile` itself; compile with"
+                " `compile=True` of `wrap_model`, which keeps the names"
+            )
         raise ModelMismatchError(
-            f"The checkpoint is of another model {index}: {'; '.join(problems)}. Hint: go on with"
-            " the model that was trained."
+            f"The checkpoint is of another model {index}: {'; '.join(problems)}. Hint: {hint}."
         )
     try:
         model.load_state_dict(

@@ -12,7 +12,13 @@ import pytest
 from paceline import core
 from paceline.engine.checkpoints._kept_checkpoints import KeptCheckpoints
 from paceline.journal import NotARunDirectoryError
-from paceline.storage import CheckpointNotFoundError, DirectoryStorage, Kept, RetentionRules
+from paceline.storage import (
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    DirectoryStorage,
+    Kept,
+    RetentionRules,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -161,12 +167,39 @@ def test_a_checkpoint_that_could_be_deleted_by_half_is_deleted_with_the_next(
         assert not (storage.root / stored[0]).exists()
 
 
+def test_a_checkpoint_in_a_bucket_that_is_deleted_by_half_is_deleted_the_next_time(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.storage._bucket_by_obstore import BucketStorage
+
+    remove, failures = BucketStorage.remove, [CheckpointWriteError("The server does not answer.")]
+
+    def remove_later(storage: BucketStorage, keys: list[str]) -> None:
+        if failures and not any(key.endswith("manifest.json") for key in keys):
+            raise failures.pop()
+        remove(storage, keys)
+
+    with core.init(name="lost", checkpoint_storage=s3) as context:
+        storage = context.checkpoint.storage
+        assert isinstance(storage, BucketStorage)
+        with context.checkpoint.store_path({"steps_completed": 1}) as (path, uuid):
+            (path / "model").write_text("1")
+        monkeypatch.setattr(BucketStorage, "remove", remove_later)
+        with pytest.raises(CheckpointWriteError):
+            context.checkpoint.delete(uuid)
+        assert [*storage.objects(f"{uuid}/")] != []
+        context.checkpoint.delete(uuid)
+        assert [*storage.objects("")] == []
+        with pytest.raises(CheckpointNotFoundError):
+            context.checkpoint.delete(uuid)
+
+
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT])
 def test_a_directory_that_cannot_be_written_to_for_a_moment_is_told_as_such(
     error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that training goes on, as with a full disk."""
-    from paceline.storage import CheckpointWriteError, _durable_files
+    from paceline.storage import _durable_files
 
     def fail(*_: Any) -> Callable[..., Any]:
         raise OSError(error, "not now")

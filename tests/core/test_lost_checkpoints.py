@@ -2,16 +2,19 @@
 
 import errno
 import logging
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from paceline import core
 from paceline.engine.checkpoints._kept_checkpoints import KeptCheckpoints
-from paceline.journal import NotARunDirectoryError
+from paceline.journal import NotARunDirectoryError, RunDirectory
 from paceline.storage import (
     CheckpointNotFoundError,
     CheckpointWriteError,
@@ -245,3 +248,67 @@ def test_patterns_that_match_no_file_are_told(caplog: pytest.LogCaptureFixture) 
         context.checkpoint.delete(uuid, ["optimiser_*"])
         assert f"No file of checkpoint {uuid} is deleted: none matches" in caplog.text
         context.checkpoint.storage.verify(uuid)
+
+
+def test_a_copy_leaves_what_the_original_was_storing(tmp_path: Path) -> None:
+    run = stopped(3)
+    [stored] = checkpoints(run)
+    original = RunDirectory(run.run_dir)
+    # The original was about to store another one when it was copied, and has committed it since.
+    original.note_checkpoint(stored.name, str(original.checkpoints_path))
+    copy = tmp_path / "copy"
+    shutil.copytree(run.run_dir, copy)
+    shutil.rmtree(copy / "checkpoints" / stored.name)
+    for path in (copy / "journal").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with core.init(name="lost", resume=str(copy)):
+        pass
+    assert [path.name for path in checkpoints(run)] == [stored.name]
+
+
+def test_a_deletion_that_was_cut_off_is_known_to_all_who_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = stopped(3)
+    [stored] = checkpoints(run)
+    directory = RunDirectory(run.run_dir)
+    directory.note_checkpoint(stored.name, str(directory.checkpoints_path))
+    (stored / "manifest.json").unlink()
+    for _ in range(3):
+        assert stopped(resume=str(run.run_dir)).latest_checkpoint is None
+    assert "Passing over" not in caplog.text
+
+
+def test_an_error_about_a_file_of_the_users_own_is_raised_as_it_is(tmp_path: Path) -> None:
+    """Training does not go on without it, as it would without a checkpoint."""
+    with (
+        core.init(name="lost") as context,
+        pytest.raises(PermissionError, match="secret"),
+        context.checkpoint.store_path({"steps_completed": 1}),
+    ):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "secret"))
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="Path.exists() hides these errors there")
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT])
+def test_a_file_server_that_is_away_is_told_as_such(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with core.init(name="lost") as context:
+        storage = context.checkpoint.storage
+        stat = os.stat
+
+        def fail(path: Any, *arguments: Any, **options: Any) -> Any:
+            if str(path).startswith(storage.url):
+                raise OSError(error, "away", str(path))
+            return stat(path, *arguments, **options)
+
+        for store in (
+            lambda: context.checkpoint.store_path({"steps_completed": 1}),
+            lambda: storage.store_shard(str(uuid4()), 0),
+        ):
+            with monkeypatch.context() as away:
+                away.setattr(os, "stat", fail)
+                with pytest.raises(CheckpointWriteError, match="cannot be written to"), store():
+                    pass

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from paceline.engine import (
     CheckpointMismatchError,
@@ -47,28 +48,47 @@ def test_what_an_optimizer_keeps_under_its_own_names_is_put_back() -> None:
         )
 
 
-@pytest.mark.parametrize("order", ["vu", "uw"])
-def test_an_optimizer_with_other_parameters_or_another_order_is_refused(order: str) -> None:
+def optimizing(order: str, *, wrapped: bool = False) -> ModelsAndOptimizers:
+    """Return a model of three layers, and an optimizer of some of them in an order."""
+    model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "uvw"})
+    parameters = [model[name].weight for name in order]
+    if wrapped:
+        model = nn.ModuleDict({name: checkpoint_wrapper(layer) for name, layer in model.items()})
+    optimizer = torch.optim.Adam(parameters)
+    return ModelsAndOptimizers(
+        rank=0, models=[model], optimizers=[optimizer], parameters=[*model.parameters()]
+    )
+
+
+def put_back(state: dict[str, Any], target: ModelsAndOptimizers) -> None:
+    settings = built_settings([], target.optimizers, [])
+    target.load_shared_state({**state, "frozen": []}, SettingChanges(None, settings))
+
+
+def test_an_optimizer_with_its_parameters_in_another_order_is_refused() -> None:
     """Each got the moments of the other one."""
-
-    def built(order: str) -> ModelsAndOptimizers:
-        model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "uvw"})
-        optimizer = torch.optim.Adam([model[name].weight for name in order])
-        return ModelsAndOptimizers(
-            rank=0,
-            models=[model],
-            optimizers=[optimizer],
-            parameters=[*model.parameters()],
-        )
-
-    state = {**built("uv").shared_state(), "frozen": []}
-    other, same = built(order), built("uv")
-    settings = SettingChanges(None, built_settings([], other.optimizers, []))
-    number = 0 if order == "vu" else 1
-    told = rf"its parameter {number} was 'model_0.{'uv'[number]}.weight' there and is 'model_0."
+    state = optimizing("uv").shared_state()
+    told = "'model_0.v.weight' is now where 'model_0.u.weight' was"
     with pytest.raises(CheckpointMismatchError, match=told):
-        other.load_shared_state(state, settings)
-    same.load_shared_state(state, settings)
+        put_back(state, optimizing("vu"))
+    put_back(state, optimizing("uv"))
+
+
+def test_an_optimizer_with_another_parameter_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    put_back(optimizing("uv").shared_state(), optimizing("uw"))
+    assert "'model_0.w.weight' is now where 'model_0.v.weight' was" in caplog.text
+
+
+@pytest.mark.parametrize("was_wrapped", [False, True])
+def test_activation_checkpointing_may_be_changed(
+    was_wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It gives parameters other names, which are in no state."""
+    state = optimizing("uv", wrapped=was_wrapped).shared_state()
+    put_back(state, optimizing("uv", wrapped=not was_wrapped))
+    assert "is now where" not in caplog.text
+    with pytest.raises(CheckpointMismatchError, match="is now where"):
+        put_back(state, optimizing("vu", wrapped=not was_wrapped))
 
 
 def test_a_model_that_was_compiled_by_hand_is_told_as_such() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline._usable_cores import num_cores
-from paceline.gpus import _visible_gpus
+from paceline.gpus import KnownGpu, _visible_gpus
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.launch import torch_distributed
 from paceline.launch._launcher_arguments import LaunchArgumentError
@@ -409,7 +409,8 @@ def test_visible_gpus_are_counted_without_torch(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, number: int
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(_visible_gpus, "_num_gpus_of_machine", lambda: 3)
+    gpus = [KnownGpu(id=str(number), number=str(number)) for number in range(3)]
+    monkeypatch.setattr(_visible_gpus, "_found", gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

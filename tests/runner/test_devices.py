@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core._cluster_info import cluster_info_of
-from paceline.gpus import _visible_gpus, num_visible_gpus
+from paceline.gpus import _visible_gpus, gpus_of_machine, num_visible_gpus
 from paceline.journal import RunInfo, TrialInfo
 from paceline.runner.node._slots import find_slots, memory_of_gpus, names_of_gpus
 
@@ -268,11 +268,8 @@ def test_all_who_ask_for_gpus_are_told_the_same(
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    _visible_gpus._num_gpus_of_machine.cache_clear()
-    try:
-        assert num_visible_gpus() == number
-    finally:
-        _visible_gpus._num_gpus_of_machine.cache_clear()
+    monkeypatch.setattr(_visible_gpus, "_found", [])
+    assert num_visible_gpus() == number
     trial = TrialInfo(trial_id=1, experiment_id=1, trial_seed=1, hparams={}, config={})
     run = RunInfo(
         run_id="1",
@@ -286,3 +283,31 @@ def test_all_who_ask_for_gpus_are_told_the_same(
     info = cluster_info_of(run)
     assert info is not None
     assert info.gpu_uuids == uuids
+
+
+def test_gpus_are_counted_as_cuda_and_hip_show_them(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(_visible_gpus, "_found", [])
+    assert num_visible_gpus() == 0
+    install("amd-smi", amd(AMD_LIST))
+    # That there were none is not kept.
+    assert num_visible_gpus() == 2
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1")
+    assert num_visible_gpus() == 1
+    install("nvidia-smi", nvidia(MIG))
+    monkeypatch.setattr(_visible_gpus, "_found", [])
+    # CUDA shows a process one device of MIG.
+    assert num_visible_gpus() == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(MIG_UUIDS))
+    assert num_visible_gpus() == 2
+
+
+def test_numbers_name_gpus_where_others_are_divided(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("nvidia-smi", nvidia(MIG))
+    names = {gpu.uuid for gpu in gpus_of_machine() if gpu.is_called("1")}
+    assert names == {"GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"}
+    assert [gpu for gpu in gpus_of_machine() if gpu.is_called("0")] == []

@@ -11,7 +11,7 @@ import pytest
 from forked_processes import free_ports
 
 from paceline import train
-from paceline.gpus import _visible_gpus
+from paceline.gpus import KnownGpu, _visible_gpus
 
 SCRIPT = """
 import os
@@ -66,7 +66,8 @@ def test_each_visible_gpu_has_a_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(_visible_gpus, "_num_gpus_of_machine", lambda: 4)
+    gpus = [KnownGpu(id=str(number), number=str(number)) for number in range(4)]
+    monkeypatch.setattr(_visible_gpus, "_found", gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -61,9 +61,14 @@ class ClusterInfo:
         if held is None:
             held = [str(slot) for slot in self.slot_ids]
         gpus = gpus_of_machine() if held else []
-        found = [next((gpu.uuid for gpu in gpus if gpu.is_called(name)), name) for name in held]
-        # What nobody tells of is left out, unless it is a UUID itself.
-        return [uuid for uuid in found if uuid.startswith(("GPU-", "MIG-"))]
+        found = [
+            # A UUID that nobody tells of is believed.
+            next(
+                (gpu.uuid for gpu in gpus if gpu.is_called(name)), "" if name.isdecimal() else name
+            )
+            for name in held
+        ]
+        return [uuid for uuid in found if uuid]
 
 
 def get_cluster_info() -> ClusterInfo | None:

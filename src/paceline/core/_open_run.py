@@ -29,6 +29,7 @@ from paceline.core._run_directories import checked_run_name, make_run_directory,
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     RunState,
+    is_of_master,
     latest_checkpoint,
     newest_run_named,
     newest_whole_checkpoint,
@@ -189,8 +190,12 @@ def open_run_of_attempt(path: Path, seed: int | None) -> OpenedRun:
         )
     # The entrypoint has run another process before this one, or its group has formed again.
     history = read_history(run)
-    # The master deletes checkpoints too.
-    uuid, steps = newest_whole_checkpoint(storage_of_run(run, info), history, may_be_gone=True)
+    uuid, steps = newest_whole_checkpoint(
+        storage_of_run(run, info),
+        history,
+        being_deleted={*run.begun_checkpoints()},
+        may_be_gone=is_of_master(info),
+    )
     if uuid is None:
         uuid, steps = info.latest_checkpoint, info.steps_completed
     return OpenedRun(
@@ -331,6 +336,10 @@ def _place_resumed(
     run.control_path.unlink(missing_ok=True)
     history = read_history(run)
     place = storage or storage_of_run(run, info)
+    for stored in history.checkpoints:
+        if stored.uuid in being_deleted and not place.exists(stored.uuid):
+            # No journal tells that it was deleted, also not to those who go on later.
+            run.note_checkpoint(stored.uuid, place.url)
     if not history.checkpoints:
         _tell_of_unknown_checkpoints(run, place)
     uuid, steps = newest_whole_checkpoint(place, history, being_deleted=being_deleted)

@@ -139,9 +139,18 @@ def restorable_checkpoint(path: Path) -> tuple[CheckpointStorage, str | None]:
     """
     storage = storage_at(path)
     run = RunDirectory(path)
-    being_deleted = {*run.begun_checkpoints()}
-    found = newest_whole_checkpoint(storage, read_history(run), being_deleted=being_deleted)
-    return storage, found[0]
+    uuid, _ = newest_whole_checkpoint(
+        storage,
+        read_history(run),
+        being_deleted={*run.begun_checkpoints()},
+        may_be_gone=is_of_master(run.read_info()),
+    )
+    return storage, uuid
+
+
+def is_of_master(info: RunInfo) -> bool:
+    """Tell whether a run is that of a master's trial; the master deletes checkpoints, too."""
+    return bool(info.cluster_id)
 
 
 def storage_of_run(run: RunDirectory, info: RunInfo) -> CheckpointStorage:
@@ -223,8 +232,9 @@ def newest_whole_checkpoint(
             storage.verify(stored.uuid)
         except CheckpointNotFoundError:
             if stored.uuid not in being_deleted and not may_be_gone:
+                if not missing:
+                    _refuse_other_storage(stored, storage)
                 missing.append(stored)
-                _refuse_other_storage(stored, storage)
             continue
         except CheckpointCorruptError as error:
             first_error = first_error or error
@@ -246,7 +256,8 @@ def newest_whole_checkpoint(
             f"The checkpoints of the run must be in {storage.url!r}, but none is there; the newest"
             f" was {missing[0].uuid} of step {missing[0].steps_completed}. Hint: if a disk or"
             " bucket is not connected, connect it; if they were moved, pass that place as"
-            " `checkpoint_storage`; to begin anew, start a new run."
+            " `checkpoint_storage`; to begin anew, start a run of another `name`, or one that does"
+            " not resume."
         )
     return None, 0
 

@@ -3,6 +3,7 @@
 import logging
 
 from paceline.core._journal_history import read_checkpoints
+from paceline.core._run_summaries import moved_storage
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointError, storage_from
 
@@ -25,9 +26,11 @@ def discard_unfinished(run: RunDirectory) -> None:
     if parts and run.read_info().storage_per_node:
         # The runner of this node sends them, and learns whether the chief has committed them.
         parts = {}
+    # What a copied run directory has noted is the work of the original, in the original's storage.
+    moved = moved_storage(run, run.read_info()) if parts or begun else {}
     for uuid, url in {**parts, **begun}.items():
         try:
-            storage = storage_from(url)
+            storage = storage_from(moved.get(url, url))
             storage.discard(uuid)
             if uuid in begun and uuid not in recorded and storage.exists(uuid):
                 # The chief was killed between the commit and the record: no journal tells of it.

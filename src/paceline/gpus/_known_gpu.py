@@ -14,6 +14,8 @@ class KnownGpu:
             them; empty if nobody tells.
         memory_bytes: All of its memory; 0 if nobody tells.
         is_mig: Whether it is a MIG device.
+        number: Its number as nvidia-smi counts, or that of the GPU that it is a device of; empty if
+            nobody tells.
     """
 
     id: str
@@ -21,6 +23,7 @@ class KnownGpu:
     name: str = ""
     memory_bytes: int = 0
     is_mig: bool = False
+    number: str = ""
 
     def with_id(self, id: str) -> "KnownGpu":
         """Return the same GPU under another id."""
@@ -29,4 +32,6 @@ class KnownGpu:
     def is_called(self, name: str) -> bool:
         """Tell whether a name in CUDA_VISIBLE_DEVICES, a number or UUID, is that of this GPU."""
         # The beginning of a UUID is enough for CUDA.
-        return name == self.id or (not name.isdecimal() and self.uuid.startswith(name))
+        if name.isdecimal():
+            return name == self.id or (name == self.number and not self.is_mig)
+        return name == self.id or self.uuid.startswith(name)

@@ -75,6 +75,7 @@ def _gpus_by_nvml() -> list[KnownGpu] | None:
             name=one["name"],
             memory_bytes=one["memory_bytes"],
             is_mig=one["is_mig"],
+            number=str(one["number"]),
         )
         for one in told["gpus"]
     ]
@@ -101,6 +102,7 @@ def _rows_of_nvidia_smi() -> list[KnownGpu]:
             gpus.append(
                 KnownGpu(
                     id=row["index"],
+                    number=row["index"],
                     uuid=row.get("uuid", ""),
                     name=row.get("name", ""),
                     # GPUs that share the memory of the machine tell of none.
@@ -119,7 +121,12 @@ def _gpus_of_listing(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
     whole: KnownGpu | None = None
     for line in listed.splitlines():
         if match := _GPU_LINE.match(line):
-            plain = KnownGpu(id=match["number"], uuid=match["uuid"], name=match["name"])
+            plain = KnownGpu(
+                id=match["number"],
+                number=match["number"],
+                uuid=match["uuid"],
+                name=match["name"],
+            )
             whole = rows.get(match["uuid"], plain)
             found.append(whole)
         elif (match := _MIG_LINE.match(line)) and whole is not None:
@@ -128,6 +135,7 @@ def _gpus_of_listing(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
             found.append(
                 KnownGpu(
                     id=whole.id,
+                    number=whole.number,
                     uuid=match["uuid"],
                     name=f"{whole.name} MIG {match['profile']}",
                     is_mig=True,

@@ -2,8 +2,8 @@
 
 import os
 import sys
-from functools import cache
 from itertools import takewhile
+from pathlib import Path
 from typing import Final
 
 from paceline.gpus._amd_gpus import amd_gpus
@@ -11,6 +11,9 @@ from paceline.gpus._known_gpu import KnownGpu
 from paceline.gpus._nvidia_gpus import nvidia_gpus
 
 CUDA_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+
+# Those of the machine, once some were found: a driver that was slow once may answer later.
+_found: list[KnownGpu] = []
 
 
 def gpus_of_machine() -> list[KnownGpu]:
@@ -34,14 +37,18 @@ def visible_gpus() -> list[KnownGpu]:
 
 
 def num_visible_gpus() -> int:
-    """Return the number of GPUs that this process may use; torch counts them if it is loaded."""
+    """Return the number of GPUs that this process may use; torch counts them if it is loaded.
+
+    CUDA gives a process one MIG device at most, unless the variable names several.
+    """
     torch = sys.modules.get("torch")
     if torch is not None:
         return int(torch.cuda.device_count())
     visible = names_in_variable()
-    if visible is None:
-        return _num_gpus_of_machine()
-    return min(len(visible), _num_gpus_of_machine()) if visible else 0
+    if visible == []:
+        return 0
+    number = _num_usable_gpus()
+    return number if visible is None else min(len(visible), number)
 
 
 def names_in_variable(variable: str = CUDA_VARIABLE) -> list[str] | None:
@@ -56,9 +63,24 @@ def names_in_variable(variable: str = CUDA_VARIABLE) -> list[str] | None:
     return [*takewhile(lambda name: name and not name.startswith("-"), names)]
 
 
-@cache
-def _num_gpus_of_machine() -> int:
-    return len(gpus_of_machine())
+def _num_usable_gpus() -> int:
+    """Return how many GPUs CUDA_VISIBLE_DEVICES may name at most, or CUDA finds without it."""
+    if not _found:
+        # What no program tells of, as in some containers, the driver's files do.
+        _found.extend(gpus_of_machine() or _gpus_by_device_files())
+    if names_in_variable() is not None:
+        return len(_found)
+    if any(gpu.is_mig for gpu in _found):
+        return 1
+    hip = names_in_variable("HIP_VISIBLE_DEVICES")
+    # Numbers are NVIDIA's.
+    is_amd = not any(gpu.number for gpu in _found)
+    return len(_found) if hip is None or not is_amd else min(len(hip), len(_found))
+
+
+def _gpus_by_device_files() -> list[KnownGpu]:
+    numbers = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
+    return [KnownGpu(id=one, number=one) for one in sorted(numbers) if one.isdecimal()]
 
 
 def _gpu_of_name(name: str, gpus: list[KnownGpu]) -> KnownGpu:

@@ -92,9 +92,9 @@ class DirectoryStorage(CheckpointStorage):
     def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
         """Yield a directory of its own within the checkpoint's; its files move up afterwards."""
         path = self._path(uuid)
-        self._check_uncommitted(path, rank)
         own = path / f".rank-{rank}"
-        with _durable_files.durable_write_errors(uuid, self._existing_parent()):
+        with _durable_files.durable_write_errors(uuid, self._root):
+            self._check_uncommitted(path, rank)
             self._make_root()
             self._mark_open(uuid)
             own.mkdir(parents=True)
@@ -116,7 +116,7 @@ class DirectoryStorage(CheckpointStorage):
     def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[Path]:
         """Make the checkpoint's directory; remove it if the body fails."""
         path = self._path(uuid)
-        with _durable_files.durable_write_errors(uuid, self._existing_parent()):
+        with _durable_files.durable_write_errors(uuid, self._root):
             self._make_root()
             self._mark_open(uuid)
             path.mkdir(exist_ok=is_shared)
@@ -143,9 +143,6 @@ class DirectoryStorage(CheckpointStorage):
                 f"A checkpoint is immutable, but {path.name} has a shard of rank {rank} already."
                 " Hint: store under a new UUID."
             )
-
-    def _existing_parent(self) -> Path:
-        return next(path for path in [self._root, *self._root.parents] if path.is_dir())
 
     def _finish_shard(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
         _durable_files.sync_tree(path)

@@ -203,6 +203,8 @@ def durable_write_errors(uuid: str, root: Path) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else None
         if number not in _WRITE_ERRORS and not (number is None and _is_full(root)):
             raise
+        if number not in _FULL_ERRORS and not _is_about(error, root):
+            raise  # Such as of a hook that may not read a file of its own.
         number = number or errno.ENOSPC
         hint = (
             "free space there, or copy it to another disk and pass the copy as `checkpoint_storage`"
@@ -216,8 +218,14 @@ def durable_write_errors(uuid: str, root: Path) -> Iterator[None]:
         ) from error
 
 
+def _is_about(error: Exception, root: Path) -> bool:
+    """Tell whether an error is about a file below `root`, or does not say about which."""
+    name = getattr(error, "filename", None)
+    return not isinstance(name, (str, os.PathLike)) or Path(name).is_relative_to(root)
+
+
 def _is_full(root: Path) -> bool:
-    space = os.statvfs(root)
+    space = os.statvfs(next(path for path in (root, *root.parents) if path.is_dir()))
     return space.f_bavail * space.f_frsize < _NO_SPACE_BYTES
 
 

@@ -129,23 +129,27 @@ class ModelsAndOptimizers:
         self._load_scaler(state["scaler"])
 
     def _check_parameters(self, stored: Sequence[Sequence[str | None]]) -> None:
-        """Check that each optimizer has the parameters of the checkpoint, in their order.
+        """Check that no optimizer has the parameters of the checkpoint in another order.
 
         An optimizer's own state has no names. Earlier versions stored none.
         """
         names = _names_of_parameters([named_parameters(model) for model in self.models])
-        for index, (there, optimizer) in enumerate(zip(stored, self.optimizers, strict=False)):
-            here = [names.get(id(each)) for each in parameters_of(optimizer)]
-            if len(there) != len(here):
-                continue  # The check of its parameter groups tells that.
-            for number, (before, now) in enumerate(zip(there, here, strict=True)):
-                if before != now:
-                    raise CheckpointMismatchError(
-                        f"Optimizer {index} must have the parameters of the checkpoint in their"
-                        f" order, but its parameter {number} was {before or 'of no model'!r} there"
-                        f" and is {now or 'of no model'!r} here. Hint: build the optimizer as the"
-                        " code did that stored it."
-                    )
+        for index, (some, optimizer) in enumerate(zip(stored, self.optimizers, strict=False)):
+            there = [_plain_name(name) for name in some]
+            here = [_plain_name(names.get(id(each))) for each in parameters_of(optimizer)]
+            if there == here or len(there) != len(here):
+                continue  # The check of its parameter groups tells of other numbers.
+            changed = [(one, two) for one, two in zip(there, here, strict=True) if one != two]
+            text = (
+                f"Optimizer {index} must have the parameters of the checkpoint in their order, but"
+                f" {changed[0][1]!r} is now where {changed[0][0]!r} was"
+            )
+            if sorted(there) == sorted(here):
+                raise CheckpointMismatchError(
+                    f"{text}. Hint: build the optimizer as the code did that stored it."
+                )
+            if self.rank == 0:
+                logger.warning("%s: it goes on with the state of that one.", text)
 
     def _load_loose(self, stored: Sequence[torch.Tensor]) -> None:
         """Put back the parameters that only optimizers have; earlier versions stored none."""
@@ -200,6 +204,14 @@ class ModelsAndOptimizers:
 
 
 _COMPILED = "_orig_mod."
+# What wrappers of torch add to the names of parameters, and leave out of states.
+_WRAPPED = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", _COMPILED)
+
+
+def _plain_name(name: str | None) -> str:
+    for part in _WRAPPED:
+        name = (name or "").replace(part, "")
+    return name or "a parameter of no model"
 
 
 def _names_of_parameters(

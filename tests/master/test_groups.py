@@ -143,6 +143,17 @@ def test_the_first_member_that_fails_ends_the_others_and_is_named(group: Group) 
     assert group.trial["restarts"] == 1
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_a_node_could_not_say_itself_is_told_by_others(group: Group, is_told: bool) -> None:
+    """Before, the error was the name of the node alone."""
+    group.begin_all()
+    cause = "Rank 0 could not write its reports (No space left on device)"
+    group.end(0, detail=None)
+    group.end(1, detail=f"Node 0: {cause}" if is_told else None)
+    expected = cause if is_told else "it ended with code 3, and could not say why"
+    assert group.attempts[0].exit["detail"].startswith(f"Node 0 (first): {expected}")
+
+
 def test_an_attempt_ends_well_once_all_members_have(group: Group) -> None:
     group.begin_all()
     group.master.report(1, 0, ("validation", 1, {"loss": 1.0}))

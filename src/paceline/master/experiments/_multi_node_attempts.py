@@ -219,14 +219,24 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
             )
         # The launcher was lost by what happened on its own node.
         first, end = number, own
-    # The launchers agree on what failed first, and say on which node.
-    told = _NODE.match(end.detail or "")
+    # The launchers agree on what failed first, and say on which node. That of a full disk may not
+    # be able to say anything.
+    others = "" if end.detail else _told_of(members, first)
+    told = _NODE.match(end.detail or others)
     if told is not None and int(told[1]) < len(members):
         text = f"{_name(members, int(told[1]))}: {told[2]}"
     else:
         why = end.detail or (NO_RUNNER if end.reason is ExitReason.RUNNER_LOST else None)
+        if why is None and end.code:
+            why = f"it ended with code {end.code}, and could not say why, as where a disk is full"
         text = ": ".join(filter(None, (_name(members, first), why)))
     return msgspec.structs.replace(end, detail=text)
+
+
+def _told_of(members: list[Member], number: int) -> str:
+    """Return what the launcher of another node has said of one that failed; "" if none has."""
+    details = (one.exit.detail or "" for one in members if one.exit is not None)
+    return next((text for text in details if text.startswith(f"Node {number}: ")), "")
 
 
 def _have_never_met(members: list[Member], first: int) -> bool:

@@ -24,11 +24,6 @@ from paceline.storage import (
 )
 
 
-@pytest.fixture(autouse=True)
-def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def stopped(*steps: int, **options: Any) -> core.Context:
     """Run an attempt that stores checkpoints at steps and ends by an error."""
     kept: list[core.Context] = []
@@ -307,6 +302,7 @@ def test_a_file_server_that_is_away_is_told_as_such(
         for store in (
             lambda: context.checkpoint.store_path({"steps_completed": 1}),
             lambda: storage.store_shard(str(uuid4()), 0),
+            lambda: storage.store_shard(str(uuid4()), 2),
         ):
             with monkeypatch.context() as away:
                 away.setattr(os, "stat", fail)

@@ -219,8 +219,8 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
             )
         # The launcher was lost by what happened on its own node.
         first, end = number, own
-    # The launchers agree on what failed first, and say on which node. That of a full disk may not
-    # be able to say anything.
+    # The launchers agree on what failed first, and say on which node. One on a full disk may
+    # not be able to say anything.
     others = "" if end.detail else _told_of(members, first)
     told = _NODE.match(end.detail or others)
     if told is not None and int(told[1]) < len(members):
@@ -228,7 +228,7 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
     else:
         why = end.detail or (NO_RUNNER if end.reason is ExitReason.RUNNER_LOST else None)
         if why is None and end.code:
-            why = f"it ended with code {end.code}, and could not say why, as where a disk is full"
+            why = f"it ended with code {end.code}, and could not say why; its disk may be full"
         text = ": ".join(filter(None, (_name(members, first), why)))
     return msgspec.structs.replace(end, detail=text)
 

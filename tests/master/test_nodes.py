@@ -197,7 +197,7 @@ def test_another_machine_gets_a_name_only_once_its_node_is_lost(
     first = join("box")
     other = FakeRunner(master, "box", key="another key")
     refused(other.register(), 409, "name_taken")
-    master.core.nodes.leases.advance(LEASE_S + 1)
+    master.core.nodes.presence.leases.advance(LEASE_S + 1)
     assert nodes(master)["box"]["state"] == "lost"
     assert other.register().status_code == 200
     refused(first.ask(), 404, "unknown_node")
@@ -333,7 +333,7 @@ def test_a_lost_node_gets_nothing_and_its_attempts_go_on_elsewhere_at_once(
     run(master)
     assert runner.take() == [1]
     assert master.attempt(1, "records", batches=[]).status_code == 200
-    master.core.nodes.leases.advance(LEASE_S + 1)
+    master.core.nodes.presence.leases.advance(LEASE_S + 1)
     other = join("other")
     run(master)
     # The attempt's own runner was heard a moment ago: the node's runner alone is gone.
@@ -355,7 +355,7 @@ def test_a_node_that_comes_back_gets_slots_once_nothing_that_was_taken_from_it_i
     assert runner.take() == [1]
     runner.work()
     run(master)
-    for leases in (master.core.nodes.leases, master.core.leases):
+    for leases in (master.core.nodes.presence.leases, master.core.leases):
         leases.advance(LEASE_S + 1)
     run(master)
     work = runner.work()
@@ -431,7 +431,7 @@ def test_a_lost_node_is_forgotten_and_registers_again(
     master: Any, join: Callable[..., FakeRunner]
 ) -> None:
     runner = join("box")
-    master.core.nodes.leases.advance(LEASE_S + 1)
+    master.core.nodes.presence.leases.advance(LEASE_S + 1)
     assert master.http.delete("/nodes/box").status_code == 204
     assert nodes(master) == {}
     refused(runner.ask(), 404, "unknown_node")
@@ -467,15 +467,15 @@ def test_a_node_that_has_ended_for_its_starter_is_lost_once_its_connection_is_cl
 ) -> None:
     runner, registry = join("box"), master.core.nodes
     node_id = runner.session["node_id"]
-    registry.note_ended(node_id)
+    registry.presence.note_ended(node_id)
     assert nodes(master)["box"]["state"] == "ready"
     poll = NodePoll(
         key=runner.facts["key"], session=runner.session["session"], number=runner.number,
         attempts=[], alive=[],
     )  # fmt: skip
-    registry.note_cut_off(node_id, poll)
+    registry.presence.note_cut_off(node_id, poll)
     assert nodes(master)["box"]["state"] == "away"
-    registry.note_ended(node_id)
+    registry.presence.note_ended(node_id)
     assert nodes(master)["box"]["state"] == "left"
     # It was not so: it polls.
     runner.work()
@@ -583,7 +583,7 @@ def test_the_name_of_a_node_with_a_token_for_it_stays_with_its_machine_until_it_
     told = refused(thief.register(), 409, "name_taken")
     assert "`--dir`" in told
     assert "`paceline runner forget box`" in told
-    master.core.nodes.leases.advance(10 * LEASE_S)
+    master.core.nodes.presence.leases.advance(10 * LEASE_S)
     refused(thief.register(), 409, "name_taken")
     # Its own machine comes back.
     assert box.register().status_code == 200
@@ -634,7 +634,7 @@ def test_the_token_for_a_node_takes_its_name_from_another_machine_once_that_is_l
     told = refused(box.register(), 409, "name_taken")
     assert "revoke its token or `paceline runner drain box`" in told
     assert "`--name`" not in told
-    master.core.nodes.leases.advance(LEASE_S + 1)
+    master.core.nodes.presence.leases.advance(LEASE_S + 1)
     assert box.register().status_code == 200
     refused(clone.register(), 409, "name_taken")
 
@@ -673,7 +673,7 @@ def test_a_token_for_a_pool_gets_no_name_of_a_lost_node_of_another_pool_and_its_
     master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
     run(master)
     assert victim.work()["launches"] != []
-    master.core.nodes.leases.advance(LEASE_S + 1)
+    master.core.nodes.presence.leases.advance(LEASE_S + 1)
     thief = FakeRunner(master, "box", key="another key", pool="big")
     thief.headers = token_of("for-big", pool="big")
     told = refused(thief.register(), 409, "name_taken")
@@ -808,14 +808,14 @@ def test_lost_nodes_are_forgotten_after_a_while_but_for_those_that_are_drained_o
 
     def later(seconds: float) -> set[str]:
         """Let so much time be over for all, and return the nodes that are listed."""
-        registry._started_at -= seconds
-        for heard in registry._heard.values():
+        master.core.lost_nodes._started_at -= seconds
+        for heard in registry.presence._heard.values():
             heard.seen_at -= seconds
         for id_, node in registry._nodes.items():
             assert node.seen_at is not None
             moved = replace(node, registered_at=node.registered_at - seconds)
             registry._nodes[id_] = moved
-        registry._next_look = 0.0
+        master.core.lost_nodes._next_look = 0.0
         master.schedule()
         return set(nodes(master))
 
@@ -862,7 +862,7 @@ def test_a_poll_that_waits_does_not_say_that_a_node_stays_whose_attempt_was_ende
     registry.hear(node_id, waiting, None)
     work_for(core.database, core.changes, registry, node_id, waiting)
     assert is_open()
-    registry.doubt(node_id)
+    registry.presence.doubt(node_id)
     # Its answer is made now; it was sent before the system ended the attempt.
     registry.hear(node_id, waiting, None)
     work_for(core.database, core.changes, registry, node_id, waiting)
@@ -879,8 +879,8 @@ def test_the_next_master_knows_who_has_left_and_when_others_were_heard(
     back.work(is_leaving=True)
     back.work()
     registry = master.core.nodes
-    registry.leases.advance(LEASE_S + 1)
-    registry._next_look = 0.0
+    registry.presence.leases.advance(LEASE_S + 1)
+    master.core.lost_nodes._next_look = 0.0
     master.schedule()
     seen = {node.name: registry.seen_at(node.id) for node in registry.all()}
     assert all(seen[node.name] > node.registered_at for node in registry.all())
@@ -889,9 +889,13 @@ def test_the_next_master_knows_who_has_left_and_when_others_were_heard(
         nodes = Nodes(master.core.database, "cluster")
         present = {one.node_id for one in nodes.slots()}
         return {
-            node.name: (nodes.has_left(node.id), node.id in present, nodes.seen_at(node.id))
+            node.name: (
+                nodes.presence.has_left(node.id),
+                node.id in present,
+                nodes.seen_at(node.id),
+            )
             for node in nodes.all()
-            if not nodes.was_heard(node.id)
+            if nodes.presence.heard_at(node.id) is None
         }
 
     assert next_master() == {
@@ -1030,7 +1034,7 @@ def test_of_two_machines_that_register_a_name_at_once_one_is_refused(
 ) -> None:
     if is_known:
         join("box")
-        master.core.nodes.leases.advance(LEASE_S + 1)
+        master.core.nodes.presence.leases.advance(LEASE_S + 1)
     go_on = threading.Event()
     # What waits meanwhile is committed together.
     holding = master.core.database.write(lambda _: go_on.wait(60))
@@ -1052,7 +1056,7 @@ def test_the_log_tells_which_nodes_come_leave_and_are_lost(
     registry = master.core.nodes
 
     def told() -> list[str]:
-        registry._next_look = 0.0
+        master.core.lost_nodes._next_look = 0.0
         master.schedule()
         texts = [one.getMessage().partition(" It was last heard")[0] for one in caplog.records]
         caplog.clear()
@@ -1065,7 +1069,7 @@ def test_the_log_tells_which_nodes_come_leave_and_are_lost(
     ]
     gone.work(is_leaving=True)
     assert told() == ["The node gone has left."]
-    registry.leases.advance(LEASE_S + 1)
+    registry.presence.leases.advance(LEASE_S + 1)
     assert told() == ["The node lost is lost: it gives no sign of life."]
     lost.work()
     assert told() == ["The node lost is back."]

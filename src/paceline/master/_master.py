@@ -30,7 +30,7 @@ from paceline.master.experiments import (
     missing_methods,
     undecided_searches,
 )
-from paceline.master.nodes import NodeExecutor, Nodes, StorageMarks, Transfers
+from paceline.master.nodes import LostNodes, NodeExecutor, Nodes, StorageMarks, Transfers
 from paceline.master.scheduling import NodeSlots
 from paceline.master.starters import PoolDefinition, PoolRunners, Starter
 from paceline.master.store import (
@@ -115,6 +115,7 @@ class Master:
             token_of=self.tokens.get,
             wake=self._wake,
         )
+        self.lost_nodes = LostNodes(self.nodes)
         node = Node(
             home=home.path,
             cluster_id=home.cluster_id,
@@ -149,7 +150,7 @@ class Master:
             node,
             self.leases,
             self.nodes.slots,
-            (self.unmanaged.end_silent, self.nodes.look),
+            (self.unmanaged.end_silent, self.lost_nodes.look),
             self.transfers.forget_ended,
         )
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)

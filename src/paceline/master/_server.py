@@ -263,7 +263,7 @@ class _Server(uvicorn.Server):
         self._master.is_closing = True
         self._master.events.notify()
         self._master.controls.notify_all()
-        self._master.nodes.polls.notify_all()
+        self._master.nodes.presence.polls.notify_all()
         self.should_exit = True
 
 

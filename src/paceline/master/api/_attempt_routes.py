@@ -156,7 +156,7 @@ async def store_end(
         if end.is_leaving:
             # What ends the attempt may end its node as well, which has not said so yet.
             for node_id in slots_by_node(read_attempt(transaction.connection, attempt_id)):
-                master.nodes.doubt(node_id)
+                master.nodes.presence.doubt(node_id)
         end_runner(master.changes, transaction, attempt_id, member, end)
 
     await write_rows(master, job)

@@ -73,13 +73,13 @@ async def poll_node(
     """Say which attempts a node has, and read what it has to do; waits for news."""
     assert identity is not None
     poll = _decode(await request.body(), NodePoll)
-    wait_s = min(poll.wait_s, _MAX_WAIT_S, master.nodes.leases.longest_wait_s)
-    with master.nodes.polls.listen(node_id) as changed:
+    wait_s = min(poll.wait_s, _MAX_WAIT_S, master.nodes.presence.leases.longest_wait_s)
+    with master.nodes.presence.polls.listen(node_id) as changed:
         _hear_node(master, node_id, poll, identity.token_id)
         work = await asyncio.to_thread(_node_work, master, node_id, poll)
         if work.version == poll.after and wait_s > 0 and not master.is_closing:
             if await _wait(request, changed, wait_s):
-                master.nodes.note_cut_off(node_id, poll)
+                master.nodes.presence.note_cut_off(node_id, poll)
                 return Response(status_code=204)  # to nobody
             # Another session may have begun meanwhile, and another token may be needed.
             _hear_node(master, node_id, poll, identity.token_id)
@@ -163,7 +163,7 @@ async def forget_node(name: Name, master: MasterOf) -> None:
                 f"The node {name!r} must have no attempts to be forgotten, but has some. Hint:"
                 f" `paceline runner drain {name}`, and wait until they have left.",
             )
-        if not (master.nodes.is_lost(node.id) or node.is_draining):
+        if not (master.nodes.presence.is_lost(node.id) or node.is_draining):
             raise ApiError(
                 409,
                 "in_use",
@@ -284,11 +284,12 @@ def _use_of_node(
 
 
 def _node_state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> NodeState:
-    if master.nodes.has_left(node.id):
+    presence = master.nodes.presence
+    if presence.has_left(node.id):
         return "left"
-    if master.nodes.is_lost(node.id):
+    if presence.is_lost(node.id):
         return "lost"
-    if not master.nodes.was_heard(node.id) or master.nodes.is_cut_off(node.id):
+    if presence.heard_at(node.id) is None or presence.is_cut_off(node.id):
         return "away"
     if node.is_draining:
         return "draining" if has_attempts else "drained"

@@ -51,7 +51,7 @@ def list_slots(master: MasterOf) -> list[Slot]:
         for slot, (device, memory) in enumerate(_devices(facts))
         if (user := users.get((node_id, slot)))
         or node_id == LOCAL_NODE
-        or not master.nodes.is_lost(node_id)
+        or not master.nodes.presence.is_lost(node_id)
     ]
 
 

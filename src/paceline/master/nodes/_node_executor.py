@@ -51,7 +51,7 @@ class NodeExecutor(Executor):
         state = self._state(attempt, member)
         if state in (None, AttemptState.ENDED.value):
             return AttemptStatus.GONE
-        has_it = self._nodes.has_attempt(node_id, attempt)
+        has_it = self._nodes.presence.has_attempt(node_id, attempt)
         if has_it or self._nodes.orders.has_launch(node_id, attempt):
             return AttemptStatus.ALIVE
         is_new = state == AttemptState.PENDING.value
@@ -78,8 +78,8 @@ class NodeExecutor(Executor):
         node_id = self._place(attempt_id)
         if node_id == LOCAL_NODE:
             return self._local.is_out_of_reach(attempt_id)
-        is_cut_off = self._has_others[attempt_id] and self._nodes.is_cut_off(node_id)
-        return is_cut_off or self._nodes.is_lost(node_id)
+        is_cut_off = self._has_others[attempt_id] and self._nodes.presence.is_cut_off(node_id)
+        return is_cut_off or self._nodes.presence.is_lost(node_id)
 
     def sign_of_life(self, attempt_id: int) -> object:
         """Return what changes while a runner lives; from nodes there are requests alone."""

@@ -35,7 +35,7 @@ def work_for(
     starts none.
     """
     # First, so that what changes while the database is read is told by the next answer.
-    version = nodes.version(node_id)
+    version = nodes.presence.version(node_id)
     with database.read() as connection:
         live = _live_on_node(connection, node_id)
         others = set(poll.alive) - {one.attempt_id for one in live}
@@ -46,13 +46,15 @@ def work_for(
     missing = [one for one in live if one.attempt_id not in has]
     lost = []
     # Whoever does not wait for an answer any more may have begun attempts since it asked.
-    if nodes.is_newest(node_id, poll):
+    if nodes.presence.is_newest(node_id, poll):
         lost = [
             one
             for one in missing
-            if poll.is_leaving or one.has_begun or nodes.had_attempt(node_id, one.attempt_id)
+            if poll.is_leaving
+            or one.has_begun
+            or nodes.presence.had_attempt(node_id, one.attempt_id)
         ]
-        nodes.note_ready(node_id, poll, is_ready=not has_strays and not poll.is_leaving)
+        nodes.presence.note_ready(node_id, poll, is_ready=not has_strays and not poll.is_leaving)
     if lost:
         _end_lost(database, changes, lost)
     offers = nodes.orders.launches(node_id)

@@ -84,6 +84,41 @@ def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
     )
 
 
+def check_owner_of_name(
+    known: NodeFacts, facts: NodeFacts, token: StoredToken | None, *, has_other_token: bool
+) -> None:
+    """Refuse the name of a node that is not lost to another machine or by another token.
+
+    Args:
+        known: What the runner said that has registered the node.
+        facts: What this one says.
+        token: Its token; None is the home's own.
+        has_other_token: Whether the node belongs to another token, which can still be used.
+
+    Raises:
+        NodeRefusedError: It is another machine, or has another token than one for this node alone.
+    """
+    is_bound = token is not None and token.node is not None
+    if known.key != facts.key:
+        way_out = (
+            f"if that is not your machine, revoke its token or `paceline runner drain"
+            f" {facts.name}`, and then `paceline runner forget {facts.name}`"
+            if is_bound
+            else "choose another name by `--name`, or wait until that one is lost"
+        )
+        raise NodeRefusedError(
+            "name_taken",
+            f"The name {facts.name!r} belongs to a runner with another directory on"
+            f" {known.host!r}, which is not lost. Hint: {way_out}.",
+        )
+    # One for this node alone is a new token of the same machine.
+    if has_other_token and not is_bound:
+        raise NodeRefusedError(
+            "other_token",
+            f"The node {facts.name!r} belongs to another token. Hint: use that one, or revoke it.",
+        )
+
+
 def check_pool_of_known(
     token: StoredToken | None,
     known: NodeFacts,

@@ -275,7 +275,7 @@ class PoolRunners:
         """Return the nodes of a pool that take attempts or are drained, and which ones are idle."""
         is_open = {node.node_id: node.is_open for node in self._nodes.slots()}
         return {
-            node.name: not (node.is_draining or self._nodes.reported_alive(node.id))
+            node.name: not (node.is_draining or self._nodes.presence.reported_alive(node.id))
             for node in self._nodes.all()
             if node.facts.pool == pool and (is_open.get(node.id) or node.is_draining)
         }
@@ -285,7 +285,7 @@ class PoolRunners:
         return {
             node.name
             for node in self._nodes.all()
-            if node.facts.pool == pool and not self._nodes.is_lost(node.id)
+            if node.facts.pool == pool and not self._nodes.presence.is_lost(node.id)
         }
 
     def _met(self, pool: str, starting: Mapping[str, float]) -> set[str]:
@@ -348,8 +348,8 @@ class PoolRunners:
         """Have the master not wait for the leases of runners that have ended."""
         for node in self._nodes.all():
             is_ours = node.facts.pool == pool and STARTER_LABEL in node.facts.labels
-            if is_ours and node.name not in names and not self._nodes.is_lost(node.id):
-                self._nodes.note_ended(node.id)
+            if is_ours and node.name not in names and not self._nodes.presence.is_lost(node.id):
+                self._nodes.presence.note_ended(node.id)
 
     def _revoke(self, pool: str, names: set[str]) -> None:
         """Revoke the tokens of runners of a pool that have ended."""
@@ -366,5 +366,10 @@ class PoolRunners:
                 continue
             token = self._tokens.get(node.token_id)
             is_ours = token is not None and token.name == _TOKEN_PREFIX + node.name
-            if token is not None and is_ours and token.is_usable and self._nodes.has_left(node.id):
+            if (
+                token is not None
+                and is_ours
+                and token.is_usable
+                and self._nodes.presence.has_left(node.id)
+            ):
                 self._tokens.revoke(token.id).result()

@@ -210,6 +210,19 @@ def test_automatic_resume_looks_at_the_newest_run_of_the_name_only() -> None:
         assert context.latest_checkpoint is None
 
 
+def test_automatic_resume_finds_the_newest_run_though_the_clock_was_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # By an hour, as on computers with a wrong clock, or that of the wall at the end of summer time.
+    crash("demo", 1)
+    now, text = time.time, time.strftime
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    monkeypatch.setattr(time, "strftime", lambda form: text(form, time.localtime(time.time())))
+    newer = crash("demo", 2)
+    with core.init(name="demo", resume="auto") as context:
+        assert context.run_dir == newer.run_dir
+
+
 def test_name_that_begins_like_another_is_another_run() -> None:
     crashed = crash("demo-2", 1)
     with core.init(name="demo", resume="auto") as context:

@@ -125,6 +125,13 @@ LARGE_ERRORS = [
 ] + [(lambda server: server.stall(), "Hint: PACELINE_STORE_PART_TIMEOUT_S allows")]
 
 
+def test_what_a_server_says_is_told(s3: str, faulty: Any) -> None:
+    faulty.answer("403 No", "Slow", when="GET")
+    with pytest.raises(CheckpointError, match=r"Forbidden: Slow: Slow here\.$") as caught:
+        storage_from(s3).list()
+    assert "<" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("size", "fault", "reason"),
     [(7, *error) for error in ERRORS]

@@ -260,9 +260,11 @@ def open_run_by_name(
             if directory is None
             else Path(os.path.abspath(directory))
         )
+        before = newest_run_named(root, name)
         info = RunInfo(
             run_id=uuid4().hex,
             name=name,
+            number=1 + (0 if before is None else before.read_info().number),
             created=time.time(),
             checkpoint_storage=(storage or storage_of_new_run(path)).url,
             arguments=list(sys.argv),

@@ -283,15 +283,16 @@ def newest_run_named(root: Path, name: str) -> RunDirectory | None:
     """Return the newest run of a name below `root`, or None."""
     if not root.is_dir():
         return None
-    candidates = []
+    found = []
     for entry in os.listdir(root):
-        if entry.startswith(name, 16) and (match := _DIRECTORY_NAME.fullmatch(entry)):
-            candidates.append((match[1], int(match[3] or 1), entry))
-    for _, _, entry in sorted(candidates, reverse=True):
+        match = _DIRECTORY_NAME.fullmatch(entry) if entry.startswith(name, 16) else None
+        if match is None:
+            continue
         run = RunDirectory(root / entry)
         try:
-            if run.read_info().name == name:
-                return run
+            info = run.read_info()
         except (NotARunDirectoryError, RunVersionError):
             continue
-    return None
+        if info.name == name:
+            found.append((info.number, info.created, int(match[3] or 1), entry))
+    return RunDirectory(root / max(found)[-1]) if found else None

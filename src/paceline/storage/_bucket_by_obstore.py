@@ -51,6 +51,9 @@ _PART = re.compile(r"[?&]partNumber=(\d+)")
 _BEGINNING = re.compile(r"[?&]uploads\b")
 # Where machines of a cloud ask for the credentials that they were given, on all clouds.
 _MACHINE_CREDENTIALS = "//169.254.169.254/"
+# The answer of a store that refuses a request, and what it says there.
+_XML = re.compile(r"<\?xml|<Error>")
+_SAID = re.compile(r"<(?:Code|Message)>\s*(.+?)\s*</")
 _STORE_NAME = re.compile(r"^Generic \w+ error: ")
 
 
@@ -288,8 +291,7 @@ class BucketStorage(ObjectStorage):
                 f"there is no such {self._kind} ({self._missing}). Hint: make the {self._kind}, or"
                 " correct the URL (`checkpoint_storage` for checkpoints)."
             )
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        reason = _STORE_NAME.sub("", lines[0]).rstrip(".") if lines else repr(error)
+        reason = _words_of(text) or repr(error)
         cause, hint = self._cause_and_hint(text)
         place = "" if upload is None else f"{_part_of(text, upload)}: "
         return f"{place}{cause}{reason}.{hint}"
@@ -309,6 +311,16 @@ class BucketStorage(ObjectStorage):
 
 def _part_bytes(size: int) -> int:
     return max(_PART_BYTES, -(-size // _LARGEST_PARTS))
+
+
+def _words_of(text: str) -> str:
+    """Return the first line of an error, and of an answer in XML what a store says in it."""
+    # The client tells it twice.
+    said = dict.fromkeys(_SAID.findall(text))
+    if said:
+        text = ": ".join([_XML.split(text)[0].rstrip(" :\n"), *said])
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return _STORE_NAME.sub("", line).rstrip(".")
 
 
 def _part_of(text: str, upload: Upload) -> str:

@@ -95,6 +95,15 @@ with core.init(preempt_mode=PreemptMode.ChiefOnly) as context:
 
     told = error_of(fail)
     assert "cannot be read" in told, told
+
+    def alter():
+        with checkpoint.restore_path(uuid, SHARED) as path:
+            if rank == 1:
+                (path / "part_0").chmod(0o644)
+                (path / "part_0").write_text("other")
+
+    told = error_of(alter)
+    assert "part_0 was altered" in told, told
     told = error_of(lambda: checkpoint.download(uuid, f"rank_{rank}", SHARED))
     if node == 0:
         assert "`ckpt_dir` must be the same on all ranks of a node" in told, told

@@ -63,6 +63,8 @@ class CheckpointDownload:
             assert path is not None
             with failing_together(distributed, f"{_MUST}end the block of `restore_path`"):
                 yield Path(path)
+            with failing_together(distributed, f"{_MUST}only read the files"):
+                stack.close()
 
     def _download_together(self, uuid: str, target: Path, selector: Selector | None) -> None:
         distributed = self._distributed

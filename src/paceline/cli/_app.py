@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,6 +25,7 @@ from paceline.cli import (
     _user_commands,
     _verify_resume_command,
 )
+from paceline.cli._command_options import CaFile
 from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import is_cli_user_error, report_error
 from paceline.cli._restart_without_token import is_paceline_command
@@ -60,15 +60,7 @@ def root(
             " runs in $PACELINE_HOME.",
         ),
     ] = None,
-    ca_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--ca-file",
-            metavar="FILE",
-            help="File with trusted CA certificates (PEM). The default is"
-            " $PACELINE_CA_FILE, or else what the system trusts.",
-        ),
-    ] = None,
+    ca_file: CaFile = None,
     show_version: Annotated[
         bool,
         typer.Option(

@@ -52,6 +52,15 @@ Search = Annotated[
 Timestamps = Annotated[
     bool, typer.Option("--timestamps", "-t", help="Print the time of each line.")
 ]
+CaFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-file",
+        metavar="FILE",
+        help="File with trusted CA certificates (PEM). The default is"
+        " $PACELINE_CA_FILE, or else what the system trusts.",
+    ),
+]
 Home = Annotated[
     Path | None,
     typer.Option(

@@ -117,21 +117,14 @@ def _print_description(
     from paceline.cli._console_output import (
         format_duration,
         format_moment,
-        format_number,
-        format_values,
         print_facts,
         state_text,
     )
     from paceline.cli._state_words import experiment_word, lost_records_text, progress_text
 
-    best, hparams, lost = note, None, None
+    lost = None
     if data.num_records_lost:
         lost = f"{lost_records_text(data.num_records_lost)}; the trials' logs say which"
-    if best_trial is not None:
-        best = f"{format_number(data.best_metric)} (trial {best_trial.id})"
-        hparams = format_values(best_trial.hparams) or None
-    direction = "smaller" if data.smaller_is_better else "larger"
-    search = f"{data.searcher} on {data.metric} ({direction} is better)"
     took = None if data.ended_at is None else format_duration(data.ended_at - data.created_at)
     print_facts(
         [
@@ -147,16 +140,33 @@ def _print_description(
             ("Lost", lost),
             ("Progress", progress_text(data)),
             ("Made", data.run_dir and f"without a master, in {data.run_dir}"),
-            # Such a run tells of no search.
-            ("Search", None if data.is_unmanaged else search),
+            ("Search", _search_text(data)),
             ("Trials", f"{data.num_trials}, {data.num_running} running"),
-            ("Best", best),
-            ("With", hparams),
+            *_best_facts(data, best_trial, note),
             ("Continues", data.parent_trial_id and f"trial {data.parent_trial_id}"),
             ("Created", format_moment(data.created_at)),
             ("Took", took),
         ]
     )
+
+
+def _search_text(data: "ExperimentData") -> str | None:
+    """Return how an experiment searches; None for a run without a master, which tells of none."""
+    if data.is_unmanaged:
+        return None
+    direction = "smaller" if data.smaller_is_better else "larger"
+    return f"{data.searcher} on {data.metric} ({direction} is better)"
+
+
+def _best_facts(
+    data: "ExperimentData", best_trial: "Trial | None", note: str | None
+) -> list[tuple[str, str | None]]:
+    from paceline.cli._console_output import format_number, format_values
+
+    if best_trial is None:
+        return [("Best", note)]
+    best = f"{format_number(data.best_metric)} (trial {best_trial.id})"
+    return [("Best", best), ("With", format_values(best_trial.hparams) or None)]
 
 
 def _print_rungs(experiment: "Experiment") -> None:

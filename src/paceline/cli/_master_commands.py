@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -129,17 +129,9 @@ def up(
         _up_in_background(directory, host, port, arguments, flags)
         return
     restart_without_token()
-    # Modules stay loaded: to look for garbage among them would take a third of their loading.
-    gc.disable()
-    from paceline.master import serve
-
-    gc.freeze()
-    gc.enable()
-    stop = threading.Event()
-    announcer = threading.Thread(target=_announce_master, args=(directory, stop), daemon=True)
-    announcer.start()
+    serve = _load_serve()
     try:
-        with _interrupt_told(directory):
+        with _master_announced(directory), _interrupt_told(directory):
             serve(
                 directory,
                 host,
@@ -158,9 +150,17 @@ def up(
     except (TypeError, ValueError) as error:
         # The host, the number of slots, the runs and the executor are checked where they are used.
         raise CommandError(str(error)) from error
-    finally:
-        stop.set()
-        announcer.join()
+
+
+def _load_serve() -> Callable[..., None]:
+    """Load the master, which takes long, and return its entry."""
+    # Modules stay loaded: to look for garbage among them would take a third of their loading.
+    gc.disable()
+    from paceline.master import serve
+
+    gc.freeze()
+    gc.enable()
+    return serve
 
 
 def _up_in_background(
@@ -201,6 +201,19 @@ def _differences_from_running(
         "with a certificate": options["tls-cert"] and file.certificate is None,
     }
     return [text for text, is_missing in wanted.items() if is_missing]
+
+
+@contextmanager
+def _master_announced(home: Path) -> Iterator[None]:
+    """Say where the master listens, as soon as it does within the block."""
+    stop = threading.Event()
+    announcer = threading.Thread(target=_announce_master, args=(home, stop), daemon=True)
+    announcer.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        announcer.join()
 
 
 def _announce_master(home: Path, stop: threading.Event) -> None:

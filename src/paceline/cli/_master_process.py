@@ -48,27 +48,9 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
             done nothing for a minute.
     """
     log = home / "master.log"
-    try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        open_private(log, "ab").close()
-    except OSError as error:
-        raise CommandError(
-            f"A home must be a directory that can be written to, but {str(home)!r} is not"
-            f" ({error.strerror}). Hint: choose another one by `--home` or PACELINE_HOME."
-        ) from error
-    environment = {k: v for k, v in os.environ.items() if k != MASTER_VARIABLE}
-    environment[HOME_VARIABLE] = str(home)
-    command = [sys.executable, "-m", "paceline.cli", "up", "--home", str(home), *arguments]
+    _make_log(home, log)
     start = log.stat().st_size if log.exists() else 0
-    with open_private(log, "ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-        )
+    process = _start_process(home, log, arguments)
     life = _SignOfLife(process.pid)
     while not life.is_over():
         if process.poll() is not None:
@@ -92,6 +74,32 @@ def start_detached(home: Path, arguments: list[str]) -> MasterFile:
         f" used {life.used_s:.1f} s of the processor, the last of it {life.silence_s:.0f} s ago."
         f" Hint: see {str(log)!r}."
     )
+
+
+def _make_log(home: Path, log: Path) -> None:
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        open_private(log, "ab").close()
+    except OSError as error:
+        raise CommandError(
+            f"A home must be a directory that can be written to, but {str(home)!r} is not"
+            f" ({error.strerror}). Hint: choose another one by `--home` or PACELINE_HOME."
+        ) from error
+
+
+def _start_process(home: Path, log: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+    environment = {k: v for k, v in os.environ.items() if k != MASTER_VARIABLE}
+    environment[HOME_VARIABLE] = str(home)
+    command = [sys.executable, "-m", "paceline.cli", "up", "--home", str(home), *arguments]
+    with open_private(log, "ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
 
 
 class _SignOfLife:

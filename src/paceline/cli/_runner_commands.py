@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline._checked_secrets import DamagedSecretError, read_secret
-from paceline.cli._command_options import Json
+from paceline.cli._command_options import CaFile, Json
 from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import CommandError
 from paceline.cli._restart_without_token import restart_without_token
@@ -57,14 +57,7 @@ def run(
             min=0, metavar="SECONDS", help="Leave after SECONDS without a trial. Default: never."
         ),
     ] = None,
-    ca_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File with trusted CA certificates (PEM). The default is"
-            " $PACELINE_CA_FILE, or else what the system trusts.",
-        ),
-    ] = None,
+    ca_file: CaFile = None,
     slots: Annotated[
         str,
         typer.Option(
@@ -118,11 +111,7 @@ def run(
             " the token on the machine of the master."
         )
     node = name or _host_name()
-    if not _NAME.fullmatch(node) or not _NAME.fullmatch(pool):
-        raise CommandError(
-            "`--name` and `--pool` must be up to 63 letters, digits, dots, hyphens and"
-            f" underscores, but got {node!r} and {pool!r}."
-        )
+    _check_names(node, pool)
     _check_token_file(token_file)
     _serve_node(
         master if "://" in master else f"http://{master}",
@@ -252,6 +241,14 @@ def forget(name: _Name) -> None:
 def _host_name() -> str:
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:63].lstrip("_.-")
     return name or "node"
+
+
+def _check_names(node: str, pool: str) -> None:
+    if not _NAME.fullmatch(node) or not _NAME.fullmatch(pool):
+        raise CommandError(
+            "`--name` and `--pool` must be up to 63 letters, digits, dots, hyphens and"
+            f" underscores, but got {node!r} and {pool!r}."
+        )
 
 
 def _slots_of_runner(text: str) -> int | None:

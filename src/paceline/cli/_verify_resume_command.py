@@ -115,10 +115,7 @@ def verify_resume(
                 timeout_s=timeout,
             )
         except VerificationError as error:
-            problem, _, output = str(error).partition("\n")
-            report_error(problem)
-            if output:
-                typer.echo(output, err=True)
+            _tell_problem(str(error))
             _tell_place(place)
             raise typer.Exit(_NO_VERDICT) from None
     if json:
@@ -138,6 +135,13 @@ def _new_directory(directory: Path | None) -> Path:
         return Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def _tell_problem(text: str) -> None:
+    problem, _, output = text.partition("\n")
+    report_error(problem)
+    if output:
+        typer.echo(output, err=True)
 
 
 def _tell_place(place: Path) -> None:

@@ -153,9 +153,7 @@ def _open_core_context(
     rank = distributed.rank
     if rank != 0:
         lock.enter_context(run.hold_rank_lock())
-    if storage is None and opened.info.storage_per_node and distributed.size > 1:
-        storage = NodeStorage(run.checkpoints_path, distributed)
-    storage = storage or storage_of_run(run, opened.info)
+    storage = storage or _run_storage(run, opened, distributed)
     # What an earlier attempt has reported up to the common step stands.
     is_first = opened.attempt == opened.generation == opened.steps_completed == 0
     next_step = 0 if is_first else opened.steps_completed + 1
@@ -240,6 +238,15 @@ def _open_core_context(
             lock=lock,
         )
     )
+
+
+def _run_storage(
+    run: RunDirectory, opened: OpenedRun, distributed: DistributedContext
+) -> CheckpointStorage:
+    """Return where the checkpoints of a run go for which no storage was given."""
+    if opened.info.storage_per_node and distributed.size > 1:
+        return NodeStorage(run.checkpoints_path, distributed)
+    return storage_of_run(run, opened.info)
 
 
 def _local_run(opened: OpenedRun) -> RunDirectory:

@@ -161,12 +161,16 @@ class BuiltTrainer(Outputs):
                 )
             )
         self._seed = self.context.get_trial_seed() if stored is None else stored.seed
+        self._take_place()
+
+    def _take_place(self) -> None:
+        """Take over from the context which process this is, and where it trains."""
         self.rank, self.device = self.context.distributed.rank, self.context.device
         check_config_place(self._given_place, self.rank, self.context.distributed.size)
         # `move_to_device` moves a batch, so that it can be overridden.
         self.context.experimental.disable_auto_to_device()
         self._move = mover_to(self.device)
-        self.context.accumulation.frequency = configs.accumulation_steps
+        self.context.accumulation.frequency = self.configs.accumulation_steps
         self.num_processes = self._num_devices * self.context.num_shards
 
     def _state_to_begin_with(self) -> SavedRun | None:

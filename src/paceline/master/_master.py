@@ -96,10 +96,7 @@ class Master:
         self.controls = WaitingRequests()
         self.events = WaitingRequests()
         self.leases = leases or Leases()
-        self.database = Database(home.database_path)
-        home.keep_id(settle_cluster_id(self.database, home.cluster_id))
-        contexts = home.contexts_path.glob("*.tar.gz")
-        adopt_contexts(self.database, [path.name.split(".")[0] for path in contexts])
+        self.database = _open_database(home)
         self.logs = LogStore(home.logs_path)
         self.links = SignInLinks()
         self.passwords = Passwords(self.database)
@@ -116,16 +113,7 @@ class Master:
             wake=self._wake,
         )
         self.lost_nodes = LostNodes(self.nodes)
-        node = Node(
-            home=home.path,
-            cluster_id=home.cluster_id,
-            devices=tuple(devices),
-            lease_s=self.leases.length_s,
-            token_of=self.attempt_tokens.token_of,
-            secrets_of=self.secrets.of,
-            place_of=self._place_of,
-            mark_of=StorageMarks(home.cluster_id).mark,
-        )
+        node = self._own_node()
         self.searches = Searches()
         self.kept_names = NameCache()
         self.encodings = EncodingCache()
@@ -137,16 +125,11 @@ class Master:
             self.database, home.cluster_id, node.default_storage, self.changes
         )
         self.unmanaged = Unmanaged(self.changes, self.ingest)
-        context = ExecutorContext(
-            attempts=home.attempts_path,
-            home=home.path,
-            master=MasterAddress(url=url, certificate=certificate),
-            devices=tuple(devices),
-        )
+        address = MasterAddress(url=url, certificate=certificate)
         self.reconciler = Reconciler(
             self.database,
             self.changes,
-            NodeExecutor(executor.make(context), self.nodes, self.database),
+            NodeExecutor(self._make_executor(executor, address), self.nodes, self.database),
             node,
             self.leases,
             self.nodes.slots,
@@ -160,10 +143,31 @@ class Master:
             self.nodes,
             self.tokens,
             self.reconciler.pool_needs,
-            MasterAddress(url=url, certificate=certificate),
+            address,
         )
         self.database.on_commit(self._on_commit)
         self.is_closing = False
+
+    def _own_node(self) -> Node:
+        return Node(
+            home=self.home.path,
+            cluster_id=self.home.cluster_id,
+            devices=tuple(self.devices),
+            lease_s=self.leases.length_s,
+            token_of=self.attempt_tokens.token_of,
+            secrets_of=self.secrets.of,
+            place_of=self._place_of,
+            mark_of=StorageMarks(self.home.cluster_id).mark,
+        )
+
+    def _make_executor(self, kind: type[Executor], address: MasterAddress) -> Executor:
+        context = ExecutorContext(
+            attempts=self.home.attempts_path,
+            home=self.home.path,
+            master=address,
+            devices=tuple(self.devices),
+        )
+        return kind.make(context)
 
     def start(self) -> None:
         """Begin to schedule; attempts of an earlier master are found again."""
@@ -236,3 +240,12 @@ class Master:
     def _on_commit(self, has_events: bool) -> None:
         if has_events:
             self.events.notify()
+
+
+def _open_database(home: Home) -> Database:
+    """Open the database of a home; both then agree on the cluster id and the uploaded code."""
+    database = Database(home.database_path)
+    home.keep_id(settle_cluster_id(database, home.cluster_id))
+    contexts = home.contexts_path.glob("*.tar.gz")
+    adopt_contexts(database, [path.name.split(".")[0] for path in contexts])
+    return database

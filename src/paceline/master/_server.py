@@ -109,12 +109,8 @@ def serve(
     tls = _Tls.of(tls_cert, tls_key)
     if pool_file is not None and not pool_file.is_file():
         raise ValueError(f"`--pool-file` must be a file, but got {str(pool_file)!r}.")
-    if host not in LOOPBACK_HOSTS and not unencrypted and tls is None:
-        raise ValueError(
-            f"`host` must be a loopback address ({', '.join(LOOPBACK_HOSTS)}), but got {host!r}:"
-            " tokens, code and secrets would be sent unencrypted. Hint: use `--tls-cert` and"
-            " `--tls-key`, an SSH tunnel, or `--unencrypted` in a network that you trust."
-        )
+    if not unencrypted and tls is None:
+        _check_loopback(host)
     if runs is not None and runs.exists() and not runs.is_dir():
         raise ValueError(f"`runs` must be a directory, but got {str(runs)!r}.")
     kind = executor_named(executor)
@@ -143,6 +139,15 @@ def serve(
             certificate=tls.certificate if tls else None, machine=machine,
         )  # fmt: skip
         _serve(master, listener, host, url, tls)
+
+
+def _check_loopback(host: str) -> None:
+    if host not in LOOPBACK_HOSTS:
+        raise ValueError(
+            f"`host` must be a loopback address ({', '.join(LOOPBACK_HOSTS)}), but got {host!r}:"
+            " tokens, code and secrets would be sent unencrypted. Hint: use `--tls-cert` and"
+            " `--tls-key`, an SSH tunnel, or `--unencrypted` in a network that you trust."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,14 +236,7 @@ class Trainer:
         training.checkpoints.keep(best_validation, rules)
         training.checkpoints.pace(budget)
         training.loop.means.stop_on_nan = stop_on_nan
-        training.loop.timeline.window = first_argument(
-            self._profiling,
-            defaults.profiling,
-            ProfilingWindow(),
-        )
-        if profiling_enabled is not None:
-            window = training.loop.timeline.window
-            training.loop.timeline.window = replace(window, enabled=bool(profiling_enabled))
+        training.loop.timeline.window = self._window(defaults, profiling_enabled)
         if is_test:
             position = training.loop.position
             schedule = Schedule(max_length=Batch(position.batches + 1), reporting=Batch(1))
@@ -281,8 +274,7 @@ class Trainer:
         whole = checked_unit("of", of)
         self._open()
         training = self._training
-        window = self._profiling or self._defaults().profiling or ProfilingWindow()
-        training.loop.timeline.window = window
+        training.loop.timeline.window = self._window(self._defaults())
         reason = training.train_piece(checked, whole)
         if reason.is_early:
             raise Preempted(reason.value)
@@ -364,6 +356,11 @@ class Trainer:
             run_dir=self._context.core.run_dir,
             checkpoint_storage=self._context.core.checkpoint.storage.url,
         )
+
+    def _window(self, defaults: FitDefaults, enabled: bool | None = None) -> ProfilingWindow:
+        """Return which batches to time: all of them, or none, if that is asked for."""
+        window = self._profiling or defaults.profiling or ProfilingWindow()
+        return window if enabled is None else replace(window, enabled=bool(enabled))
 
     def _defaults(self) -> FitDefaults:
         return FitDefaults.from_config(self._context.get_experiment_config())

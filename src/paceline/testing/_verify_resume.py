@@ -72,11 +72,7 @@ def verify_resume(
         ValueError: `command` is empty, `num_workers` is below 1, or `straight` holds something
             else.
     """
-    if not command or num_workers < 1:
-        raise ValueError(
-            "`command` must be a script with its arguments and `num_workers` at least 1, but got"
-            f" {list(command)} and {num_workers}."
-        )
+    _check_command(command, num_workers)
     script = Script(
         command=tuple(command),
         num_workers=num_workers,
@@ -101,6 +97,14 @@ def verify_resume(
         threads=facts.threads,
         directory=straight,
     )
+
+
+def _check_command(command: Sequence[str], num_workers: int) -> None:
+    if not command or num_workers < 1:
+        raise ValueError(
+            "`command` must be a script with its arguments and `num_workers` at least 1, but got"
+            f" {list(command)} and {num_workers}."
+        )
 
 
 # ---- the straight run ------------------------------------------------------------------------

@@ -76,15 +76,7 @@ def search(
         Exception: What the function raised, if all trials have failed.
     """
     check_train_function(train_func)
-    if core.get_cluster_info() is not None:
-        raise RuntimeError(
-            "`search` must not run in a trial of a master, which searches by itself. Hint: put the"
-            " `searcher` into the experiment config."
-        )
-    if max_concurrent_trials is not None and max_concurrent_trials < 1:
-        raise ValueError(
-            f"`max_concurrent_trials` must be at least 1, but got {max_concurrent_trials!r}."
-        )
+    _check_can_search(max_concurrent_trials)
     if trainer is not None:
         trainer.check_can_wait()
     chosen = checked_search(space, searcher)
@@ -118,6 +110,18 @@ def search(
     if errors and len(errors) == len(results):
         raise errors[0]
     return results
+
+
+def _check_can_search(max_concurrent_trials: int | None) -> None:
+    if core.get_cluster_info() is not None:
+        raise RuntimeError(
+            "`search` must not run in a trial of a master, which searches by itself. Hint: put the"
+            " `searcher` into the experiment config."
+        )
+    if max_concurrent_trials is not None and max_concurrent_trials < 1:
+        raise ValueError(
+            f"`max_concurrent_trials` must be at least 1, but got {max_concurrent_trials!r}."
+        )
 
 
 def _search_trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> list[Trainer]:

@@ -24,7 +24,7 @@ from paceline.engine.train_functions._rank_reporter import RankReporter
 from paceline.engine.train_functions._rank_state import RankState
 from paceline.engine.train_functions._user_loop import UserLoop
 from paceline.journal import JournalKey
-from paceline.storage import RetentionRules
+from paceline.storage import CheckpointStorage, RetentionRules
 from paceline.workers import RankInfo
 from paceline.workers.runs import METRICS_GROUP, TIMINGS_GROUP, Job, ReportGate, RunAccess, RunSpec
 
@@ -91,33 +91,11 @@ class RankSession(LooseSession):
         storage = self._access.storage
         if spec.storage_per_node and distributed is not None:
             storage = core.NodeStorage(self._access.run.checkpoints_path, distributed)
-        self.reporter = RankReporter(
-            JournalKey(spec.attempt, spec.generation, rank_info.rank),
-            rank_info.world_size,
-            self._access.journal_path,
-            groups=(METRICS_GROUP, TIMINGS_GROUP),
-            first_report=spec.first_report,
-            on_report=on_report,
-            restart_causes=spec.restart_causes,
-            # The driver of a pool has begun the run, and is the parent of its workers.
-            is_parent_told=on_report is not None or distributed is not None,
-        )
+        # The driver of a pool has begun the run, and is the parent of its workers.
+        is_parent_told = on_report is not None or distributed is not None
         self._spec: RunSpec = spec
-        is_scored = spec.score_attribute is not None
-        self._checkpoints = RankCheckpoints(
-            self._access.run,
-            storage,
-            self.reporter,
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
-            local_size=rank_info.local_world_size,
-            existing=spec.kept,
-            rules=RetentionRules(
-                latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
-                best=spec.num_to_keep if is_scored else None,
-            ),
-            is_score_minimized=spec.is_score_minimized,
-        )
+        self.reporter = self._make_reporter(on_report, is_parent_told=is_parent_told)
+        self._checkpoints = self._make_checkpoints(storage)
         self._writer = TrainCheckpointWriter(
             spec,
             rank_info.rank,
@@ -133,6 +111,39 @@ class RankSession(LooseSession):
         self._preemption: PreemptionCheck | None = None
         self._is_script = on_report is not None
         seed_everything(spec.seed, rank_info.rank)
+
+    def _make_reporter(
+        self, on_report: Callable[[], None] | None, *, is_parent_told: bool
+    ) -> RankReporter:
+        spec, rank_info = self._spec, self.rank_info
+        return RankReporter(
+            JournalKey(spec.attempt, spec.generation, rank_info.rank),
+            rank_info.world_size,
+            self._access.journal_path,
+            groups=(METRICS_GROUP, TIMINGS_GROUP),
+            first_report=spec.first_report,
+            on_report=on_report,
+            restart_causes=spec.restart_causes,
+            is_parent_told=is_parent_told,
+        )
+
+    def _make_checkpoints(self, storage: CheckpointStorage) -> RankCheckpoints:
+        spec, rank_info = self._spec, self.rank_info
+        is_scored = spec.score_attribute is not None
+        return RankCheckpoints(
+            self._access.run,
+            storage,
+            self.reporter,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            local_size=rank_info.local_world_size,
+            existing=spec.kept,
+            rules=RetentionRules(
+                latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
+                best=spec.num_to_keep if is_scored else None,
+            ),
+            is_score_minimized=spec.is_score_minimized,
+        )
 
     # ---- reports and checkpoints ---------------------------------------------------------
 

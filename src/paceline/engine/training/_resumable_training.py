@@ -147,24 +147,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         self._callbacks.start(position.batches, uuid)
         seed = self._seed = parts.get_trial_seed() if stored is None else stored["training"]["seed"]
         stepper, grid = parts.stepper, parts.stepper.grid
-        own = shards_of_worker(parts.num_shards, grid.data_rank, grid.data_size)
-        if not own:
-            logger.warning(
-                "Rank %d idles: a global batch has %d shard(s) for %d ranks.",
-                self._core.distributed.rank,
-                parts.num_shards,
-                grid.data_size,
-            )
-        loader, self._validation_loader = self.make_loaders()
-        data = ShardedData(
-            loader,
-            num_shards=parts.num_shards,
-            own_shards=own,
-            seed=seed,
-            joins_shards=stepper.is_divided,
-            drops_rest=self.needs_whole_batches,
-        )
-        self._validation_data = self._data_to_validate(self._validation_loader, own)
+        data = self._build_data()
         self.has_schedulers = bool(parts.lr_schedulers)
         self.loop = parts.loop = TrainingLoop(self._core, self, data, stepper, position)
         schedulers = [entry.scheduler for entry in parts.lr_schedulers]
@@ -181,6 +164,29 @@ class ResumableTraining(TrainingFit, LoopHooks):
         if stored is not None and stored["rank"]["random"] is not None:
             # What a hook has drawn was drawn in the beginning too.
             restore_random_state(stored["rank"]["random"])
+
+    def _build_data(self) -> ShardedData:
+        """Make the data of training and of validation, and return the former."""
+        parts, grid = self._parts, self._parts.stepper.grid
+        own = shards_of_worker(parts.num_shards, grid.data_rank, grid.data_size)
+        if not own:
+            logger.warning(
+                "Rank %d idles: a global batch has %d shard(s) for %d ranks.",
+                self._core.distributed.rank,
+                parts.num_shards,
+                grid.data_size,
+            )
+        loader, self._validation_loader = self.make_loaders()
+        data = ShardedData(
+            loader,
+            num_shards=parts.num_shards,
+            own_shards=own,
+            seed=self._seed,
+            joins_shards=parts.stepper.is_divided,
+            drops_rest=self.needs_whole_batches,
+        )
+        self._validation_data = self._data_to_validate(self._validation_loader, own)
+        return data
 
     def _read(self, state: EarlierState) -> dict[str, Any]:
         storage = state.storage or self._core.checkpoint

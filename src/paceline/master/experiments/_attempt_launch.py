@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
 from paceline._network_interfaces import LOOPBACK
 from paceline._usable_cores import num_cores
@@ -79,11 +80,38 @@ class Node:
         return place
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PlacedAttempt:
+    """An attempt with its trial and experiment, and where it runs: `parts` are places and slots.
+
+    `member` is the part that is to be started.
+    """
+
+    attempt: Row[Any]
+    trial: Row[Any]
+    experiment: Row[Any]
+    config: ExperimentConfig
+    parts: list[tuple[Place, list[int]]]
+    member: int
+    storage: str
+
+
 def build_launch(connection: Connection, node: Node, attempt_id: int, member: int = 0) -> Launch:
     """Return what starts an attempt on one of its nodes.
 
     It depends on the database and the nodes alone.
     """
+    placed = _read_placed(connection, node, attempt_id, member)
+    return Launch(
+        spec=_spec_of(connection, node, placed),
+        info=_run_info_of(node, placed),
+        secrets=node.secrets_of(placed.experiment.id),
+    )
+
+
+def _read_placed(
+    connection: Connection, node: Node, attempt_id: int, member: int
+) -> _PlacedAttempt:
     attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
     attempt = connection.execute(select(attempts).where(attempts.c.id == attempt_id)).one()
     trial = connection.execute(select(trials).where(trials.c.id == attempt.trial_id)).one()
@@ -91,16 +119,27 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         select(experiments).where(experiments.c.id == trial.experiment_id)
     ).one()
     config = config_of(experiment)
-    environment = config.environment
-    # A master with more slots may have placed the attempt and died before it started it.
-    parts = [(node.place(node_id or None), s) for node_id, s in slots_by_node(attempt).items()]
+    return _PlacedAttempt(
+        attempt=attempt,
+        trial=trial,
+        experiment=experiment,
+        config=config,
+        parts=[(node.place(node_id or None), s) for node_id, s in slots_by_node(attempt).items()],
+        member=member,
+        storage=checkpoint_root(config) or node.default_storage,
+    )
+
+
+def _spec_of(connection: Connection, node: Node, placed: _PlacedAttempt) -> AttemptSpec:
+    attempt, trial, config = placed.attempt, placed.trial, placed.config
+    environment, parts, member = config.environment, placed.parts, placed.member
     place, slots = parts[member]
+    # A master with more slots may have placed the attempt and died before it started it.
     devices = [place.devices[slot] for slot in slots if slot < len(place.devices)]
     num_threads = place.num_cores * len(devices) // max(1, len(place.devices))
     python = environment.python or place.python
     fewest = config.resources.fewest_slots
-    storage = checkpoint_root(config) or node.default_storage
-    spec = AttemptSpec(
+    return AttemptSpec(
         attempt_id=attempt.id,
         trial_id=trial.id,
         number=attempt.number,
@@ -115,7 +154,7 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         python=python,
         variables=_variables(environment),
         working_dir=environment.working_dir,
-        context_digest=experiment.context_digest,
+        context_digest=placed.experiment.context_digest,
         slot_ids=slots,
         num_threads=max(1, num_threads),
         gpu_ids=[device for device in devices if device != "cpu"],
@@ -125,16 +164,22 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         # Of each node, as two of them can be on one machine.
         mark=f"{node.cluster_id}.{attempt.id}" + (f".{member}" if len(parts) > 1 else ""),
         token=node.token_of(attempt.id),
-        experiment_id=experiment.id,
+        experiment_id=placed.experiment.id,
         secret_names=sorted(environment.secrets),
         member=member,
         num_members=len(parts),
         num_shards=most if (most := config.resources.most_slots) > fewest else None,
-        storage_mark=None if attempt.node_id is None else node.mark_of(storage),
+        storage_mark=None if attempt.node_id is None else node.mark_of(placed.storage),
         has_prefix=bool(environment.prefix),
         uses_uv=environment.uv,
     )
-    info = RunInfo(
+
+
+def _run_info_of(node: Node, placed: _PlacedAttempt) -> RunInfo:
+    attempt, trial, experiment = placed.attempt, placed.trial, placed.experiment
+    parts, member = placed.parts, placed.member
+    place, slots = parts[member]
+    return RunInfo(
         run_id=f"trial-{trial.id}",
         name=experiment.name,
         created=attempt.created_at,
@@ -149,17 +194,16 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
         ),
         latest_checkpoint=attempt.resumed_from,
         steps_completed=attempt.resumed_steps,
-        checkpoint_storage=storage,
+        checkpoint_storage=placed.storage,
         cluster_id=node.cluster_id,
         agent_id=place.name,
         slot_ids=slots,
         container_addrs=[LOOPBACK] if len(parts) == 1 else [one.address for one, _ in parts],
         container_rank=member,
         container_slot_counts=[] if len(parts) == 1 else [len(held) for _, held in parts],
-        judged_metrics=config.searcher.judged_metrics,
+        judged_metrics=placed.config.searcher.judged_metrics,
         metadata=trial.metadata,
     )
-    return Launch(spec=spec, info=info, secrets=node.secrets_of(experiment.id))
 
 
 def _variables(environment: Environment) -> dict[str, str]:

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, insert, select, update
 from paceline import faults
 from paceline.config import (
     ExperimentConfig,
+    Searcher,
     merge_configs,
     reveal_secrets,
     validate_config,
@@ -20,13 +21,12 @@ from paceline.master.experiments._continued_configs import (
     config_of_continued_trial,
     overridden_config,
 )
-from paceline.master.experiments._scheduler_input import read_pools
+from paceline.master.experiments._slot_checks import check_slots
 from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError, SearchEnd, TransitionError
-from paceline.master.scheduling import NodeSlots, fits_nodes, in_pools
+from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Transaction, config_of, new_id, tables
-from paceline.messages.node_runners import DEFAULT_POOL
 from paceline.messages.states import ExperimentState, TrialState
 from paceline.search import Started
 
@@ -72,18 +72,10 @@ class Commands:
             SearchMethodError: The code of its search method fails.
         """
         connection = transaction.connection
-        self._check_slots(connection, config)
+        check_slots(connection, config, self._slots())
         resolved = self._reveal(connection, config, secrets_from)
         values = resolved["environment"]["secrets"]
-        searcher = resolved["searcher"]
-        if searcher.get("source_trial_id") is not None:
-            parent_trial_id = searcher["source_trial_id"]
-            searcher["source_checkpoint_uuid"] = self._latest_of(connection, parent_trial_id)
-            searcher["source_trial_id"] = None
-        elif searcher.get("source_checkpoint_uuid") is not None:
-            check_checkpoint(
-                connection, searcher["source_checkpoint_uuid"], self._changes.being_deleted
-            )
+        source_trial_id = self._settle_source(connection, resolved["searcher"])
         seed = resolved["reproducibility"]["experiment_seed"]
         if seed is None:
             seed = resolved["reproducibility"]["experiment_seed"] = secrets.randbelow(_MAX_SEED)
@@ -101,7 +93,7 @@ class Commands:
                 warnings=list(config.warnings),
                 seed=seed,
                 created_at=time.time(),
-                parent_trial_id=parent_trial_id,
+                parent_trial_id=parent_trial_id if source_trial_id is None else source_trial_id,
                 forked_from=forked_from,
                 source=source,
             )
@@ -250,17 +242,7 @@ class Commands:
         """
         row = self._managed(transaction, experiment_id)
         searcher = config_of(row).searcher
-        if not ExperimentState(row.state).is_terminal:
-            raise RefusedError(
-                "not_ended", f"Experiment {experiment_id} must have ended, but is {row.state}."
-            )
-        if not searcher.can_reopen:
-            raise RefusedError(
-                "search_cannot_reopen",
-                f"The search of experiment {experiment_id} ({searcher.name}) cannot be reopened, as"
-                " it has made its decisions. Hint: `paceline trial continue` goes on with one of"
-                " its trials.",
-            )
+        _check_can_reopen(row, searcher)
         if overrides:
             self._override(transaction, row, overrides)
         trials = tables.trials
@@ -309,7 +291,7 @@ class Commands:
         overrides: dict[str, Any],
     ) -> None:
         merged = overridden_config(experiment, overrides)
-        self._check_slots(transaction.connection, merged)
+        check_slots(transaction.connection, merged, self._slots())
         resolved = self._reveal(transaction.connection, merged, experiment.id)
         self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
         transaction.connection.execute(
@@ -334,37 +316,6 @@ class Commands:
         values = self._secret_store.of(secrets_from)
         return reveal_secrets(config.to_json(), source.variables, values)
 
-    def _check_slots(self, connection: Connection, config: ExperimentConfig) -> None:
-        wanted, pool = config.resources.fewest_slots, config.resources.pool or DEFAULT_POOL
-        nodes = in_pools(self._slots(), read_pools(connection))
-        pools = sorted({node.pool for node in nodes})
-        if pool not in pools:
-            raise RefusedError(
-                "no_such_pool",
-                f"`resources.pool` must be a pool that has a node ({', '.join(pools)}), but got"
-                f" {pool!r}. Hint: start `paceline runner --pool {pool}` first.",
-            )
-        of_pool = [node for node in nodes if node.pool == pool]
-        if fits_nodes(of_pool, wanted, allow_uneven=config.resources.allow_uneven):
-            return
-        if fits_nodes(of_pool, wanted, allow_uneven=True):
-            raise RefusedError(
-                "uneven_slots",
-                f"`resources.slots_per_trial` must be a number that nodes of the pool {pool!r} have"
-                f" together, equally many on each, but got {wanted}. Hint: choose another number,"
-                " or allow different numbers by `resources: {allow_uneven: true}`.",
-            )
-        most = max(len(node.slots) for node in of_pool)
-        total = sum(len(node.slots) for node in of_pool if node.can_join)
-        whose = "this master" if len(nodes) == 1 else "the largest node of its pool"
-        if total > most:
-            most, whose = total, "the nodes of its pool that reach each other"
-        raise RefusedError(
-            "not_enough_slots",
-            f"`resources.slots_per_trial` must be at most {most}, the slots of {whose}, but got"
-            f" {wanted}. Hint: lower it, or start the master or a runner with more `--slots`.",
-        )
-
     def _state(self, transaction: Transaction, experiment_id: int) -> ExperimentState:
         return ExperimentState(self._managed(transaction, experiment_id).state)
 
@@ -385,6 +336,18 @@ class Commands:
         self._changes.stop_experiment(transaction, experiment_id, state)
         self._changes.end_experiment_if_done(transaction, experiment_id)
 
+    def _settle_source(self, connection: Connection, searcher: dict[str, Any]) -> int | None:
+        """Put the checkpoint to start from in place of a source trial, and return that trial."""
+        trial_id: int | None = searcher.get("source_trial_id")
+        if trial_id is not None:
+            searcher["source_checkpoint_uuid"] = self._latest_of(connection, trial_id)
+            searcher["source_trial_id"] = None
+        elif searcher.get("source_checkpoint_uuid") is not None:
+            check_checkpoint(
+                connection, searcher["source_checkpoint_uuid"], self._changes.being_deleted
+            )
+        return trial_id
+
     def _latest_of(self, connection: Connection, trial_id: int) -> str:
         self._changes.trial(connection, trial_id)
         found = latest_checkpoint(connection, trial_id, self._changes.being_deleted)
@@ -394,3 +357,17 @@ class Commands:
                 f"Trial {trial_id} must have a checkpoint to start from, but has none.",
             )
         return found[0]
+
+
+def _check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
+    if not ExperimentState(experiment.state).is_terminal:
+        raise RefusedError(
+            "not_ended", f"Experiment {experiment.id} must have ended, but is {experiment.state}."
+        )
+    if not searcher.can_reopen:
+        raise RefusedError(
+            "search_cannot_reopen",
+            f"The search of experiment {experiment.id} ({searcher.name}) cannot be reopened, as"
+            " it has made its decisions. Hint: `paceline trial continue` goes on with one of"
+            " its trials.",
+        )

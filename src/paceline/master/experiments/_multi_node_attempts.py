@@ -7,6 +7,7 @@ The attempt ends once all members have. The first one that fails ends the others
 import re
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -143,20 +144,16 @@ def end_runner(
         members[member], exit=end, ended_at=time.time(), is_lost=is_lost
     )
     changes.update_attempt(transaction, attempt_id, members=stored_members(members))
+    warn = partial(changes.note, transaction, attempt.trial_id, attempt.number, "WARNING")
     if is_lost:
-        text = f"{_name(members, member)} is lost with its part of the attempt: {end.detail}."
-        changes.note(transaction, attempt.trial_id, attempt.number, "WARNING", text)
+        warn(f"{_name(members, member)} is lost with its part of the attempt: {end.detail}.")
     if all(one.exit is not None for one in members):
         end_attempt(changes, transaction, attempt_id, _end_of_all(members))
         return
     # One that left before it started, as it was preempted, leaves nobody to meet for the others.
     has_left = end.reason is ExitReason.KILLED
     if (end.has_failed or has_left) and not attempt.should_kill:
-        changes.note(
-            transaction,
-            attempt.trial_id,
-            attempt.number,
-            "WARNING",
+        warn(
             f"{_name(members, member)} has ended ({describe_attempt_end(end, None)}); the other"
             " nodes of the attempt end, too.",
         )
@@ -195,42 +192,40 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
     if not failed:
         return end
     if not lost and _have_never_met(members, first):
-        return msgspec.structs.replace(
-            end,
-            reason=ExitReason.NOT_FORMED,
-            code=None,
-            signal=None,
-            kind=None,
-            detail=f"{_name(members, first)}: {end.detail}",
-        )
+        detail = f"{_name(members, first)}: {end.detail}"
+        return _without_process(end, ExitReason.NOT_FORMED, detail)
     silent = _LAUNCHER_LOST.match(end.detail or "")
     if silent is not None and not lost and int(silent[1]) < len(members):
         number = int(silent[1])
         own = members[number].exit
         if own is None or not own.has_failed or _LAUNCHER_LOST.match(own.detail or ""):
             # Nothing has failed but the network between the nodes.
-            return msgspec.structs.replace(
-                end,
-                reason=ExitReason.RUNNER_LOST,
-                code=None,
-                signal=None,
-                kind=None,
-                detail=f"{_name(members, number)}: {end.detail}",
-            )
+            detail = f"{_name(members, number)}: {end.detail}"
+            return _without_process(end, ExitReason.RUNNER_LOST, detail)
         # The launcher was lost by what happened on its own node.
         first, end = number, own
+    return msgspec.structs.replace(end, detail=_why_failed(members, first, end))
+
+
+def _without_process(end: AttemptEnd, reason: ExitReason, detail: str) -> AttemptEnd:
+    """Return an end for another reason than that of the process that ended."""
+    return msgspec.structs.replace(
+        end, reason=reason, code=None, signal=None, kind=None, detail=detail
+    )
+
+
+def _why_failed(members: list[Member], first: int, end: AttemptEnd) -> str:
+    """Return on which node an attempt failed, and why."""
     # The launchers agree on what failed first, and say on which node. One on a full disk may
     # not be able to say anything.
     others = "" if end.detail else _told_of(members, first)
     told = _NODE.match(end.detail or others)
     if told is not None and int(told[1]) < len(members):
-        text = f"{_name(members, int(told[1]))}: {told[2]}"
-    else:
-        why = end.detail or (NO_RUNNER if end.reason is ExitReason.RUNNER_LOST else None)
-        if why is None and end.code:
-            why = f"it ended with code {end.code}, and could not say why; its disk may be full"
-        text = ": ".join(filter(None, (_name(members, first), why)))
-    return msgspec.structs.replace(end, detail=text)
+        return f"{_name(members, int(told[1]))}: {told[2]}"
+    why = end.detail or (NO_RUNNER if end.reason is ExitReason.RUNNER_LOST else None)
+    if why is None and end.code:
+        why = f"it ended with code {end.code}, and could not say why; its disk may be full"
+    return ": ".join(filter(None, (_name(members, first), why)))
 
 
 def _told_of(members: list[Member], number: int) -> str:

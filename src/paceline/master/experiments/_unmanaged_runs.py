@@ -6,12 +6,12 @@ Nothing here is scheduled: states follow from what the journals say and whether 
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, insert, select
+from sqlalchemy import Row, insert, select
 
 from paceline.config import without_secrets
 from paceline.journal import RunInfo
@@ -26,8 +26,11 @@ from paceline.master.experiments._state_transitions import (
 from paceline.master.experiments._unmanaged_rows import (
     attempts_of_run,
     experiment_of_run,
+    has_news_of_run,
     insert_row,
     move_unmanaged_checkpoints,
+    reopen_attempt,
+    reply_of_run,
     trial_of_run,
     update_attempt,
     update_experiment,
@@ -45,7 +48,7 @@ from paceline.master.experiments._unmanaged_run_facts import (
 )
 from paceline.master.store import Transaction, tables
 from paceline.messages.attempts import AttemptEnd, RecordBatch
-from paceline.messages.runs import RunBatch, RunMark, RunReply
+from paceline.messages.runs import RunBatch, RunReply
 from paceline.messages.states import (
     AttemptState,
     ErrorKind,
@@ -82,7 +85,7 @@ class Unmanaged:
             known = self._changes.experiment(connection, experiment_id)
         elif known.external_path != path:
             update_experiment(connection, known.id, external_path=path)
-        return self._reply(connection, known.id)
+        return reply_of_run(connection, known.id)
 
     def take(
         self,
@@ -170,7 +173,7 @@ class Unmanaged:
         ended_at = newest.last_record_at if newest else experiment.created_at
         self._bring_to(transaction, experiment.id, run_end, ended_at)
         self._follow_progress(transaction, experiment.id)
-        return self._reply(connection, experiment.id)
+        return reply_of_run(connection, experiment.id)
 
     # ---- rows ------------------------------------------------------------------------------
 
@@ -228,19 +231,10 @@ class Unmanaged:
                 return
             attempt = self._begin_attempt(transaction, trial_id, key, batches)
             started_at = attempt.created_at
-        elif not _has_news_of_run(connection, attempt.id, batches):
+        elif not has_news_of_run(connection, attempt.id, batches):
             return
         elif attempt.state == AttemptState.ENDED.value:
-            # It looked dead: its lock cannot be seen from another machine, for example. Or its
-            # chief has ended, and other ranks have more to say: its end stays told then.
-            reopened: dict[str, Any] = {} if attempt.outcome is not None else {"exit": None}
-            update_attempt(
-                connection,
-                attempt.id,
-                state=AttemptState.RUNNING.value,
-                ended_at=None,
-                **reopened,
-            )
+            reopen_attempt(connection, attempt)
         self._ingest.store(
             transaction,
             attempt.id,
@@ -370,30 +364,6 @@ class Unmanaged:
             update_experiment(connection, experiment_id, progress=progress)
             transaction.emit("progress", experiment_id, progress=progress)
 
-    @staticmethod
-    def _reply(connection: Connection, experiment_id: int) -> RunReply:
-        marks, attempts = tables.journal_marks, tables.attempts
-        rows = connection.execute(
-            select(attempts.c.run_attempt, marks.c.generation, marks.c.rank, marks.c.sequence)
-            .join(attempts, attempts.c.id == marks.c.attempt_id)
-            .where(attempts.c.experiment_id == experiment_id)
-            .order_by(attempts.c.number, marks.c.rank)
-        )
-        return RunReply(
-            experiment_id=experiment_id,
-            trial_id=trial_of_run(connection, experiment_id).id,
-            marks=[RunMark(*row) for row in rows],
-        )
-
 
 def _place_of_batch(batch: RunBatch) -> tuple[int, int, int]:
     return batch.attempt, batch.generation, batch.rank
-
-
-def _has_news_of_run(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
-    marks = tables.journal_marks
-    rows = connection.execute(
-        select(marks.c.rank, marks.c.sequence).where(marks.c.attempt_id == attempt_id)
-    )
-    stored = {row.rank: row.sequence for row in rows}
-    return any(batch.records[-1][0] > stored.get(batch.rank, -1) for batch in batches)

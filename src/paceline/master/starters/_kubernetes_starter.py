@@ -172,23 +172,19 @@ class KubernetesStarter(Starter):
         options, names = self.options, [order.name for order in orders]
         labels = {"app.kubernetes.io/managed-by": "paceline", _CLUSTER_LABEL: self.cluster_id}
         notes = {_POOL_ANNOTATION: self.pool, _RUNNERS_ANNOTATION: " ".join(names)}
-        job = {
-            "completionMode": "Indexed",
-            "completions": len(names),
-            "parallelism": len(names),
-            # The master asks for other pods, with other tokens; those of the group go on.
-            "backoffLimitPerIndex": 0,
-            "template": {
-                "metadata": {"labels": labels, "annotations": notes},
-                "spec": self._pod(orders[0], names),
-            },
+        pod = {
+            "metadata": {"labels": labels, "annotations": notes},
+            "spec": self._pod(orders[0], names),
         }
         spec: dict[str, Any] = {
             "replicatedJobs": [
                 {
                     "name": "runner",
                     "replicas": 1,
-                    "template": {"metadata": {"labels": labels}, "spec": job},
+                    "template": {
+                        "metadata": {"labels": labels},
+                        "spec": _indexed_job(len(names), pod),
+                    },
                 }
             ],
             "network": {"enableDNSHostnames": False},
@@ -235,20 +231,10 @@ class KubernetesStarter(Starter):
         # The home directory in an image may not be there, or not be writable.
         place = re.sub("^~/*", "/", self.directory).rstrip("/")
         amounts = {name: str(amount) for name, amount in options.resources.items()}
-        script = (
-            'shift "$JOB_COMPLETION_INDEX"; n=$1;'
-            f' umask 077; d={shlex.quote(place)}/$n; mkdir -p "$d"'
-            f' && cp {_SECRET_PATH}/"$n.token" "$d/token"'
-            f' && cp {_SECRET_PATH}/"$n.key" "$d/node_key"'
-        )
-        if order.certificate is not None:
-            script += f' && cp {_SECRET_PATH}/master.pem "$d/master.pem"'
-        runner = order.shell('"$n"', '"$d"', '"$d/token"')
-        script += f' && exec {runner} --address "$POD_IP"'
         container = {
             "name": "runner",
             "image": options.image,
-            "command": ["sh", "-c", script, "runner", *names],
+            "command": ["sh", "-c", _pod_script(order, place), "runner", *names],
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             ],
@@ -313,6 +299,31 @@ class KubernetesStarter(Starter):
         self._told.update((name, why) for name, why in failed.items() if why is not None)
         if new:
             raise StarterError(" ".join(new))
+
+
+def _indexed_job(num_pods: int, pod: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "completionMode": "Indexed",
+        "completions": num_pods,
+        "parallelism": num_pods,
+        # The master asks for other pods, with other tokens; those of the group go on.
+        "backoffLimitPerIndex": 0,
+        "template": pod,
+    }
+
+
+def _pod_script(order: RunnerOrder, place: str) -> str:
+    """Return the shell script of a pod: it gives its runner a directory below a place."""
+    script = (
+        'shift "$JOB_COMPLETION_INDEX"; n=$1;'
+        f' umask 077; d={shlex.quote(place)}/$n; mkdir -p "$d"'
+        f' && cp {_SECRET_PATH}/"$n.token" "$d/token"'
+        f' && cp {_SECRET_PATH}/"$n.key" "$d/node_key"'
+    )
+    if order.certificate is not None:
+        script += f' && cp {_SECRET_PATH}/master.pem "$d/master.pem"'
+    runner = order.shell('"$n"', '"$d"', '"$d/token"')
+    return f'{script} && exec {runner} --address "$POD_IP"'
 
 
 def _runners_of(made: dict[str, Any]) -> list[str]:

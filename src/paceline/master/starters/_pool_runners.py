@@ -174,13 +174,23 @@ class PoolRunners:
             logger.exception("Pool %s: its runners cannot be looked after.", name)
 
     def _make_pass(self, name: str, need: PoolNeed | None) -> None:
-        pool, starter = self._pools[name]
+        _, starter = self._pools[name]
         known = starter.runners()
         self._note_wait(name, starter.why_waiting())
         nodes = self._present(name)
-        present = nodes.keys()
-        starting, registered = self._starting[name], self._registered[name]
         now = time.monotonic()
+        met = self._note_met(name, known, nodes.keys(), now)
+        if starter.knows_all:
+            self._follow_known(name, known, met, now)
+        else:
+            self._revoke_left(name)
+        self._start_missing(name, need, known, nodes, now)
+
+    def _note_met(
+        self, name: str, known: Mapping[str, bool], present: Set[str], now: float
+    ) -> set[str]:
+        """Return the runners that have registered; note those that should have by now."""
+        starting = self._starting[name]
         came = self._met(name, starting)
         met = came | present
         late = [one for one, until in starting.items() if until < now and one not in met]
@@ -188,33 +198,47 @@ class PoolRunners:
             del starting[runner]
         # Those that wait in the queue of their cluster come later.
         self._note_absent(name, came, met, [one for one in late if known.get(one, True)])
-        if starter.knows_all:
-            # Who still leaves has to say so.
-            self._revoke(name, known.keys() | starting.keys() | self._heard(name))
-            self._note_ended(name, known.keys() | starting.keys())
-            # One that waits again after it ran, such as a preempted job, starts anew.
-            registered.intersection_update(one for one, is_running in known.items() if is_running)
-            registered.update(met)
-            if name not in self._looked_at:
-                self._looked_at.add(name)
-                registered.update(self._registered_before(name, known))
-            # This master has not asked for them.
-            for runner in starting.keys() - known.keys() - self._group_of[name].keys():
-                del starting[runner]
-            starting.update(dict.fromkeys(known.keys() - registered, now + _START_S))
-        else:
-            self._revoke_left(name)
-        # Nodes that are idle wait for others, to which a trial goes with them.
-        num_idle = sum(nodes.values())
+        return met
+
+    def _follow_known(
+        self, name: str, known: Mapping[str, bool], met: set[str], now: float
+    ) -> None:
+        """Follow a starter that knows all of its runners: wait for them, and miss no others."""
+        starting, registered = self._starting[name], self._registered[name]
+        # Who still leaves has to say so.
+        self._revoke(name, known.keys() | starting.keys() | self._heard(name))
+        self._note_ended(name, known.keys() | starting.keys())
+        # One that waits again after it ran, such as a preempted job, starts anew.
+        registered.intersection_update(one for one, is_running in known.items() if is_running)
+        registered.update(met)
+        if name not in self._looked_at:
+            self._looked_at.add(name)
+            registered.update(self._registered_before(name, known))
+        # This master has not asked for them.
+        for runner in starting.keys() - known.keys() - self._group_of[name].keys():
+            del starting[runner]
+        starting.update(dict.fromkeys(known.keys() - registered, now + _START_S))
+
+    def _start_missing(
+        self,
+        name: str,
+        need: PoolNeed | None,
+        known: Mapping[str, bool],
+        nodes: Mapping[str, bool],
+        now: float,
+    ) -> None:
+        """Start the runners that waiting trials lack, and cancel those that none waits for."""
+        pool, starter = self._pools[name]
+        starting, group_of = self._starting[name], self._group_of[name]
         groups = [] if need is None else runner_groups(need, pool.slots or 1)
-        all_ = present | known.keys() | starting.keys()
-        group_of = self._group_of[name]
+        all_ = nodes.keys() | known.keys() | starting.keys()
         for runner in group_of.keys() - all_:
             del group_of[runner]
         missing, awaited = missing_runners(
             # Without `slots`, fewer runners may have enough.
             [min(size, pool.max_runners) for size in groups],
-            num_idle,
+            # Nodes that are idle wait for others, to which a trial goes with them.
+            sum(nodes.values()),
             Counter(group_of.get(one, _UNKNOWN_GROUP) for one in starting),
         )
         spare = [

@@ -50,18 +50,23 @@ def store_columns(
     if long:
         full += _first_chunks_of_series(connection, trial_id, attempt, long)
     if updates:
-        names = [name for name in updates[0] if name != "row_id"]
-        statement = update(tables.series).where(tables.series.c.id == bindparam("row_id"))
-        # Bound under other names, as SQLAlchemy keeps column names to itself in an update.
-        connection.execute(
-            statement.values({name: bindparam(f"new_{name}") for name in names}),
-            [
-                {"row_id": row["row_id"], **{f"new_{name}": row[name] for name in names}}
-                for row in updates
-            ],
-        )
+        _update_series(connection, updates)
     if full:
         connection.execute(insert(tables.chunks), full)
+
+
+def _update_series(connection: Connection, updates: list[dict[str, Any]]) -> None:
+    """Change rows of series: each of the dictionaries has a `row_id` and the same columns."""
+    names = [name for name in updates[0] if name != "row_id"]
+    statement = update(tables.series).where(tables.series.c.id == bindparam("row_id"))
+    # Bound under other names, as SQLAlchemy keeps column names to itself in an update.
+    connection.execute(
+        statement.values({name: bindparam(f"new_{name}") for name in names}),
+        [
+            {"row_id": row["row_id"], **{f"new_{name}": row[name] for name in names}}
+            for row in updates
+        ],
+    )
 
 
 def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from paceline.engine import (
     SettingChanges,
     built_settings,
 )
-from paceline.engine.state._models_and_optimizers import load_models
+from paceline.engine.state._load_models import load_models
 from paceline.engine.tensors._optimizer_parameters import named_parameters
 
 

@@ -399,7 +399,7 @@ def test_a_piece_that_is_written_after_its_checkpoint_was_stored_goes_with_the_a
 ) -> None:
     node.store("one")
     node.offer("one")
-    [incoming] = served.core.transfers._open.values()
+    [incoming] = served.core.transfers._uploads._open.values()
     node.shipper().ship_rest()
     # As a thread of the master does that has begun before.
     incoming.write("model", 0, b"late")

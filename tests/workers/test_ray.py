@@ -30,7 +30,7 @@ from paceline.workers import (
 )
 from paceline.workers._errors import PlacementTimeoutError
 from paceline.workers.pools import _shared_memory_segment
-from paceline.workers.remote import _ray_host_actors, _ray_node_versions
+from paceline.workers.remote import _ray_node_versions, _ray_placement
 from paceline.workers.remote._listener import Listener, join_listener
 from paceline.workers.remote._ray_cluster import num_fitting
 from paceline.workers.remote._ray_node_versions import version_differences
@@ -334,7 +334,7 @@ def test_a_lost_node_is_replaced_by_others(ray_cluster: Any) -> None:
 def test_a_wait_for_a_node_that_replaces_a_lost_one_is_told(
     ray_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_ray_host_actors, "_TELL_WAIT_S", 0.5)
+    monkeypatch.setattr(_ray_placement, "_TELL_WAIT_S", 0.5)
     nodes = [ray_cluster.add_node(num_cpus=1, resources={"few": 1}) for _ in range(2)]
     try:
         with RayPool(2, resources_per_worker={"few": 1}, grace_s=1.0) as pool:
@@ -373,7 +373,7 @@ def test_a_reserve_that_still_loads_is_used_when_all_workers_are_lost(
             wait_until(lambda: pool.capacity() == 2)
             call = pool.submit(time.sleep, (600,))
             assert pool.reserve(2) == 1
-            reserve = pool._hosts()._hosts[1]
+            reserve = pool._hosts()._actors.all[1]
             wait_until(lambda: pool.reserve(2) == 1 and reserve.facts)
             assert reserve.unheard
             ray_cluster.remove_node(added.pop(0), allow_graceful=False)

@@ -22,6 +22,7 @@ from paceline.core._control_file import ControlFile
 from paceline.core._core_context import Context, has_context
 from paceline.core._core_init import init
 from paceline.core._distributed_context import DistributedContext
+from paceline.core._earlier_run import resuming_by
 from paceline.core._enums import (
     DownloadMode,
     EarlyExitReason,
@@ -54,12 +55,7 @@ from paceline.core._new_run_storage import (
     storage_of_new_run,
 )
 from paceline.core._node_storage import NodeStorage
-from paceline.core._open_run import (
-    OpenedRun,
-    next_run_number,
-    open_run,
-    resuming_by,
-)
+from paceline.core._open_run import OpenedRun, next_run_number, open_run
 from paceline.core._preempt_context import PreemptContext, SignalWatch
 from paceline.core._profiler_context import ProfilerContext
 from paceline.core._report_checks import RESERVED_GROUPS, group_of_rank

@@ -354,7 +354,7 @@ class DistributedContext:
         transport.set(keys[rank], pickle.dumps(value))
         if rank != 0:
             return None
-        transport.wait(keys, explain=lambda: self._explain(call, _missing(transport, keys)))
+        transport.wait(keys, explain=lambda: self._explain(call, transport.missing(keys)))
         gathered = transport.get(keys)
         transport.delete(keys)
         return gathered
@@ -376,9 +376,7 @@ class DistributedContext:
         return answer
 
     def _blocking(self, transport: KeyValueStore, call: str, keys: list[str]) -> list[int]:
-        if call.startswith("broadcast"):
-            return [0]
-        missing = _missing(transport, keys)
+        missing = [] if call.startswith("broadcast") else transport.missing(keys)
         return missing if 0 < len(missing) < len(keys) else [0]
 
     def _explain(self, call: str, missing: list[int]) -> str:
@@ -394,10 +392,6 @@ class DistributedContext:
             raise RuntimeError("A closed `DistributedContext` must not be used any more.")
         assert self._transport is not None
         return self._transport
-
-
-def _missing(transport: KeyValueStore, keys: list[str]) -> list[int]:
-    return [index for index, key in enumerate(keys) if not transport.has([key])]
 
 
 def _loads(data: bytes) -> Any:

@@ -66,6 +66,10 @@ class KeyValueStore:
         """Tell whether all keys are there."""
         return bool(self._call(lambda: self._store.check(list(keys))))
 
+    def missing(self, keys: Sequence[str]) -> list[int]:
+        """Return the indices of the keys that are not there."""
+        return [index for index, key in enumerate(keys) if not self.has([key])]
+
     def wait(self, keys: Sequence[str], *, explain: Callable[[], str]) -> None:
         """Wait until all keys are there.
 

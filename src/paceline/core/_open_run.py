@@ -4,21 +4,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from paceline.core._earlier_run import run_to_resume, tell_of_earlier_run
 from paceline.core._heartbeat import sending_heartbeats
 from paceline.core._journal_history import History, read_history
 from paceline.core._live_reports import master_to_report_to, reporting
 from paceline.core._new_run_storage import (
     RESUME_VARIABLE,
-    RUNS_VARIABLE,
     NewRunStart,
     is_checkpoint_url,
     starting_point,
@@ -28,22 +27,12 @@ from paceline.core._recorded_settings import drawn_seed, recordable, tell_of_cha
 from paceline.core._run_directories import checked_run_name, make_run_directory, run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
-    RunState,
     is_of_master,
-    latest_checkpoint,
-    newest_run_named,
     newest_whole_checkpoint,
-    run_state,
     storage_of_run,
 )
 from paceline.core._unfinished_checkpoints import discard_unfinished
-from paceline.journal import (
-    HEARTBEAT_LIMIT_S,
-    RUN_DIRECTORY_VARIABLE,
-    NotARunDirectoryError,
-    RunDirectory,
-    RunInfo,
-)
+from paceline.journal import HEARTBEAT_LIMIT_S, RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
@@ -73,21 +62,6 @@ class OpenedRun:
 def next_run_number() -> int:
     """Return which run of this process the next one is, from 1, and count it."""
     return next(_run_numbers)
-
-
-_resume_hint: ContextVar[str] = ContextVar(
-    "resume_hint", default=', or pass resume="auto" to init()'
-)
-
-
-@contextmanager
-def resuming_by(hint: str) -> Iterator[None]:
-    """Have a hint about an earlier run end with what the caller's users can write."""
-    token = _resume_hint.set(hint)
-    try:
-        yield
-    finally:
-        _resume_hint.reset(token)
 
 
 def open_run(
@@ -246,10 +220,10 @@ def open_run_by_name(
         storage, run = start.storage, None
         seed = start.seed if seed is None else seed
     else:
-        run = _run_to_resume(root, name, resume)
+        run = run_to_resume(root, name, resume)
     if run is None:
         if is_resumable and not resume and directory is None:
-            _tell_of_earlier_run(root, name)
+            tell_of_earlier_run(root, name)
         # Before there is a directory, as it may be refused.
         place = storage or storage_of_new_run(root)
         if place.is_remote and is_resumable:
@@ -274,35 +248,6 @@ def open_run_by_name(
         return _place_new(path, info, start, master, lock)
     tell_of_changes(run.read_info(), hparams)
     return _place_resumed(run, storage, seed, master, lock)
-
-
-def _run_to_resume(
-    root: Path, name: str, resume: str | os.PathLike[str] | None
-) -> RunDirectory | None:
-    if not resume:
-        return None
-    if resume != "auto":
-        path = Path(os.path.abspath(resume))
-        if (path / "manifest.json").exists() and not (path / "run.json").exists():
-            raise NotARunDirectoryError(
-                f"`resume` must name a run directory or the URL of a checkpoint, but {str(path)!r}"
-                f" is the directory of a checkpoint. Hint: {path.as_uri()!r} is its URL."
-            )
-        return RunDirectory.open(path)
-    run = newest_run_named(root, name)
-    if run is None:
-        elsewhere = (
-            f" To go on with a run of another machine, set {RESUME_VARIABLE} to the URL of its"
-            " checkpoint."
-        )
-        hint = elsewhere if os.environ.get(RUNS_VARIABLE) else ""
-        logger.info("No earlier run %r in %s: starting a new one.%s", name, root, hint)
-        return None
-    state = run_state(run, read_history(run))
-    if state in (RunState.COMPLETED, RunState.INVALID_HP):
-        logger.info("The last run %r (%s) is %s: starting a new one.", name, run.path, state.value)
-        return None
-    return run
 
 
 def _place_new(
@@ -390,30 +335,6 @@ def _take_lock(run: RunDirectory, master: str | None, lock: ExitStack) -> None:
         )
     lock.enter_context(sending_heartbeats(run))
     start_reports()
-
-
-def _tell_of_earlier_run(root: Path, name: str) -> None:
-    run = newest_run_named(root, name)
-    if run is None:
-        return
-    history = read_history(run)
-    state = run_state(run, history)
-    if state not in (RunState.CRASHED, RunState.PREEMPTED):
-        return
-    uuid, steps = latest_checkpoint(storage_of_run(run, run.read_info()), history)
-    found = f"its latest checkpoint is {uuid} at step {steps}" if uuid else "it has no checkpoint"
-    logger.warning(
-        "The last run %r (%s) %s at step %d; %s. This start begins a new run. To go on with that"
-        " one instead, set %s=%s%s.",
-        name,
-        run.path,
-        "crashed" if state is RunState.CRASHED else "was preempted",
-        max(history.last_steps.values(), default=0),
-        found,
-        RESUME_VARIABLE,
-        run.path,
-        _resume_hint.get(),
-    )
 
 
 def _generation_of_run(info: RunInfo) -> int:

@@ -68,12 +68,9 @@ class Dataset:
         return f"<Dataset of {self._source.name}{size}>"
 
     def _repr_html_(self) -> str:
-        facts: list[tuple[str, Any]] = [("source", self._source.name)]
-        if not isinstance(self._source, (Stream, FilteredSamples)):
-            facts.append(("samples", f"{len(self):,}"))
-        else:
-            facts.append(("samples", "not known before they are read"))
-        return html_table("Dataset", (), facts)
+        is_unread = isinstance(self._source, (Stream, FilteredSamples))
+        size = "not known before they are read" if is_unread else f"{len(self):,}"
+        return html_table("Dataset", (), [("source", self._source.name), ("samples", size)])
 
     # ---- samples -------------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ class Dataset:
         check_function("function", function)
         if isinstance(self._source, Stream):
             return self._with(source=self._source.then(MappingStreamStep(function)))
-        return self._with(stage=MapSamplesStage(function))
+        return self._with(stages=(*self._stages, MapSamplesStage(function)))
 
     def map_batches(self, function: Callable[[Any], Any]) -> "Dataset":
         """Return the data set of what a function makes of samples that are read together.
@@ -157,7 +154,7 @@ class Dataset:
         check_function("function", function)
         if isinstance(self._source, Stream):
             return self._with(source=self._source.then(BatchStreamStep(function)))
-        return self._with(stage=MapBatchesStage(function))
+        return self._with(stages=(*self._stages, MapBatchesStage(function)))
 
     def filter(self, keeps: Callable[[Any], Any]) -> "Dataset":
         """Return the data set of the samples for which a function is true.
@@ -390,7 +387,6 @@ class Dataset:
         self,
         *,
         source: Source | Stream | None = None,
-        stage: Stage | None = None,
         stages: tuple[Stage, ...] | None = None,
         plan: Plan | None = None,
     ) -> "Dataset":
@@ -398,7 +394,5 @@ class Dataset:
         # A source that has not counted its samples must not be asked whether it has any.
         changed._source = self._source if source is None else source
         changed._stages = self._stages if stages is None else stages
-        if stage is not None:
-            changed._stages += (stage,)
         changed._plan = plan or self._plan
         return changed

@@ -105,7 +105,8 @@ from paceline.engine.schedule._train_units import (
 )
 from paceline.engine.schedule._training_schedule import Schedule, StopReason
 from paceline.engine.state._changed_settings import SettingChanges, built_settings
-from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, load_models
+from paceline.engine.state._load_models import load_models
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.tensors._optimizer_parameters import all_parameters
 from paceline.engine.tensors._stored_tensors import whole
 from paceline.engine.train_functions._accelerate_options import accelerate

@@ -368,6 +368,9 @@ class Trainer(TrainerWorkers):
             )
         return core.join_run(opened, lock, is_chief=self._group.is_chief)
 
+    def _forget_iterator(self) -> None:
+        self._iterator = None
+
     # ---- checkpoints ---------------------------------------------------------------------
 
     @property
@@ -389,11 +392,6 @@ class Trainer(TrainerWorkers):
         """Return the state that the last run saved last, or None."""
         latest = self.latest_checkpoint
         return None if latest is None else latest.load()
-
-    # ---- small parts ---------------------------------------------------------------------
-
-    def _forget_iterator(self) -> None:
-        self._iterator = None
 
 
 def _made_with(arguments: dict[str, Any]) -> Trainer:

@@ -24,7 +24,8 @@ from paceline.engine.optimizer_steps._watched_user_calls import WatchedUserCalls
 from paceline.engine.parallel._data_parallel import DataParallel
 from paceline.engine.parallel._flat_all_reduce import FlatReduction
 from paceline.engine.state._buffers_and_gradients import load_buffers
-from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers, check_numbers
+from paceline.engine.state._load_models import check_numbers
+from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.training._training_loop import TrainingLoop
 from paceline.engine.training._training_state import TrainingState
 

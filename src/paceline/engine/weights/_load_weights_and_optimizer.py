@@ -17,7 +17,8 @@ from paceline.engine.formats._versioned_checkpoint import (
     read_weights,
 )
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
-from paceline.engine.state._models_and_optimizers import divided_optimizer_states, load_models
+from paceline.engine.state._load_models import load_models
+from paceline.engine.state._models_and_optimizers import divided_optimizer_states
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 from paceline.engine.tensors._safetensors_file import TensorFile
 from paceline.engine.tensors._sharded_tensors import is_sharded

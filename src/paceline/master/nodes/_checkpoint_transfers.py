@@ -3,8 +3,6 @@
 import asyncio
 import errno
 import os
-import threading
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,14 +14,14 @@ from paceline.master.experiments import (
     RefusedError,
     StateChanges,
     check_not_over,
-    checkpoint_root,
     delete_files,
     note_deleted_files,
     read_attempt,
     store_checkpoint,
 )
+from paceline.master.nodes._open_uploads import OpenUploads, live_attempts, place_of_experiment
 from paceline.master.nodes._waiting_checkpoints import WaitingCheckpoints
-from paceline.master.store import Database, Transaction, config_of, read_members, tables
+from paceline.master.store import Database, Transaction, read_members, tables
 from paceline.messages.attempts import (
     MAX_PIECE_BYTES,
     CheckpointFiles,
@@ -31,7 +29,7 @@ from paceline.messages.attempts import (
     CheckpointOffer,
     ShardOffer,
 )
-from paceline.messages.states import LIVE_ATTEMPTS, CheckpointState
+from paceline.messages.states import CheckpointState
 from paceline.storage import (
     MANIFEST_NAME,
     CheckpointStorage,
@@ -39,7 +37,6 @@ from paceline.storage import (
     IncomingCheckpoint,
     decode_manifest,
     done_name,
-    forget_incoming,
     storage_from,
 )
 
@@ -47,8 +44,6 @@ faults.register("master.checkpoint.moved_in")
 
 PIECES_AT_ONCE = 8
 OFFERS_AT_ONCE = 4
-# Of one attempt at a time; a runner sends one after the other.
-_MAX_OPEN = 4
 _LARGEST_TEXT = 64 * 1024 * 1024
 
 
@@ -69,19 +64,13 @@ class Transfers:
         self, database: Database, cluster_id: str, default_storage: str, changes: StateChanges
     ) -> None:
         self._database = database
-        self._cluster_id = cluster_id
         self._default_storage = default_storage
         self._changes = changes
         # For requests that hold a piece, or a list of files, in memory, of all runners together.
         self.pieces = asyncio.Semaphore(PIECES_AT_ONCE)
         self.offers = asyncio.Semaphore(OFFERS_AT_ONCE)
         self.waiting = WaitingCheckpoints(database, changes)
-        self._lock = threading.Lock()
-        # By attempt, checkpoint and member, in the order in which they were begun.
-        self._open: dict[tuple[int, str, int], IncomingCheckpoint] = {}
-        # Where attempts have sent files to.
-        self._roots: dict[int, Path] = {}
-        self._knows_earlier = False
+        self._uploads = OpenUploads(database, cluster_id, default_storage)
 
     def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
         """Return what is missing of a checkpoint, or store it if nothing is.
@@ -113,12 +102,12 @@ class Transfers:
             return CheckpointNeeds(is_stored=True)
         if offer.record is None or offer.record.uuid != uuid:
             raise RefusedError("unknown_checkpoint", f"Nobody has stored checkpoint {uuid}.")
-        incoming = self._incoming(storage, attempt_id, uuid, offer.files)
-        if not self._is_there(storage, uuid, offer.files):
+        incoming = self._uploads.incoming(storage, attempt_id, uuid, offer.files)
+        if not _is_there(storage, uuid, offer.files):
             # A damaged file is missing again.
             missing = incoming.missing() or dict.fromkeys(incoming.seal(), 0)
             if missing:
-                self._begin((attempt_id, uuid, 0), storage, incoming)
+                self._uploads.begin((attempt_id, uuid, 0), storage, incoming)
                 return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)
         self._store(attempt_id, storage, incoming, offer.record)
         return CheckpointNeeds(is_stored=True)
@@ -141,10 +130,9 @@ class Transfers:
             members = read_members(attempt)
             if not 0 < member < len(members):
                 raise RefusedError("unknown_member", f"Attempt {attempt_id} has no such node.")
-        shards = {rank: text.encode() for rank, text in offer.shards.items()}
-        incoming = IncomingCheckpoint(storage, self._sender(attempt_id), uuid, None, shards)
+        incoming = self._uploads.incoming(storage, attempt_id, uuid, offer)
         missing = incoming.missing()
-        self._begin((attempt_id, uuid, member), storage, incoming)
+        self._uploads.begin((attempt_id, uuid, member), storage, incoming)
         is_alone = members[0].exit is not None
         return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)
 
@@ -159,13 +147,7 @@ class Transfers:
             CheckpointWriteError: The disk is full or broken.
             ValueError: The checkpoint has no such file, or not so many bytes of it.
         """
-        with self._lock:
-            incoming = self._open.get((attempt_id, uuid, member))
-        if incoming is None:
-            raise RefusedError(
-                "unknown_upload", f"Attempt {attempt_id} must offer checkpoint {uuid} first."
-            )
-        return incoming.write(name, offset, data)
+        return self._uploads.get(attempt_id, uuid, member).write(name, offset, data)
 
     def delete(self, attempt_id: int, uuid: str) -> None:
         """Delete a checkpoint of the attempt's trial, if it is there; raises like `offer`."""
@@ -233,126 +215,40 @@ class Transfers:
     def forget(self, attempt_id: int) -> None:
         """Remove what an attempt did not send to the end, if it has ended on all of its nodes."""
         # An attempt may be gone with its experiment.
-        query = select(tables.attempts.c.state).where(tables.attempts.c.id == attempt_id)
         with self._database.read() as connection:
-            if connection.execute(query).scalar() in LIVE_ATTEMPTS:
+            if attempt_id in live_attempts(connection):
                 return
         self.waiting.forget(attempt_id)
-        with self._lock:
-            root = self._roots.pop(attempt_id, None)
-        if root is not None:
-            # A piece may also have been written when its checkpoint was stored already.
-            self.sweep(root)
+        self._uploads.forget(attempt_id)
 
     def forget_ended(self) -> None:
         """Remove what attempts did not send to the end that ended without word of a runner."""
-        if not self._knows_earlier:
-            self._take_up()
-        with self._lock:
-            known = {*self._roots, *(one.attempt_id for one in self.waiting.all())}
+        known = self._uploads.attempts() | {one.attempt_id for one in self.waiting.all()}
         if not known:
             return
         with self._database.read() as connection:
-            live = _live_attempts(connection)
+            live = live_attempts(connection)
         for attempt_id in known - live:
             self.forget(attempt_id)
-
-    def _take_up(self) -> None:
-        """Find where attempts may have sent files to, before this master began."""
-        attempts = tables.attempts.c
-        with self._database.read() as connection:
-            query = select(attempts.id, attempts.experiment_id).where(
-                attempts.state.in_(LIVE_ATTEMPTS), attempts.run_attempt.is_(None)
-            )
-            experiments = {row.id: row.experiment_id for row in connection.execute(query)}
-            places = {one: self._place_of(connection, one) for one in set(experiments.values())}
-        roots = {
-            attempt_id: DirectoryStorage(places[experiment_id]).root
-            for attempt_id, experiment_id in experiments.items()
-            if "://" not in places[experiment_id]
-        }
-        with self._lock:
-            self._roots = roots | self._roots
-        self._knows_earlier = True
-        self.sweep(DirectoryStorage(self._default_storage).root)
-
-    def sweep(self, root: Path) -> None:
-        """Remove what attempts that have ended did not send to the end, from a storage."""
-        prefix = f"{self._cluster_id}-"
-        with self._database.read() as connection:
-            live = _live_attempts(connection)
-
-        def is_wanted(sender: str) -> bool:
-            number = sender.removeprefix(prefix)
-            return number == sender or (number.isdecimal() and int(number) in live)
-
-        with self._lock:
-            for key in list(self._open):
-                if key[0] not in live:
-                    del self._open[key]
-            for number in [one for one, place in self._roots.items() if place == root]:
-                if number not in live:
-                    del self._roots[number]
-        forget_incoming(root, is_wanted)
 
     # ---- details -------------------------------------------------------------------------
 
     def _directory_of(self, connection: Connection, attempt: Row[Any]) -> DirectoryStorage:
-        place = self._place_of(connection, attempt.experiment_id)
+        place = place_of_experiment(connection, attempt.experiment_id, self._default_storage)
         if "://" in place:
             raise RefusedError("other_storage", f"Nodes themselves store checkpoints in {place}.")
         return DirectoryStorage(place)
 
-    def _place_of(self, connection: Connection, experiment_id: int) -> str:
-        config = config_of(StateChanges.experiment(connection, experiment_id))
-        return checkpoint_root(config) or self._default_storage
-
     def _check_place(self, row: Row[Any]) -> None:
         """Refuse a place that a record alone has named: it could be any directory."""
         with self._database.read() as connection:
-            place = self._place_of(connection, row.experiment_id)
+            place = place_of_experiment(connection, row.experiment_id, self._default_storage)
         if storage_from(row.storage).url != storage_from(place).url:
             raise RefusedError(
                 "other_storage",
                 f"Checkpoint {row.uuid} must lie in the storage of its experiment, but lies in"
                 f" {row.storage}.",
             )
-
-    def _sender(self, attempt_id: int) -> str:
-        return f"{self._cluster_id}-{attempt_id}"
-
-    def _incoming(
-        self, storage: DirectoryStorage, attempt_id: int, uuid: str, files: CheckpointFiles
-    ) -> IncomingCheckpoint:
-        shards = {rank: text.encode() for rank, text in files.shards.items()}
-        sender = self._sender(attempt_id)
-        return IncomingCheckpoint(storage, sender, uuid, files.manifest.encode(), shards)
-
-    def _begin(
-        self, key: tuple[int, str, int], storage: DirectoryStorage, incoming: IncomingCheckpoint
-    ) -> None:
-        attempt_id, _, member = key
-        with self._lock:
-            is_new = key not in self._open
-            num_open = sum((one[0], one[2]) == (attempt_id, member) for one in self._open)
-            if is_new and num_open >= _MAX_OPEN:
-                raise RefusedError(
-                    "too_many_uploads",
-                    f"Attempt {attempt_id} must send at most {_MAX_OPEN} checkpoints at a time.",
-                )
-            self._open[key] = incoming
-            self._roots[attempt_id] = storage.root
-        if is_new:
-            self.sweep(storage.root)
-
-    @staticmethod
-    def _is_there(storage: DirectoryStorage, uuid: str, files: CheckpointFiles) -> bool:
-        """Tell whether a checkpoint was moved in before a master died that had not noted it."""
-        if not storage.exists(uuid):
-            return False
-        if _checkpoint_file_text(storage, uuid, MANIFEST_NAME) != files.manifest:
-            raise RefusedError("other_checkpoint", f"There is another checkpoint {uuid}.")
-        return True
 
     def _store(
         self,
@@ -378,21 +274,7 @@ class Transfers:
             store_checkpoint(self._changes, transaction, attempt, stored)
 
         self._database.write(job).result()
-        self._close(attempt_id, manifest.uuid)
-
-    def _close(self, attempt_id: int, uuid: str) -> None:
-        """Forget the upload of a stored checkpoint, and those that will never be whole.
-
-        Ranks commit checkpoints in their order. One that a node has begun to send before this one,
-        and that is not stored, was given up.
-        """
-        with self._lock:
-            for member in {key[2] for key in self._open if key[:2] == (attempt_id, uuid)}:
-                keys = [key for key in self._open if (key[0], key[2]) == (attempt_id, member)]
-                for key in keys[: keys.index((attempt_id, uuid, member)) + 1]:
-                    given_up = self._open.pop(key)
-                    if key[1] != uuid:
-                        given_up.forget()
+        self._uploads.close(attempt_id, manifest.uuid)
 
     def _shrink(self, row: Row[Any], files: CheckpointFiles) -> None:
         """Delete the files of a checkpoint that a new manifest does not name any more."""
@@ -410,18 +292,21 @@ class Transfers:
         self._database.write(note).result()
 
 
-def _live_attempts(connection: Connection) -> set[int]:
-    attempts = tables.attempts.c
-    query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
-    return set(connection.execute(query).scalars())
-
-
 def _check_own(row: Row[Any], attempt: Row[Any]) -> None:
     if row.trial_id != attempt.trial_id:
         raise RefusedError(
             "other_trial",
             f"Checkpoint {row.uuid} belongs to another trial than {attempt.trial_id}.",
         )
+
+
+def _is_there(storage: DirectoryStorage, uuid: str, files: CheckpointFiles) -> bool:
+    """Tell whether a checkpoint was moved in before a master died that had not noted it."""
+    if not storage.exists(uuid):
+        return False
+    if _checkpoint_file_text(storage, uuid, MANIFEST_NAME) != files.manifest:
+        raise RefusedError("other_checkpoint", f"There is another checkpoint {uuid}.")
+    return True
 
 
 def _checkpoint_file_text(storage: CheckpointStorage, uuid: str, name: str) -> str | None:

@@ -17,9 +17,8 @@ from paceline._private_files import open_private
 from paceline._sealed_json import seal
 from paceline.journal import write_atomically
 from paceline.messages.attempts import MasterAddress
-from paceline.messages.node_runners import NodeFacts, NodeLaunch, NodePoll, NodeSession, NodeWork
+from paceline.messages.node_runners import NodeFacts, NodePoll, NodeSession, NodeWork
 from paceline.runner._attempt_processes import AttemptProcesses
-from paceline.runner._checkpoint_place import place_checkpoints
 from paceline.runner._master_link import (
     MasterBackoff,
     MasterLink,
@@ -29,6 +28,7 @@ from paceline.runner._master_link import (
     UntrustedMasterError,
     encode,
 )
+from paceline.runner.node._wanted_attempts import WantedAttempts
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +83,7 @@ class NodeRunner:
         self._answers: queue.SimpleQueue[NodeWork | Exception] = queue.SimpleQueue()
         self._number = 0
         self._version = 0
-        # None until the master has said it.
-        self._wanted: set[int] | None = None
-        self._retry_at: dict[int, float] = {}
-        self._pauses: dict[int, MasterBackoff] = {}
+        self._wanted = WantedAttempts(self._processes, self._address_path, self._address)
         self._num_signals = 0
         self._has_strays = False
         self._asked_at = 0.0
@@ -204,7 +201,7 @@ class NodeRunner:
         attempts = [id_ for id_ in self._processes.all() if self._processes.is_prepared(id_)]
         is_short = self._has_strays or self._num_signals
         # After a failure, an answer that says at once what is wanted.
-        wait_s = 0.0 if self._wanted is None else _SHORT_WAIT_S if is_short else _WAIT_S
+        wait_s = 0.0 if self._wanted.ids is None else _SHORT_WAIT_S if is_short else _WAIT_S
         self._number += 1
         return NodePoll(
             key=self._facts.key,
@@ -235,7 +232,7 @@ class NodeRunner:
             try:
                 answer = self._answers.get(timeout=_TICK_S)
             except queue.Empty:
-                self._look_after({}, [])
+                self._wanted.look_after({}, [])
                 continue
             if isinstance(answer, NodeWork):
                 if trouble:
@@ -258,7 +255,7 @@ class NodeRunner:
             )
 
     def _leave_if_idle(self) -> None:
-        if self._processes.all() or self._wanted or self._idle_timeout_s is None:
+        if self._processes.all() or self._wanted.ids or self._idle_timeout_s is None:
             self._busy_at = time.monotonic()
         elif time.monotonic() > self._busy_at + self._idle_timeout_s and not self._num_signals:
             logger.info("The node was idle for %.0f s and leaves.", self._idle_timeout_s)
@@ -266,13 +263,13 @@ class NodeRunner:
 
     def _carry_out(self, work: NodeWork) -> None:
         self._version, self._has_strays = work.version, work.strays
-        self._wanted = set(work.wanted)
+        self._wanted.ids = set(work.wanted)
         launches = {launch.spec.attempt_id: launch for launch in work.launches}
         # Of an old answer nothing is started: what it names may have been given away since.
         is_old = time.monotonic() - self._asked_at > self._session.lease_s / 2
         if is_old or self._num_signals:
             launches = {}
-        self._look_after(launches, work.kill)
+        self._wanted.look_after(launches, work.kill)
 
     def _recover(self, error: Exception) -> None:
         if _is_final(error):
@@ -281,63 +278,6 @@ class NodeRunner:
             self._session = self._register()
             self._check_cluster()
             self._number = 0
-
-    def _look_after(self, launches: dict[int, NodeLaunch], kill: list[int]) -> None:
-        """Make what is here as it is wanted; for every wanted attempt in its own state."""
-        if self._wanted is None:
-            return
-        for attempt_id in kill:
-            self._processes.kill_runner(attempt_id)
-        for attempt_id in sorted(self._wanted):
-            self._look_after_one(attempt_id, launches.get(attempt_id))
-        self._processes.clean(self._wanted)
-        for attempt_id in self._retry_at.keys() - self._wanted:
-            self._retry_at.pop(attempt_id, None)
-            self._pauses.pop(attempt_id, None)
-
-    def _look_after_one(self, attempt_id: int, launch: NodeLaunch | None) -> None:
-        processes = self._processes
-        if processes.is_prepared(attempt_id):
-            if processes.is_alive(attempt_id):
-                return
-        elif launch is None:
-            return
-        if time.monotonic() < self._retry_at.get(attempt_id, 0.0):
-            return
-        pauses = self._pauses.setdefault(attempt_id, MasterBackoff(1.0, 30.0))
-        self._retry_at[attempt_id] = time.monotonic() + pauses.next_s()
-        try:
-            if not processes.is_prepared(attempt_id):
-                assert launch is not None
-                spec = msgspec.structs.replace(launch.spec, master=str(self._address_path))
-                run = processes.directory(attempt_id).run
-                spec, info = place_checkpoints(spec, launch.info, run)
-                processes.prepare(spec, info, launch.secrets)
-            if processes.was_started(attempt_id):
-                processes.ship(attempt_id)
-            else:
-                processes.start(attempt_id)
-        except Exception as error:
-            logger.exception("Attempt %d cannot be started.", attempt_id)
-            self._report_failure(attempt_id, launch, error)
-
-    def _report_failure(self, attempt_id: int, launch: NodeLaunch | None, error: Exception) -> None:
-        """Tell the master that an attempt cannot start, so that it need not wait for its lease."""
-        # Loaded late: it needs much that a runner without attempts does not.
-        from paceline.runner._attempt_end_report import make_attempt_end
-        from paceline.runner._start_errors import judge_start
-
-        if launch is None:
-            return
-        reason, kind = judge_start(error)
-        end = make_attempt_end(reason, detail=f"{type(error).__name__}: {error}", kind=kind)
-        address = self._address(launch.spec.token or "")
-        try:
-            path = f"/attempts/{attempt_id}/end?member={launch.spec.member}"
-            sent = msgspec.structs.replace(end, sent_at=time.time())
-            MasterLink(lambda: address).post(path, encode(sent))
-        except (UnreachableError, RefusedByMasterError) as failure:
-            logger.error("The end of attempt %d cannot be told: %s", attempt_id, failure)
 
     def _let_leave(self) -> None:
         """Have all attempts store a checkpoint and end, as if the machine shut down."""

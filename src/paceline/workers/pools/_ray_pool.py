@@ -21,9 +21,10 @@ from paceline.workers.processes._worker_spec import WorkerProcess
 from paceline.workers.remote._listener import Listener, ListenerAddress
 from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
-from paceline.workers.remote._ray_host_actors import HostActor, RayHosts
+from paceline.workers.remote._ray_host_actors import HostActor
 from paceline.workers.remote._ray_host_process import HostOrder
 from paceline.workers.remote._ray_node_versions import check_versions
+from paceline.workers.remote._ray_placement import RayHosts
 from paceline.workers.remote._ray_worker_group import RayGroup, RayGroupWorker
 from paceline.workers.remote._script_directory import ScriptSources, pack_script_directory
 
@@ -195,12 +196,8 @@ class RayPool(ServedPool):
     def _hosts(self) -> RayHosts:
         connection = self._connected()
         if self._made_hosts is None:
-            self._made_hosts = RayHosts(
-                connection,
-                self._bundle,
-                self._strategy,
-                self._sample_order(),
-            )
+            order = self._sample_order()
+            self._made_hosts = RayHosts(connection, self._bundle, self._strategy, order)
         for host, worker in self._working:
             host.is_lost = host.is_lost or worker.is_lost
         return self._made_hosts

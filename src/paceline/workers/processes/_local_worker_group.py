@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 
 from paceline._waiting import join, wait_until
 from paceline.workers._errors import WorkerStartError
+from paceline.workers.processes._ended_workers import DRAIN_S, LOOK_INTERVAL_S, EndedWorkers
 from paceline.workers.processes._leftover_processes import (
     GROUP_VARIABLE,
     adopting_orphan_processes,
@@ -20,20 +21,14 @@ from paceline.workers.processes._leftover_processes import (
 )
 from paceline.workers.processes._local_worker import LocalWorker, await_exit
 from paceline.workers.processes._output_reader import OnLine, OutputReader
-from paceline.workers.processes._process_facts import living_members, own_children, read_process
+from paceline.workers.processes._process_facts import living_members, read_process
 from paceline.workers.processes._process_start import Start, start_process
-from paceline.workers.processes._signals import signal_group
 from paceline.workers.processes._stopped_workers import StoppedWorkerWatch
 from paceline.workers.processes._worker_exit import WorkerExit
 from paceline.workers.processes._worker_spec import WorkerProcess, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
-# How long what a worker leaves behind may go on: its background processes, mostly cleaners of
-# shared memory, and output that they still hold open.
-_DRAIN_S = 2.0
-_LOOK_INTERVAL_S = 0.05
-_KILL_LOOK_INTERVAL_S = 0.005
 # What a kill may take until the process is gone and its output is read.
 _KILL_SLACK_S = 5.0
 
@@ -98,10 +93,7 @@ class LocalGroup:
         self._stopped_watch: StoppedWorkerWatch | None = None
         if heartbeat_timeout_s is not None:
             self._stopped_watch = StoppedWorkerWatch(
-                heartbeat_timeout_s,
-                self._running,
-                self.is_stopped,
-                self._end_silent,
+                heartbeat_timeout_s, self._running, self.is_stopped, self._end_silent
             )
 
     @property
@@ -121,6 +113,8 @@ class LocalGroup:
                 "A worker group is started once only. Hint: make a new `LocalGroup`."
             )
         self._reader = OutputReader(self._on_line)
+        adopted_mark = self._id if self._adopt_strays else None
+        self._ended = EndedWorkers(self._workers, self._reader, self._changed, adopted_mark)
         # A worker dies with the thread that started it, so that thread lives as long as the group.
         self._supervisor = threading.Thread(
             target=self._supervise, name="paceline-workers", daemon=True
@@ -216,7 +210,7 @@ class LocalGroup:
             The exits in rank order, within `grace_s` and a few seconds.
         """
         self.request_stop(grace_s)
-        exits = self.wait(grace_s + _DRAIN_S + _KILL_SLACK_S)
+        exits = self.wait(grace_s + DRAIN_S + _KILL_SLACK_S)
         if exits is not None:
             return exits
         running = [worker.spec.rank for worker in self._workers if not worker.is_closed]
@@ -268,7 +262,7 @@ class LocalGroup:
                 self._reader.read(self._timeout_s())
                 self._reader.deliver_due(self._workers)
                 self._answer_drains()
-                self._close_ended()
+                self._ended.close_due(self._kill_at)
         finally:
             self._has_spawned.set()
             self._finish()
@@ -324,67 +318,20 @@ class LocalGroup:
         splitters = [s for worker in self._workers for s in worker.open_streams.values()]
         waits = [s.due - time.time() for s in splitters if s.due is not None]
         if any(worker.is_ending for worker in self._workers):
-            waits.append(_LOOK_INTERVAL_S)
+            waits.append(LOOK_INTERVAL_S)
         return max(0.0, min(waits)) if waits else None
 
     def _answer_drains(self) -> None:
         """Read all that was printed so far, for those who wait for it."""
         if not self._drains:
             return
-        deadline = time.monotonic() + _DRAIN_S
+        deadline = time.monotonic() + DRAIN_S
         while self._reader.read(0.0) and time.monotonic() < deadline:
             pass
         with self._changed:
             drains, self._drains = self._drains, []
         for is_drained in drains:
             is_drained.set()
-
-    def _close_ended(self) -> None:
-        now = time.monotonic()
-        if self._adopt_strays and self._was_killed(now):
-            # What the killed have orphaned would keep their output open.
-            end_stray_processes(self._id)
-        for worker in self._workers:
-            if not worker.is_ending or now < worker.next_look_at:
-                continue
-            worker.next_look_at = now + _LOOK_INTERVAL_S
-            has_members = self._has_members(worker)
-            if has_members and worker.may_save_its_work:
-                continue
-            is_overdue = now > worker.exited_at + _DRAIN_S
-            if is_overdue or not (has_members or worker.open_streams):
-                self._close(worker)
-
-    def _has_members(self, worker: LocalWorker) -> bool:
-        """Tell whether a worker that has ended has left living processes in its group."""
-        if self._adopt_strays:
-            # Whoever has no parent any more is a child of this process, or has one below it.
-            ended = {other.process.pid for other in self._workers if other.exit is not None}
-            children = own_children()
-            if children is not None and ended.issuperset(children):
-                return False
-        return any(map(living_members, worker.process_groups()))
-
-    def _was_killed(self, now: float) -> bool:
-        """Tell whether all workers have ended after they were killed."""
-        is_due = self._kill_at is not None and now >= self._kill_at
-        return is_due and all(worker.exit is not None for worker in self._workers)
-
-    def _close(self, worker: LocalWorker) -> None:
-        for process_group in worker.process_groups():
-            signal_group(process_group, signal.SIGKILL)
-        deadline = time.monotonic() + _DRAIN_S
-        # A kill takes effect a moment after it was sent.
-        while self._has_members(worker) and time.monotonic() < deadline:
-            self._reader.read(_KILL_LOOK_INTERVAL_S)
-        # What the dead left in the pipes counts, but a process that got away from the group
-        # could go on writing for ever.
-        while worker.open_streams and self._reader.read(0.0) and time.monotonic() < deadline:
-            pass
-        for pipe in list(worker.open_streams):
-            self._reader.close_stream(worker, pipe)
-        with self._changed:
-            worker.close()
 
     def _finish(self) -> None:
         with self._changed:

@@ -28,6 +28,7 @@ from paceline.core._run_directories import checked_run_name, make_run_directory,
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
     is_of_master,
+    newest_run_named,
     newest_whole_checkpoint,
     storage_of_run,
 )

@@ -5,7 +5,6 @@ checkpoints become whole, are verified, and are found is the same for all.
 """
 
 import sqlite3
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,8 @@ from paceline.storage import ObjectStorage, StoredObject
 
 # SQLite holds at most 1 GB in a value.
 PIECE_BYTES = 64 * 1024 * 1024
+# Seconds since the epoch, by the clock of the database.
+NOW = "(julianday('now') - 2440587.5) * 86400"
 WAIT_S = 60.0
 
 
@@ -43,9 +44,7 @@ class SqliteStorage(ObjectStorage):
             number = 0
             # An empty object has one piece, too.
             while (data := reader.read(PIECE_BYTES)) or number == 0:
-                database.execute(
-                    "INSERT INTO pieces VALUES (?, ?, ?, ?)", (key, number, data, time.time())
-                )
+                database.execute(f"INSERT INTO pieces VALUES (?, ?, ?, {NOW})", (key, number, data))
                 number += 1
 
     def read(self, key: str, offset: int, size: int) -> bytes:

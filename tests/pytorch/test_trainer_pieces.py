@@ -202,11 +202,15 @@ def test_new_run_can_begin_with_the_state_of_an_unfinished_one(make: Make) -> No
         "max_length": pytorch.Epoch(2),
         "checkpoint_period": pytorch.Batch(2),
     }
-    with (
-        pytest.raises(RuntimeError, match="lost"),
-        pytorch.init(hparams={"global_batch_size": 4}, seed=1, name="same") as context,
-    ):
-        pytorch.Trainer(OneWeight(context, train=fail_late), context).fit(**options)
+    now = time.time
+    with pytest.MonkeyPatch.context() as clock:
+        # It is set right before the next run begins.
+        clock.setattr(time, "time", lambda: now() + 7200)
+        with (
+            pytest.raises(RuntimeError, match="lost"),
+            pytorch.init(hparams={"global_batch_size": 4}, seed=1, name="same") as context,
+        ):
+            pytorch.Trainer(OneWeight(context, train=fail_late), context).fit(**options)
     trial, trainer = make(name="same")
     result = trainer.fit(**options, resume="auto")
     assert trial.said[0] in ("startup 2", "startup 4")

@@ -329,6 +329,19 @@ def test_old_leftovers_are_swept_and_young_ones_stay(storage: CheckpointStorage)
     storage.verify(whole)
 
 
+def test_a_sweep_goes_by_the_clock_of_the_storage(
+    storage: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+    with storage.store_path("young") as path:
+        write_files(path, {"a": b"1"})
+        monkeypatch.setattr(time, "time", lambda: now() + 7200)
+        assert storage.sweep(older_than_s=3600) == []
+    assert storage.sweep(older_than_s=3600) == []
+    storage.commit("young", {"steps_completed": 1})
+    storage.verify("young")
+
+
 def test_what_others_keep_in_the_same_place_stays(
     storage: CheckpointStorage, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ with storage.store_shard("two", 0) as path:
         send(name, len(large), [large])
 storage.commit("two", {})
 """
-NUM_REQUESTS = 15
+NUM_REQUESTS = 16
 
 
 def bucket(url: str) -> ObjectStorage:
@@ -91,11 +91,11 @@ def test_a_save_makes_these_requests_in_this_order(
             f"PUT {name}.json",
         )
     ]
-    beginning, files, end = requests[:2], requests[2:-3], requests[-3:]
+    beginning, files, end = requests[:2], requests[2:-4], requests[-4:]
     # The two of the beginning come at once, and so do the files.
     assert Counter(beginning) == Counter(["LIST", "PUT .open"])
     assert Counter(files) == Counter(large)
-    assert end == ["PUT rank-0.done", "PUT manifest.json", "DELETE"]
+    assert end == ["PUT rank-0.done", "LIST", "PUT manifest.json", "DELETE"]
     assert len(requests) == NUM_REQUESTS
 
 
@@ -108,7 +108,7 @@ def test_the_record_of_each_other_rank_is_read_once_for_a_commit(
     requests.clear()
     assert chief.missing_shards("one", 2) == []
     chief.commit("one", {}, num_shards=2)
-    assert requests == ["GET rank-1.done", "PUT manifest.json", "DELETE"]
+    assert requests == ["GET rank-1.done", "LIST", "PUT manifest.json", "DELETE"]
     assert sorted(chief.verify("one").files) == ["model_0", "model_1"]
 
 
@@ -132,6 +132,40 @@ def test_what_was_removed_meanwhile_is_not_committed(
     assert chief.objects("") == []
 
 
+def test_a_sweep_leaves_a_checkpoint_for_as_long_as_a_file_may_take(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, sweeper = bucket(s3), bucket(s3)
+    with storage.store_path("slow") as path:
+        (path / "model").write_text("weights")
+        time.sleep(1.1)
+        assert sweeper.sweep(older_than_s=0.1) == []
+    # As earlier versions mark it. The server tells whole seconds.
+    storage._put_data(".open/slow", b"")
+    time.sleep(1.1)
+    assert sweeper.sweep(older_than_s=0.1) == ["slow"]
+
+
+def test_a_checkpoint_whose_files_were_removed_is_not_committed(s3: str) -> None:
+    storage, other = bucket(s3), bucket(s3)
+    store(storage, "one", 0)
+    other.remove(["one/model_0"])
+    with pytest.raises(CheckpointWriteError, match="'model_0' was removed or replaced"):
+        storage.commit("one", {})
+    assert storage.list() == []
+
+
+def test_a_server_that_does_not_answer_a_commit_is_an_error_of_this_checkpoint_alone(
+    s3: str, faulty: Any
+) -> None:
+    chief, other = bucket(s3), bucket(s3)
+    store(chief, "one", 0)
+    store(other, "one", 1)
+    faulty.answer("403 No", "AccessDenied", when="GET")
+    with pytest.raises(CheckpointWriteError, match="rank 1 has stored its part .*AccessDenied"):
+        chief.commit("one", {}, num_shards=2)
+
+
 def test_without_conditional_puts_the_records_are_read(
     s3: str, requests: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +174,7 @@ def test_without_conditional_puts_the_records_are_read(
     storage = bucket(s3)
     store(storage, "one", 0)
     storage.commit("one", {})
-    assert requests[-3:] == ["GET rank-0.done", "PUT manifest.json", "DELETE"]
+    assert requests[-4:] == ["GET rank-0.done", "LIST", "PUT manifest.json", "DELETE"]
 
 
 def test_the_mark_of_a_checkpoint_that_is_there_already_is_swept(s3: str) -> None:

@@ -17,7 +17,6 @@ from paceline.core._checkpoint_failures import StoreFailures
 from paceline.core._notices_to_parent import tell_checkpoint_stored
 from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter, RunDirectory
 from paceline.storage import (
-    CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointStorage,
@@ -276,12 +275,12 @@ class CheckpointParts:
                     self._thread = None
                     return False
                 (uuid, metadata, num_parts), *later = self._pending
-            missing = self._missing(uuid, num_parts)
+            missing = self._storage.missing_shards(uuid, num_parts)
             if not missing:
                 return True
             waited_s = time.monotonic() - began
             is_lost = waited_s > _LOOK_LATER_S and not all(
-                self._missing(each, num_expected) for each, _, num_expected in later
+                self._storage.missing_shards(each, num_expected) for each, _, num_expected in later
             )
             if is_lost or waited_s > _LIMIT_S:
                 raise CheckpointWriteError(_lacking(metadata["steps_completed"], missing))
@@ -298,21 +297,6 @@ class CheckpointParts:
                 self._changed.wait_for(
                     lambda: self._is_closed, min(interval_s, _LONGEST_INTERVAL_S)
                 )
-
-    def _missing(self, uuid: str, num_parts: int) -> Sequence[int]:
-        """Return the ranks that have not stored their part.
-
-        Raises:
-            CheckpointWriteError: The storage does not answer.
-        """
-        try:
-            return self._storage.missing_shards(uuid, num_parts)
-        except CheckpointCorruptError:
-            raise
-        except CheckpointError as error:
-            raise CheckpointWriteError(
-                f"The chief cannot see which ranks have stored checkpoint {uuid}. {error}"
-            ) from error
 
     def _commit_next(self) -> None:
         uuid, metadata, _ = self._pending[0]

@@ -279,8 +279,16 @@ def _refuse_other_storage(stored: CheckpointStored, storage: CheckpointStorage) 
         )
 
 
-def newest_run_named(root: Path, name: str) -> RunDirectory | None:
-    """Return the newest run of a name below `root`, or None."""
+def newest_run_named(
+    root: Path, name: str, *, before: RunInfo | None = None
+) -> RunDirectory | None:
+    """Return the newest run of a name below `root`, or None.
+
+    Args:
+        root: A directory of run directories.
+        name: The name of the run.
+        before: Another run of this name there; return the newest of those that are older.
+    """
     if not root.is_dir():
         return None
     found = []
@@ -293,6 +301,7 @@ def newest_run_named(root: Path, name: str) -> RunDirectory | None:
             info = run.read_info()
         except (NotARunDirectoryError, RunVersionError):
             continue
-        if info.name == name:
+        is_before = before is None or (info.number, info.created) < (before.number, before.created)
+        if info.name == name and is_before:
             found.append((info.number, info.created, int(match[3] or 1), entry))
     return RunDirectory(root / max(found)[-1]) if found else None

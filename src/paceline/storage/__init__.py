@@ -31,7 +31,7 @@ from paceline.storage._manifest import (
     done_name,
     glob_selector,
 )
-from paceline.storage._object_storage_base import ObjectStorage, StoredObject
+from paceline.storage._object_storage_base import ObjectStorage
 from paceline.storage._retention_rules import (
     Kept,
     RetentionRules,
@@ -42,6 +42,7 @@ from paceline.storage._retention_rules import (
 )
 from paceline.storage._storage_from_setting import checkpoint_at, storage_from
 from paceline.storage._storage_registry import added_schemes, is_added_scheme, scheme_of
+from paceline.storage._stored_object import StoredObject
 from paceline.storage._upload import FileSender
 
 __all__ = [

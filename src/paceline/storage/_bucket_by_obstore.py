@@ -26,8 +26,9 @@ from paceline.storage._errors import (
     CheckpointWriteError,
 )
 from paceline.storage._manifest import FileEntry
-from paceline.storage._object_storage_base import ObjectStorage, StoredObject
+from paceline.storage._object_storage_base import ObjectStorage
 from paceline.storage._shard_upload import ShardUpload
+from paceline.storage._stored_object import StoredObject
 from paceline.storage._upload import (
     FileSender,
     FileUpload,

@@ -10,7 +10,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from paceline.storage._errors import CheckpointCorruptError, CheckpointNotFoundError
+from paceline.storage._errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+    CheckpointWriteError,
+)
 from paceline.storage._manifest import FileEntry, Manifest, Selector, ShardDone
 from paceline.storage._upload import FileSender
 
@@ -161,7 +167,8 @@ class CheckpointStorage(ABC):
 
         Args:
             older_than_s: How many seconds must have passed since the last write to any of their
-                files, so that checkpoints which are being written stay.
+                files, by the clock of the storage, so that checkpoints which are being written
+                stay. If above 0, those whose writer may take longer for a file stay for as long.
             among: The UUIDs that are removed; all by default.
         """
 
@@ -184,11 +191,11 @@ class CheckpointStorage(ABC):
             CheckpointCorruptError: A shard is missing, or two shards hold the same path with
                 different content.
             FileExistsError: Another process has committed it, as far as the storage can tell.
-            CheckpointWriteError: The manifest cannot be written.
+            CheckpointWriteError: The manifest cannot be written, or the storage does not answer.
         """
         files: dict[str, FileEntry] = {}
         for rank in range(num_shards):
-            done = self._read_done(uuid, rank)
+            done = self._done_of(uuid, rank)
             if done is None:
                 raise CheckpointCorruptError(
                     f"Checkpoint {uuid} must have {num_shards} finished shards to be committed,"
@@ -259,8 +266,25 @@ class CheckpointStorage(ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps checkpoints alone.")
 
     def missing_shards(self, uuid: str, num_shards: int) -> RankList:
-        """Return the ranks that have not finished their shard of a checkpoint."""
-        return [rank for rank in range(num_shards) if self._read_done(uuid, rank) is None]
+        """Return the ranks that have not finished their shard of a checkpoint.
+
+        Raises:
+            CheckpointCorruptError: What a rank has written about its shard is damaged.
+            CheckpointWriteError: The storage does not answer.
+        """
+        return [rank for rank in range(num_shards) if self._done_of(uuid, rank) is None]
+
+    def _done_of(self, uuid: str, rank: int) -> ShardDone | None:
+        """Return a rank's done file; a storage that fails meanwhile fails as in a write."""
+        try:
+            return self._read_done(uuid, rank)
+        except (CheckpointCorruptError, CheckpointVersionError):
+            raise
+        except (CheckpointError, OSError) as error:
+            raise CheckpointWriteError(
+                f"It cannot be seen whether rank {rank} has stored its part of checkpoint {uuid}."
+                f" {error}"
+            ) from error
 
     def exists(self, uuid: str) -> bool:
         """Tell whether a committed checkpoint of this format is there."""

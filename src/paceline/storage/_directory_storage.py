@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -250,6 +251,7 @@ class DirectoryStorage(CheckpointStorage):
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove what was begun or being deleted here, has no manifest and is old enough."""
         swept = []
+        now = None
         markers = self._root / _OPEN_NAME
         for marker in sorted(markers.iterdir()) if markers.is_dir() else ():
             if among is not None and marker.name not in among:
@@ -261,13 +263,22 @@ class DirectoryStorage(CheckpointStorage):
             changed = (
                 _durable_files.newest_change(path) if path.is_dir() else marker.stat().st_mtime
             )
-            if time.time() - changed >= older_than_s:
+            now = self._time_there() if now is None else now
+            if now - changed >= older_than_s:
                 shutil.rmtree(path, ignore_errors=True)
                 if path.exists():
                     continue  # Something in it cannot be removed now.
                 self._mark_closed(marker.name)
                 swept.append(marker.name)
         return swept
+
+    def _time_there(self) -> float:
+        """Return the time by the clock of the file server, which tells when files have changed."""
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._root, prefix=".clock-") as file:
+                return Path(file.name).stat().st_mtime
+        except OSError:
+            return time.time()
 
     def _mark_open(self, uuid: str) -> None:
         """Note that a directory is ours and not whole: others may keep UUIDs here as well."""

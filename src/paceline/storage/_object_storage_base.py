@@ -1,12 +1,10 @@
 """Checkpoints in a store of objects by key, such as a bucket or a table."""
 
-import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
@@ -22,6 +20,7 @@ from paceline.storage._checkpoint_storage import (
 from paceline.storage._errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointWriteError,
 )
 from paceline.storage._manifest import (
     MANIFEST_NAME,
@@ -35,25 +34,14 @@ from paceline.storage._manifest import (
     done_name,
     encode_with_checksum,
 )
+from paceline.storage._open_markers import OpenMarkers
 from paceline.storage._recent_records import RecentRecords
 from paceline.storage._shard_upload import ShardUpload, naming_object, stored_before
+from paceline.storage._stored_object import StoredObject
 from paceline.storage._temporary_directories import temporary_directory
 
 _CHUNK_BYTES = 8 * 1024 * 1024
-# Before the UUIDs of checkpoints that are not whole, each the key of an empty object.
-_OPEN = ".open/"
-
-
-class StoredObject(NamedTuple):
-    """One object: its key, its size in bytes, and its last change in seconds since the epoch.
-
-    The mark is another one for another content, such as an ETag; empty where the store has none.
-    """
-
-    key: str
-    size: int
-    changed: float
-    mark: str = ""
+_NUM_SHOWN = 5
 
 
 class ObjectStorage(CheckpointStorage):
@@ -241,21 +229,17 @@ class ObjectStorage(CheckpointStorage):
             naming_object(uuid, rank, "the beginning"),
             BackgroundCalls(min(self._large_files_at_once, 1)) as calls,
         ):
-            calls.start(partial(self._mark_open, uuid))
+            calls.start(partial(OpenMarkers(self).add, uuid))
             keys = {each.key for each in self.objects(f"{uuid}/")}
         if keys & {f"{uuid}/{MANIFEST_NAME}", f"{uuid}/{done_name(rank)}"}:
             raise stored_before(uuid, rank)
-
-    def _mark_open(self, uuid: str) -> None:
-        """Note that objects are ours and not whole: others may keep theirs here as well."""
-        self._put_data(f"{_OPEN}{uuid}", b"")
 
     def discard(self, uuid: str) -> None:
         """Remove what is there of a checkpoint that has no manifest."""
         self._recent.forget(uuid)
         keys = [each.key for each in self.objects(f"{check_uuid(uuid)}/")]
         if f"{uuid}/{MANIFEST_NAME}" not in keys:
-            self.remove([*keys, f"{_OPEN}{uuid}"])
+            self.remove([*keys, OpenMarkers(self).key(uuid)])
 
     def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
         recent = self._recent.find(uuid, rank)
@@ -271,6 +255,7 @@ class ObjectStorage(CheckpointStorage):
 
     def _write_manifest(self, manifest: Manifest) -> None:
         key = f"{manifest.uuid}/{MANIFEST_NAME}"
+        self._check_stored(manifest)
         faults.reach("storage.before_manifest")
         try:
             self._put_new(key, encode_with_checksum(manifest))
@@ -287,7 +272,21 @@ class ObjectStorage(CheckpointStorage):
         faults.reach("storage.after_manifest")
         # Otherwise it is removed by the next sweep.
         with suppress(CheckpointError):
-            self.remove([f"{_OPEN}{manifest.uuid}"])
+            self.remove([OpenMarkers(self).key(manifest.uuid)])
+
+    def _check_stored(self, manifest: Manifest) -> None:
+        """Check that all files are there still: others may have removed some meanwhile."""
+        uuid = manifest.uuid
+        there = {each.key: each.size for each in self.objects(f"{uuid}/")}
+        gone = [
+            name for name, entry in manifest.files.items()
+            if there.get(f"{uuid}/{name}") != entry.size
+        ]  # fmt: skip
+        if gone:
+            raise CheckpointWriteError(
+                f"The files of checkpoint {uuid} must stay in {self.url!r} until it is committed,"
+                f" but {', '.join(map(repr, gone[:_NUM_SHOWN]))} was removed or replaced."
+            )
 
     # ---- restoring -----------------------------------------------------------------------
 
@@ -366,7 +365,7 @@ class ObjectStorage(CheckpointStorage):
                 f"Checkpoint {uuid} must be committed in {self.url!r} to be deleted, but there is"
                 " none."
             )
-        self._mark_open(uuid)
+        OpenMarkers(self).add(uuid)
         self.remove([f"{uuid}/{MANIFEST_NAME}"])
         faults.reach("storage.after_manifest_deleted")
         self.discard(uuid)
@@ -380,14 +379,14 @@ class ObjectStorage(CheckpointStorage):
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove what was begun or being deleted here, has no manifest and is old enough."""
         swept = []
-        for marker in sorted(self.objects(_OPEN)):
-            uuid = marker.key.removeprefix(_OPEN)
+        markers = OpenMarkers(self)
+        for uuid, mark in markers.all().items():
             if among is not None and uuid not in among:
                 continue
             stored = self.objects(f"{uuid}/")
             if f"{uuid}/{MANIFEST_NAME}" in {each.key for each in stored}:
-                self.remove([marker.key])
-            elif max(each.changed for each in (marker, *stored)) <= time.time() - older_than_s:
+                self.remove([markers.key(uuid)])
+            elif markers.is_left(mark, stored, older_than_s):
                 self.discard(uuid)
                 swept.append(uuid)
         return swept

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline import core
+from paceline.journal import RunDirectory
 from paceline.storage import CheckpointStorage, checkpoint_at
 
 logger = logging.getLogger(__name__)
@@ -80,13 +81,8 @@ def asked_state(
 
 
 def _newest(core_context: core.Context) -> Path | None:
-    own = core.summarize_run(core_context.run_dir)
-    others = [
-        summary
-        for summary in core.list_runs(own.path.parent)
-        if summary.name == own.name
-        and summary.path.name != own.path.name
-        and summary.created <= own.created
-    ]
-    newest = others[-1] if others else None
-    return None if newest is None or newest.state in _FINISHED else newest.path
+    own = RunDirectory(core_context.run_dir).read_info()
+    run = core.newest_run_named(core_context.run_dir.parent, own.name, before=own)
+    if run is None or core.summarize_run(run.path).state in _FINISHED:
+        return None
+    return run.path

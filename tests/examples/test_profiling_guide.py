@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ import yaml
 from guides import Guide, line_trial
 
 from paceline import core, pytorch
+from paceline.cli._time_tables import print_time_table
 from paceline.config import validate_config
 from paceline.journal import RunDirectory
 from paceline.journal._time_shares import TimeShares
 
 GUIDE = Guide("docs/profiling.md")
 HPARAMS = {"global_batch_size": 32, "lr": 0.1}
-# The fields of groups of metrics that other pages list.
+# Other pages list these.
 ELSEWHERE = {"samples_per_second", "batches_per_second", "data_wait_fraction", "num_recompiles"}
 
 
@@ -32,7 +32,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_each_part_of_a_step_is_recorded(
-    names: dict[str, Any], run_command: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+    names: dict[str, Any],
 ) -> None:
     with pytorch.init(HPARAMS) as context:
         names["trainer"] = pytorch.Trainer(names["LineTrial"](context), context)
@@ -45,11 +45,15 @@ def test_each_part_of_a_step_is_recorded(
     rows = core.read_metrics(RunDirectory(names["result"].run_dir), "profiling")
     assert {name for row in rows for name in row.metrics} - ELSEWHERE == listed
 
-    shown = GUIDE.blocks("console")[0].splitlines()
-    run_command(f"paceline runs time {names['result'].run_dir}")
-    heading, line, *shares = capsys.readouterr().out.splitlines()[-9:]
-    for text in [heading.split(), *(share.split("%  ")[1:] for share in shares if "%  " in share)]:
-        assert any(" ".join(text) in " ".join(known.split()) for known in shown), text
+
+def test_the_table_of_shares_is_printed_so(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {field.name: 1.0 for field in dataclasses.fields(TimeShares)}
+    print_time_table({**shares, "undivided_s": 0.0}, 8.0, 0.125)
+    shown, printed = (
+        re.sub(r"[\d.]+m? ?s?%?|─+|  +", " ", text).split()
+        for text in (GUIDE.blocks("console")[0].partition("\n")[2], capsys.readouterr().out)
+    )
+    assert shown == printed
 
 
 def test_every_share_is_listed() -> None:

@@ -80,21 +80,6 @@ def test_a_checkpoint_of_a_run_is_found_by_its_directory_its_begin_or_as_the_lat
         assert weight_in(tmp_path / f"out{number}") == pytest.approx(-0.7)
 
 
-def test_the_lines_of_the_docs_load_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    block = guide.partition("## Weights without Paceline")[2].partition("```python\n")[2]
-    lines, _, _ = block.partition("```")
-    stored = torch.nn.Linear(3, 2)
-    (tmp_path / "CHECKPOINT").mkdir()
-    save_state(dict(stored.state_dict()), tmp_path / "CHECKPOINT", "model_0")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"MyModel": lambda: torch.nn.Linear(3, 2)}
-    exec(lines, names)
-    assert all(map(torch.equal, names["model"].parameters(), stored.parameters()))
-
-
 def test_damaged_files_are_not_exported(
     paceline: Any, tmp_path: Path, run: tuple[Path, list[str]]
 ) -> None:

@@ -88,21 +88,6 @@ def test_the_library_loads_what_is_exported(checkpoint: Path, tmp_path: Path) ->
         export_dcp(checkpoint, tmp_path / "other")
 
 
-def test_the_lines_of_the_docs_load_what_is_exported(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    block = guide.partition("### torch.distributed.checkpoint")[2].partition("```python\n")[2]
-    lines, _, _ = block.partition("```")
-    export_dcp(checkpoint, tmp_path / "DIRECTORY")
-    monkeypatch.chdir(tmp_path)
-    model = make_model(1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        exec(lines, {"model": model})
-    assert_alike(model, make_model())
-
-
 def test_weights_of_every_kind_are_begun_with(
     checkpoint: Path, theirs: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+sys.path.append(str(Path(__file__).parent))
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 Run = Callable[..., str]
@@ -62,3 +64,17 @@ def run(example: Path, environment: dict[str, str], torch_ranks: Any) -> Run:
         return result.stdout + result.stderr
 
     return run_python
+
+
+@pytest.fixture
+def run_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that runs a line with a command of Paceline, in this process."""
+    from paceline.cli import main
+
+    def run(line: str) -> None:
+        monkeypatch.setattr(sys, "argv", line.split())
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code, line
+
+    return run

@@ -6,20 +6,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from guides import Guide
 
 from paceline import core
 from paceline.core._system_metrics import SystemSampler
 
-GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "core-api.md").read_text()
+GUIDE = Guide("docs/core-api.md")
 
 
 def test_the_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # No master is there to report to.
     monkeypatch.setenv("PACELINE_REPORT_PATIENCE_S", "0")
-    names = {"__name__": "guide"}
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)):
-        exec(compile(block, f"docs/core-api.md, block {number}", "exec"), names)
+    GUIDE.run(GUIDE.blocks("python"), {"__name__": "guide"})
     deadline = time.monotonic() + 60
     while _processes_about(tmp_path):
         assert time.monotonic() < deadline, _processes_about(tmp_path)
@@ -32,7 +31,7 @@ def _processes_about(path: Path) -> list[list[str]]:
 
 
 def test_the_calls_of_the_train_context_that_are_listed_exist() -> None:
-    listed = set(re.findall(r"`train\.(\w+)\(", GUIDE))
+    listed = set(re.findall(r"`train\.(\w+)\(", GUIDE.text))
     assert listed <= vars(core.TrainContext).keys()
     assert len(listed) >= 11
 
@@ -43,4 +42,6 @@ def test_every_system_metric_is_listed(tmp_path: Path) -> None:
     sampler.take()
     names = sampler.take().keys()
     sampler.close()
-    assert [name for name in names if f"`{name.replace('gpu_1_', 'gpu_0_')}`" not in GUIDE] == []
+    assert [
+        name for name in names if f"`{name.replace('gpu_1_', 'gpu_0_')}`" not in GUIDE.text
+    ] == []

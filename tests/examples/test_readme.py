@@ -5,28 +5,28 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from guides import Guide, line_trial
 
 from paceline.config import validate_config
 from paceline.core import list_runs, read_metrics
 from paceline.journal import RunDirectory
 
-ROOT = Path(__file__).resolve().parents[2]
+README = Guide("README.md")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-
-def test_the_trainer_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial is that of the guide."""
-    guide = (ROOT / "docs" / "pytorch.md").read_text()
-    code = guide.partition("```python\n")[2].partition("HPARAMS =")[0]
-    (tmp_path / "model_def.py").write_text(f"{code}\nMyTrial = LineTrial\n")
-    (tmp_path / "train.py").write_text(blocks("python")[0])
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work beside the script with the trainer; its trial is that of the guide."""
+    (tmp_path / "model_def.py").write_text(f"{line_trial()}\nMyTrial = LineTrial\n")
+    (tmp_path / "train.py").write_text(README.blocks("python")[0])
     monkeypatch.chdir(tmp_path)
+
+
+def test_the_trainer_trains(trainer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     runpy.run_path("train.py")
     sys.modules.pop("model_def")
@@ -36,8 +36,25 @@ def test_the_trainer_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert rows[-1].metrics["validation_loss"] < rows[0].metrics["validation_loss"]
 
 
+def test_the_trainer_is_an_experiment_with_its_hyperparameters(
+    trainer: None, environment: dict[str, str]
+) -> None:
+    config = README.blocks("yaml")[0].replace("metric: loss", "metric: validation_loss")
+    assert "`metric: validation_loss`" in README.text
+    [hyperparameters] = re.findall(r"`(hyperparameters: \{.*?\})`", README.text)
+    create = ("e", "create", "config.yaml", "--local", "--test")
+    command = [sys.executable, "-m", "paceline.cli", *create]
+    options: Any = {"env": environment, "timeout": 100, "capture_output": True, "text": True}
+    Path("config.yaml").write_text(f"{config}{hyperparameters}\n")
+    done = subprocess.run(command, **options)
+    assert done.returncode == 0, done.stderr
+    Path("config.yaml").write_text(f"{config}hyperparameters: {{lr: 0.1}}\n")
+    refused = subprocess.run(command, **options)
+    assert "Hint: `hyperparameters: {global_batch_size: 32}` in the experiment's" in refused.stderr
+
+
 def test_the_script_trains(tmp_path: Path, environment: dict[str, str]) -> None:
-    (tmp_path / "train.py").write_text(blocks("python")[1])
+    (tmp_path / "train.py").write_text(README.blocks("python")[1])
     subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=environment, check=True, timeout=100
     )
@@ -49,15 +66,9 @@ def test_the_script_trains(tmp_path: Path, environment: dict[str, str]) -> None:
 
 
 def test_the_config_is_valid() -> None:
-    config = validate_config(yaml.safe_load(blocks("yaml")[0]))
+    config = validate_config(yaml.safe_load(README.blocks("yaml")[0]))
     assert config.searcher.metric == "loss"
 
 
-def test_links_lead_to_files() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
-            assert (ROOT / target).exists(), target
-
-
 def test_the_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+    assert len(README.text.splitlines()) < 150

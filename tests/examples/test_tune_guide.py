@@ -1,6 +1,5 @@
 """What the guide to hyperparameter search shows runs."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guides import Guide
 
-GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "tune.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+GUIDE = Guide("docs/tune.md")
+BLOCKS = GUIDE.blocks("python")
 KILLED = """
 import contextlib, os, signal, sys, time
 
@@ -46,8 +46,7 @@ def test_the_search_without_ray_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "guide"}
-    for number, block in enumerate(BLOCKS[:FIRST_OF_TUNE]):
-        exec(compile(block, f"docs/tune.md, block {number}", "exec"), names)
+    GUIDE.run(BLOCKS[:FIRST_OF_TUNE], names)
     assert "4 trial(s), best loss" in capsys.readouterr().out
     assert len(names["results"]) == 2
     assert (tmp_path / "paceline_runs" / "my-search" / "trials" / "0002" / "run.json").exists()

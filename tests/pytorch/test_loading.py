@@ -184,6 +184,9 @@ def test_what_is_no_trainers_checkpoint_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(pytorch.CheckpointMismatchError, match="has no training.json"):
             load(tmp_path)
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(pytorch.CheckpointMismatchError, match=r"load_weights reads .* a train fun"):
+        pytorch.load_weights_from_checkpoint_path(tmp_path)
 
 
 def test_truncated_weights_are_named(module: Any) -> None:

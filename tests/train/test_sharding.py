@@ -476,3 +476,27 @@ def accumulate(config: dict[str, Any]) -> Any:
 def test_batches_of_no_prepared_loader_accumulate_too(two_workers: Any) -> None:
     whole, sharded = (two_workers.run(accumulate, {"mode": mode})[0] for mode in ("flat", "fsdp"))
     torch.testing.assert_close(sharded, whole, rtol=1e-9, atol=1e-12)
+
+
+def validate_on_one_rank(config: dict[str, Any]) -> Any:
+    """Train after a validation for which one worker alone has a batch."""
+    torch.manual_seed(0)
+    # Each parameter is in a unit within the model.
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).double()
+    model = train.prepare_model(model, data_parallel=config["mode"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        for x, _ in loader_of(8, shuffle=False):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for x, _ in loader_of(2, shuffle=False):
+                model(x)
+    return train.full_state_dict(model)
+
+
+def test_training_goes_on_after_a_validation_on_one_rank(two_workers: Any) -> None:
+    modes = ("flat", "fsdp")
+    whole, sharded = (two_workers.run(validate_on_one_rank, {"mode": mode})[0] for mode in modes)
+    torch.testing.assert_close(sharded, whole, rtol=1e-9, atol=1e-12)

@@ -81,10 +81,12 @@ class TrialFacts(RegisteredModels):
         """
         size = (self._hparams or {}).get("global_batch_size")
         if not isinstance(size, int) or isinstance(size, bool) or size < self.num_shards:
+            hint = 'pytorch.init(hparams={"global_batch_size": 32}).'
+            if self.core.info is not None:
+                hint = "`hyperparameters: {global_batch_size: 32}` in the experiment's config."
             raise ValueError(
                 "`hparams.global_batch_size` must be an integer of at least the number of shards"
-                f" ({self.num_shards}), but got {size!r}. Hint: pytorch.init(hparams="
-                '{"global_batch_size": 32}).'
+                f" ({self.num_shards}), but got {size!r}. Hint: {hint}"
             )
         return size
 

@@ -58,9 +58,12 @@ def read_training(path: Path) -> dict[str, Any]:
         CheckpointCorruptError: The file cannot be read.
     """
     if not (path / "training.json").is_file():
+        hint = "checkpoints that `core` stored are restored by the code that stored them."
+        if (path / "state.json").is_file():
+            hint = "pytorch.load_weights reads the models of a train function's checkpoint."
         raise CheckpointMismatchError(
             f"The checkpoint must hold a trainer's state, but {str(path)!r} has no training.json."
-            " Hint: checkpoints that `core` stored are restored by the code that stored them."
+            f" Hint: {hint}"
         )
     training = read_versioned_files(path, "training")
     version = training["version"]

@@ -144,6 +144,8 @@ def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
 
     roots = [model for model in models if isinstance(model, FSDPModule)]
     units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]
+    recorded = [root._get_fsdp_state()._comm_ctx.post_forward_order for root in roots]
+    lengths = [len(order) for order in recorded]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -153,6 +155,17 @@ def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
         for unit in units:
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
+        for order, length in zip(recorded, lengths, strict=True):
+            _forget_forward_passes(order, length)
+
+
+def _forget_forward_passes(order: list[Any], length: int) -> None:
+    """Shorten torch's record of the units that were called, as ranks called them unequally often.
+
+    A backward pass gathers the unit that was called before the present one, on all ranks together.
+    """
+    while len(order) > length:
+        order.pop()._post_forward_indices.pop()
 
 
 def check_shard_size(shard_size: int | None, data_parallel: DataParallel) -> None:

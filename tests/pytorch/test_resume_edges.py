@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline import pytorch
+from paceline.storage import CheckpointNotFoundError
 
 HPARAMS = {"global_batch_size": 2}
 Mode = pytorch.LRScheduler.StepMode
@@ -484,6 +485,23 @@ def test_each_callback_is_shut_down_whatever_the_others_do() -> None:
     with pytorch.init(hparams=HPARAMS, seed=1) as context, pytest.raises(RuntimeError):
         pytorch.Trainer(Ended(context), context).fit(max_length=pytorch.Batch(1))
     assert len(done) == 2
+
+
+def test_weights_and_trials_are_loaded_from_the_url_of_a_checkpoint(s3: str) -> None:
+    with pytorch.init(hparams=HPARAMS, seed=1, checkpoint_storage=s3) as context:
+        trained = Pair(context)
+        result = pytorch.Trainer(trained, context).fit(max_length=pytorch.Batch(4))
+    [place] = result.checkpoint_urls
+    trial = pytorch.load_trial_from_checkpoint_path(place, Pair)
+    assert isinstance(trial, Pair)
+    assert trial.weights() == trained.weights()
+    weights = pytorch.load_weights_from_checkpoint_path(place, model=1)
+    assert weights["weight"].equal(trained.second.weight)
+    model = nn.Linear(2, 1).double()
+    pytorch.load_weights(model, place, stored_model=1)
+    assert model.weight.equal(trained.second.weight)
+    with pytest.raises(CheckpointNotFoundError, match="must be committed in"):
+        pytorch.load_weights(model, f"{s3}/nothing")
 
 
 def test_training_goes_on_elsewhere_from_the_url_of_a_checkpoint(

@@ -20,6 +20,7 @@ from paceline.engine import (
 )
 from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._trial_context import PyTorchTrialContext
+from paceline.storage import directory_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ def load_trial_from_checkpoint_path(
     from `sys.path`.
 
     Args:
-        path: The checkpoint's directory, as `checkpoint.restore_path` or `download` give it.
+        path: The checkpoint's directory, as `checkpoint.restore_path` or `download` give it, or its
+            URL, such as ``s3://bucket/prefix/UUID``.
         trial_class: The class; needed if it was defined in a script or a notebook.
         trial_kwargs: Arguments of its `__init__` besides the context.
 
@@ -106,7 +108,15 @@ def load_trial_from_checkpoint_path(
         ImportError: The class cannot be imported.
         TypeError: The class is no `PyTorchTrial`.
     """
-    directory = Path(path)
+    with directory_of_checkpoint(path) as directory:
+        return _loaded_trial(directory, trial_class, trial_kwargs)
+
+
+def _loaded_trial(
+    directory: Path,
+    trial_class: type[PyTorchTrial] | None,
+    trial_kwargs: Mapping[str, Any] | None,
+) -> PyTorchTrial:
     training = read_training(directory)
     kind = _imported_class(training["trial"]) if trial_class is None else trial_class
     if not (isinstance(kind, type) and issubclass(kind, PyTorchTrial)):
@@ -139,15 +149,15 @@ def load_weights_from_checkpoint_path(
     buffers: `load_state_dict(weights, strict=False)` adds them to the base.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory or its URL.
         model: The number of the model in the order in which the trial wrapped them.
 
     Raises:
         CheckpointMismatchError: The directory holds no trainer's state, or no such model.
         CheckpointCorruptError: A file is missing or cannot be read.
     """
-    directory = Path(path)
-    return read_weights(directory, read_training(directory), model)
+    with directory_of_checkpoint(path) as directory:
+        return read_weights(directory, read_training(directory), model)
 
 
 def _imported_class(facts: Mapping[str, Any] | None) -> Any:

@@ -40,7 +40,11 @@ from paceline.storage._retention_rules import (
     to_delete,
     wanted,
 )
-from paceline.storage._storage_from_setting import checkpoint_at, storage_from
+from paceline.storage._storage_from_setting import (
+    checkpoint_at,
+    directory_of_checkpoint,
+    storage_from,
+)
 from paceline.storage._storage_registry import added_schemes, is_added_scheme, scheme_of
 from paceline.storage._stored_object import StoredObject
 from paceline.storage._upload import FileSender
@@ -76,6 +80,7 @@ __all__ = [
     "decode_done",
     "decode_manifest",
     "digest_file",
+    "directory_of_checkpoint",
     "done_name",
     "forget_incoming",
     "glob_selector",

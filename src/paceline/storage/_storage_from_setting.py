@@ -1,7 +1,8 @@
 """From what a user writes to a storage."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -72,6 +73,28 @@ def checkpoint_at(place: str | os.PathLike[str]) -> tuple[CheckpointStorage, str
             " s3://bucket/prefix/UUID."
         )
     return storage_from(storage), check_uuid(uuid)
+
+
+@contextmanager
+def directory_of_checkpoint(place: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the directory at a path, or one with verified copies of the files at a URL.
+
+    Args:
+        place: A directory or file, or the URL of a checkpoint: that of its storage, a slash and the
+            UUID.
+
+    Raises:
+        CheckpointCorruptError: Files at the URL are missing or altered.
+        CheckpointNotFoundError: There is no checkpoint at the URL.
+        StorageNotInstalledError: No installed package offers the URL's scheme.
+        ValueError: It is no such URL.
+    """
+    if "://" not in os.fspath(place):
+        yield Path(place)
+        return
+    storage, uuid = checkpoint_at(place)
+    with storage.restore_path(uuid) as path:
+        yield path
 
 
 def _path_of_string(spec: str) -> Path:

@@ -24,7 +24,7 @@ from paceline.engine.tensors._safetensors_file import TensorFile
 from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import StoredTensor, WholeTensors
 from paceline.engine.weights._dcp_files import METADATA_NAME, DcpFiles
-from paceline.storage import CheckpointCorruptError
+from paceline.storage import CheckpointCorruptError, directory_of_checkpoint
 
 INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = "model.safetensors"
@@ -42,13 +42,15 @@ def load_weights(
 ) -> None:
     """Load the weights that a training begins with into a model, also a wrapped or sharded one.
 
-    Each rank of a sharded model reads its own pieces. No code of the files is run.
+    Each rank of a sharded model reads its own pieces; from a URL, each rank first downloads the
+    whole checkpoint. No code of the files is run.
 
     Args:
         model: The model, before or after `wrap_model`; all names and shapes must fit.
         path: The directory of a checkpoint, of a trainer or a train function; a directory of
             torch.distributed.checkpoint (DCP); a safetensors file; or a directory with
-            ``model.safetensors`` or files with an index, as Transformers writes them.
+            ``model.safetensors`` or files with an index, as Transformers writes them; or the URL of
+            a checkpoint, such as ``s3://bucket/prefix/UUID``.
         stored_model: The number of the model in a checkpoint, in the order in which they were
             wrapped.
         key: For a directory of DCP: what the names of the weights begin with, followed by a dot;
@@ -61,10 +63,11 @@ def load_weights(
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
     """
     plain = plain_model(model)
-    state, base = stored_weights(Path(path), model=stored_model, key=key)
-    state = {name: value for name, value in state.items() if value is not _PICKLED}
-    _add_tied(plain, state)
-    load_models([plain], [state], [base])
+    with directory_of_checkpoint(path) as directory:
+        state, base = stored_weights(directory, model=stored_model, key=key)
+        state = {name: value for name, value in state.items() if value is not _PICKLED}
+        _add_tied(plain, state)
+        load_models([plain], [state], [base])
 
 
 def stored_weights(

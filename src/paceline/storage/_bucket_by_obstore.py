@@ -1,5 +1,6 @@
 """Checkpoints in a bucket or container, reached by obstore."""
 
+import logging
 import os
 import re
 from abc import abstractmethod
@@ -37,6 +38,8 @@ from paceline.storage._upload import (
     UploadLimits,
     limit_hint,
 )
+
+logger = logging.getLogger(__name__)
 
 Client: TypeAlias = S3Store | AzureStore
 
@@ -277,7 +280,9 @@ class BucketStorage(ObjectStorage):
                 raise FileNotFoundError(str(error)) from error
             kind = CheckpointWriteError if writes else CheckpointError
             reason = self._reason(error, upload)
-            raise kind(f"In {self.url}, {must}, but {reason}") from error
+            # The client's own text has many lines, of which the last ones tell nothing new.
+            logger.debug("%s", error)
+            raise kind(f"In {self.url}, {must}, but {reason}") from None
 
     def _reason(self, error: Exception, upload: Upload | None) -> str:
         """Return what a store has said, of which part, and what to do."""

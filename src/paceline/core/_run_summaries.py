@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 RUNS_DIRECTORY = "paceline_runs"
 
+# Of the runs of a name, those with the latest times in their names.
+_NUM_LOOKED_AT = 100
 _DIRECTORY_NAME = re.compile(r"(\d{8}-\d{6})-(.+?)(?:-(\d+))?")
 
 
@@ -291,17 +293,20 @@ def newest_run_named(
     """
     if not root.is_dir():
         return None
-    found = []
+    named = []
     for entry in os.listdir(root):
-        match = _DIRECTORY_NAME.fullmatch(entry) if entry.startswith(name, 16) else None
-        if match is None:
-            continue
-        run = RunDirectory(root / entry)
+        if entry.startswith(name, 16) and (match := _DIRECTORY_NAME.fullmatch(entry)):
+            named.append((match[1], int(match[3] or 1), entry))
+    found: list[tuple[int, float, int, str]] = []
+    for _, number, entry in sorted(named, reverse=True):
         try:
-            info = run.read_info()
+            info = RunDirectory(root / entry).read_info()
         except (NotARunDirectoryError, RunVersionError):
             continue
         is_before = before is None or (info.number, info.created) < (before.number, before.created)
         if info.name == name and is_before:
-            found.append((info.number, info.created, int(match[3] or 1), entry))
+            found.append((info.number, info.created, number, entry))
+        # Not all of thousands: one of them is the newest unless a clock was far in the future.
+        if len(found) == _NUM_LOOKED_AT:
+            break
     return RunDirectory(root / max(found)[-1]) if found else None

@@ -14,7 +14,7 @@ from paceline.storage import ObjectStorage, StoredObject
 
 # SQLite holds at most 1 GB in a value.
 PIECE_BYTES = 64 * 1024 * 1024
-# Seconds since the epoch, by the clock of the database.
+# Seconds since the epoch.
 NOW = "(julianday('now') - 2440587.5) * 86400"
 WAIT_S = 60.0
 

@@ -20,6 +20,7 @@ from paceline.journal import (
     JournalKey,
     NotARunDirectoryError,
     RunDirectory,
+    RunInfo,
     RunVersionError,
 )
 from paceline.storage import (
@@ -221,6 +222,34 @@ def test_automatic_resume_finds_the_newest_run_though_the_clock_was_set_back(
     newer = crash("demo", 2)
     with core.init(name="demo", resume="auto") as context:
         assert context.run_dir == newer.run_dir
+
+
+@pytest.mark.parametrize(
+    ("runs", "newest"),
+    [
+        ([("a", 1, None), ("b", 2, "a")], "b"),
+        # Set back between the first two.
+        ([("a", 5, None), ("b", 3, "a"), ("c", 4, "b")], "c"),
+        # Of earlier versions.
+        ([("a", 6, None), ("b", 5, None)], "a"),
+        # Copied from another machine, and a copy of one.
+        ([("a", 1, None), ("b", 3, "a"), ("x", 2, "w")], "b"),
+        ([("a", 1, None), ("a", 1, None)], "a"),
+        # Begun at once.
+        ([("a", 1, None), ("b", 2, "a"), ("c", 2.5, "a")], "c"),
+    ],
+)
+def test_the_newest_run_is_known_by_times_and_by_what_came_before(
+    tmp_path: Path, runs: list[tuple[str, float, str | None]], newest: str
+) -> None:
+    for number, (run_id, created, previous) in enumerate(runs):
+        info = RunInfo(
+            run_id=run_id, name="demo", created=created, previous=previous, checkpoint_storage=""
+        )
+        RunDirectory.create(tmp_path / f"20261025-02000{number}-demo", info)
+    found = core.newest_run_named(tmp_path, "demo")
+    assert found is not None
+    assert found.read_info().run_id == newest
 
 
 def test_name_that_begins_like_another_is_another_run() -> None:

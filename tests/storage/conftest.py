@@ -55,10 +55,13 @@ class FaultyServer:
         thread.start()
         return thread
 
-    def answer(self, status: str, code: str, *, when: str = "", times: int = 1_000_000) -> None:
+    def answer(
+        self, status: str, code: str, *, said: str = "", when: str = "", times: int = 1_000_000
+    ) -> None:
         """Answer requests whose first line has a text by an error, a number of times."""
-        said = f"<Error>\n<Code>{code}</Code>\n<Message>{code} here</Message>\n</Error>"
-        body = f'<?xml version="1.0" encoding="UTF-8"?>\n{said}'.encode()
+        message = said or f"{code} here"
+        error = f"<Error>\n<Code>{code}</Code>\n<Message>{message}</Message>\n</Error>"
+        body = f'\ufeff<?xml version="1.0" encoding="UTF-8"?>\n{error}'.encode()
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
 
         def fault(line: str, client: socket.socket) -> bool:

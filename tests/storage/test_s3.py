@@ -133,6 +133,20 @@ def test_what_a_server_says_is_told(s3: str, faulty: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        'No access to "arn:aws:s3:::b" &amp; more',
+        # Azure says more lines.
+        'No access to "arn:aws:s3:::b" &amp; more.\nRequestId:1\nTime:2026',
+    ],
+)
+def test_what_a_server_says_is_told_once(s3: str, faulty: Any, said: str) -> None:
+    faulty.answer("403 No", "Slow", said=said, when="GET")
+    with pytest.raises(CheckpointError, match=r': Slow: No access to "arn:aws:s3:::b" & more\.$'):
+        storage_from(s3).list()
+
+
+@pytest.mark.parametrize(
     ("size", "fault", "reason"),
     [(7, *error) for error in ERRORS]
     + [pytest.param(len(LARGE), *error, marks=pytest.mark.slow) for error in LARGE_ERRORS[:3]]

@@ -479,20 +479,20 @@ def test_batches_of_no_prepared_loader_accumulate_too(two_workers: Any) -> None:
 
 
 def validate_on_one_rank(config: dict[str, Any]) -> Any:
-    """Train after a validation for which one worker alone has a batch."""
+    """Validate with a batch for one worker alone, before the training and within it."""
     torch.manual_seed(0)
     # Each parameter is in a unit within the model.
     model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).double()
     model = train.prepare_model(model, data_parallel=config["mode"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
+        with torch.no_grad():
+            for x, _ in loader_of(2, shuffle=False):
+                model(x)
         for x, _ in loader_of(8, shuffle=False):
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        with torch.no_grad():
-            for x, _ in loader_of(2, shuffle=False):
-                model(x)
     return train.full_state_dict(model)
 
 

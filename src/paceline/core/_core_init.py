@@ -73,9 +73,9 @@ def init(
         preempt_mode: Who may call `should_preempt()`, and where the answer comes from.
         tensorboard_mode: Who writes TensorBoard files.
         name: The run's name; the stem of the script by default. A master has its own names.
-        resume: "auto" for the newest unfinished run of this name (a new one if there is none), a
-            run directory, or the URL of a checkpoint in an object store, from which a new run goes
-            on. The variable PACELINE_RESUME, set for one start, goes before it.
+        resume: "auto" for the newest run of this name (a new one if there is none, or it is
+            completed), a run directory, or the URL of a checkpoint in an object store, from which a
+            new run goes on. The variable PACELINE_RESUME, set for one start, goes before it.
             A master decides by itself what to go on from.
         seed: The seed of a run without a master, which `Context.seed` gives: a new run draws one
             by default, and an earlier one keeps its own. It seeds nothing by itself.

@@ -43,7 +43,7 @@ def run_to_resume(
     Args:
         root: The directory of runs.
         name: The name of the run.
-        resume: "auto" for the newest unfinished run of the name, or a run directory.
+        resume: "auto" for the newest run of the name, unless it is completed; or a run directory.
 
     Raises:
         NotARunDirectoryError: There is no run at `resume`.
@@ -74,11 +74,8 @@ def run_to_resume(
     return run
 
 
-def tell_of_earlier_run(root: Path, name: str) -> None:
+def tell_of_earlier_run(run: RunDirectory, name: str) -> None:
     """Warn if the last run of a name did not end well, as a new run begins beside it."""
-    run = newest_run_named(root, name)
-    if run is None:
-        return
     history = read_history(run)
     state = run_state(run, history)
     if state not in (RunState.CRASHED, RunState.PREEMPTED):

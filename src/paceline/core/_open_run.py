@@ -87,8 +87,9 @@ def open_run(
             they go on counting steps in the one run directory.
         directory: The run directory, for a new run or to go on in; below ``./paceline_runs`` by
             default. A master has its own.
-        resume: "auto" for the newest unfinished run of this name, a run directory, or the URL of a
-            checkpoint, which a new run goes on from. The variable PACELINE_RESUME goes before it.
+        resume: "auto" for the newest run of this name, unless it is completed; a run directory; or
+            the URL of a checkpoint, which a new run goes on from. The variable PACELINE_RESUME goes
+            before it.
         storage: Where checkpoints go; by default the run directory, or below the URL that
             PACELINE_RUNS names.
         seed: The seed of a run without a master; drawn by default.
@@ -223,8 +224,9 @@ def open_run_by_name(
     else:
         run = run_to_resume(root, name, resume)
     if run is None:
-        if is_resumable and not resume and directory is None:
-            tell_of_earlier_run(root, name)
+        before = newest_run_named(root, name) if directory is None else None
+        if before is not None and is_resumable and not resume:
+            tell_of_earlier_run(before, name)
         # Before there is a directory, as it may be refused.
         place = storage or storage_of_new_run(root)
         if place.is_remote and is_resumable:
@@ -235,11 +237,10 @@ def open_run_by_name(
             if directory is None
             else Path(os.path.abspath(directory))
         )
-        before = newest_run_named(root, name)
         info = RunInfo(
             run_id=uuid4().hex,
             name=name,
-            number=1 + (0 if before is None else before.read_info().number),
+            previous=None if before is None else before.read_info().run_id,
             created=time.time(),
             checkpoint_storage=(storage or storage_of_new_run(path)).url,
             arguments=list(sys.argv),

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 RUNS_DIRECTORY = "paceline_runs"
 
-# Of the runs of a name, those with the latest times in their names.
+# Of thousands of runs of a name, these are read.
 _NUM_LOOKED_AT = 100
 _DIRECTORY_NAME = re.compile(r"(\d{8}-\d{6})-(.+?)(?:-(\d+))?")
 
@@ -286,27 +286,48 @@ def newest_run_named(
 ) -> RunDirectory | None:
     """Return the newest run of a name below `root`, or None.
 
+    A run is newer than the one that was the newest when it began, also if the clock was set back.
+
     Args:
         root: A directory of run directories.
         name: The name of the run.
-        before: Another run of this name there; return the newest of those that are older.
+        before: Another run of this name there; return the one that was the newest when it began.
     """
     if not root.is_dir():
         return None
+    runs = _newest_by_directory_name(root, name)
+    if before is not None:
+        runs = [(info, path) for info, path in runs if info.run_id != before.run_id]
+        previous = [run for run in runs if run[0].run_id == before.previous]
+        runs = previous or [run for run in runs if run[0].created <= before.created]
+    later: dict[str | None, tuple[RunInfo, Path]] = {}
+    newest = None
+    # Of those that began at once, the last one.
+    for run in sorted(runs, key=lambda run: run[0].created):
+        newest = later[run[0].previous] = run
+    while newest is not None and newest[0].run_id in later:
+        newest = later.pop(newest[0].run_id)
+    return None if newest is None else RunDirectory(newest[1])
+
+
+def _newest_by_directory_name(root: Path, name: str) -> list[tuple[RunInfo, Path]]:
+    """Return the runs of a name with the latest times in the names of their directories, reversed.
+
+    A clock that was set back, as at the end of summer time, changes the order of a few.
+    """
     named = []
     for entry in os.listdir(root):
         if entry.startswith(name, 16) and (match := _DIRECTORY_NAME.fullmatch(entry)):
             named.append((match[1], int(match[3] or 1), entry))
-    found: list[tuple[int, float, int, str]] = []
-    for _, number, entry in sorted(named, reverse=True):
+    found: list[tuple[RunInfo, Path]] = []
+    for *_, entry in sorted(named, reverse=True):
+        path = root / entry
         try:
-            info = RunDirectory(root / entry).read_info()
+            info = RunDirectory(path).read_info()
         except (NotARunDirectoryError, RunVersionError):
             continue
-        is_before = before is None or (info.number, info.created) < (before.number, before.created)
-        if info.name == name and is_before:
-            found.append((info.number, info.created, number, entry))
-        # Not all of thousands: one of them is the newest unless a clock was far in the future.
+        if info.name == name:
+            found.append((info, path))
         if len(found) == _NUM_LOOKED_AT:
             break
-    return RunDirectory(root / max(found)[-1]) if found else None
+    return found[::-1]

@@ -28,8 +28,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     `metadata` is what earlier attempts of a trial have set. `container_slot_counts` are the slots
     of each node of `container_addrs`; those of this one on each if it is empty. With
     `storage_per_node`, each node of an attempt on several keeps checkpoints in its run directory.
-    `number` grows with each run of a name without a master, as clocks may be set back; it is 0 for
-    runs of earlier versions.
+    `previous` is the `run_id` of the newest run of the same name when a run without a master began.
     """
 
     version: int = RUN_FORMAT_VERSION
@@ -54,7 +53,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     judged_metrics: list[str] | None = None
     metadata: dict[str, Any] | None = None
     storage_per_node: bool = False
-    number: int = 0
+    previous: str | None = None
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Checkpoints in a bucket or container, reached by obstore."""
 
+import html
 import logging
 import os
 import re
@@ -57,7 +58,7 @@ _BEGINNING = re.compile(r"[?&]uploads\b")
 _MACHINE_CREDENTIALS = "//169.254.169.254/"
 # The answer of a store that refuses a request, and what it says there.
 _XML = re.compile(r"<\?xml|<Error>")
-_SAID = re.compile(r"<(?:Code|Message)>\s*(.+?)\s*</")
+_SAID = re.compile(r"<(?:Code|Message)>(.*?)</", re.DOTALL)
 _STORE_NAME = re.compile(r"^Generic \w+ error: ")
 
 
@@ -282,7 +283,8 @@ class BucketStorage(ObjectStorage):
             reason = self._reason(error, upload)
             # The client's own text has many lines, of which the last ones tell nothing new.
             logger.debug("%s", error)
-            raise kind(f"In {self.url}, {must}, but {reason}") from None
+            cause = None if isinstance(error, BaseError) else error
+            raise kind(f"In {self.url}, {must}, but {reason}") from cause
 
     def _reason(self, error: Exception, upload: Upload | None) -> str:
         """Return what a store has said, of which part, and what to do."""
@@ -321,10 +323,11 @@ def _part_bytes(size: int) -> int:
 
 def _words_of(text: str) -> str:
     """Return the first line of an error, and of an answer in XML what a store says in it."""
-    # The client tells it twice.
-    said = dict.fromkeys(_SAID.findall(text))
-    if said:
-        text = ": ".join([_XML.split(text)[0].rstrip(" :\n"), *said])
+    # After it, the client tells the same once more.
+    text = text.partition("\n\nDebug source:")[0]
+    if said := _SAID.findall(text):
+        told = (html.unescape(each.strip().splitlines()[0]) for each in said if each.strip())
+        text = ": ".join([_XML.split(text)[0].rstrip(" :\n\ufeff"), *told])
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return _STORE_NAME.sub("", line).rstrip(".")
 

@@ -3,8 +3,8 @@
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,7 +14,6 @@ from paceline.storage._errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
-    CheckpointVersionError,
     CheckpointWriteError,
 )
 from paceline.storage._manifest import FileEntry, Manifest, Selector, ShardDone
@@ -275,16 +274,8 @@ class CheckpointStorage(ABC):
         return [rank for rank in range(num_shards) if self._done_of(uuid, rank) is None]
 
     def _done_of(self, uuid: str, rank: int) -> ShardDone | None:
-        """Return a rank's done file; a storage that fails meanwhile fails as in a write."""
-        try:
+        with failing_as_write(f"whether rank {rank} has stored its part of checkpoint {uuid}"):
             return self._read_done(uuid, rank)
-        except (CheckpointCorruptError, CheckpointVersionError):
-            raise
-        except (CheckpointError, OSError) as error:
-            raise CheckpointWriteError(
-                f"It cannot be seen whether rank {rank} has stored its part of checkpoint {uuid}."
-                f" {error}"
-            ) from error
 
     def exists(self, uuid: str) -> bool:
         """Tell whether a committed checkpoint of this format is there."""
@@ -305,6 +296,24 @@ class CheckpointStorage(ABC):
         manifest = self.manifest(uuid)
         raise_if_damaged(uuid, self.problems(manifest))
         return manifest
+
+
+@contextmanager
+def failing_as_write(what: str) -> Iterator[None]:
+    """Have a storage that fails while it is read for a commit fail as in a write.
+
+    Args:
+        what: What is looked for, as "whether ...".
+
+    Raises:
+        CheckpointWriteError: The body has raised an error that says nothing of the checkpoint.
+    """
+    try:
+        yield
+    except (CheckpointCorruptError, CheckpointWriteError):
+        raise
+    except (CheckpointError, OSError) as error:
+        raise CheckpointWriteError(f"It cannot be seen {what}. {error}") from error
 
 
 def raise_if_damaged(uuid: str, problems: dict[str, str]) -> None:

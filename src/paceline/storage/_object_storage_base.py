@@ -15,6 +15,7 @@ from paceline.storage._checkpoint_storage import (
     CheckpointStorage,
     UuidList,
     check_uuid,
+    failing_as_write,
     raise_if_damaged,
 )
 from paceline.storage._errors import (
@@ -41,7 +42,6 @@ from paceline.storage._stored_object import StoredObject
 from paceline.storage._temporary_directories import temporary_directory
 
 _CHUNK_BYTES = 8 * 1024 * 1024
-_NUM_SHOWN = 5
 
 
 class ObjectStorage(CheckpointStorage):
@@ -277,15 +277,20 @@ class ObjectStorage(CheckpointStorage):
     def _check_stored(self, manifest: Manifest) -> None:
         """Check that all files are there still: others may have removed some meanwhile."""
         uuid = manifest.uuid
-        there = {each.key: each.size for each in self.objects(f"{uuid}/")}
+        with failing_as_write(f"whether all files of checkpoint {uuid} are in {self.url!r} still"):
+            there = {each.key: each.size for each in self.objects(f"{uuid}/")}
         gone = [
             name for name, entry in manifest.files.items()
             if there.get(f"{uuid}/{name}") != entry.size
         ]  # fmt: skip
         if gone:
+            # What was stored after a sweep has taken the mark, no other sweep would find.
+            with suppress(CheckpointError):
+                self.discard(uuid)
             raise CheckpointWriteError(
                 f"The files of checkpoint {uuid} must stay in {self.url!r} until it is committed,"
-                f" but {', '.join(map(repr, gone[:_NUM_SHOWN]))} was removed or replaced."
+                f" but {len(gone)} of {len(manifest.files)} were removed or replaced, such as"
+                f" {gone[0]!r}."
             )
 
     # ---- restoring -----------------------------------------------------------------------

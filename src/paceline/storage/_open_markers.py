@@ -1,14 +1,16 @@
 """Objects that mark the checkpoints of a store which are not whole, for the sweep of leftovers."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 from uuid import uuid4
 
+from paceline.storage._errors import CheckpointError
 from paceline.storage._stored_object import StoredObject
 from paceline.storage._upload import UploadLimits
 
 # Before the UUIDs of checkpoints that are not whole. Each is the key of an object with the seconds
-# that the writer may take for a file; it is empty if an earlier version wrote it.
+# that may pass without a sign of the writer; it is empty if an earlier version wrote it.
 _OPEN = ".open/"
 # Before the keys of objects that are put to learn the time of the store.
 _CLOCK = ".clock/"
@@ -38,7 +40,8 @@ class OpenMarkers:
 
     def add(self, uuid: str) -> None:
         """Mark a checkpoint, before its first file is sent or removed."""
-        limit_s = UploadLimits.from_environment().file_s
+        # Stores may tell for a file when its first part came.
+        limit_s = 2 * UploadLimits.from_environment().file_s
         self._store._put_data(self.key(uuid), f"{limit_s:g}".encode())
 
     def key(self, uuid: str) -> str:
@@ -58,14 +61,14 @@ class OpenMarkers:
             mark: The mark of the checkpoint.
             stored: Its objects.
             older_than_s: How many seconds must have passed since the last write; if above 0, at
-                least as many as the writer may take for a file.
+                least as many as the mark says.
         """
         if older_than_s <= 0:
             return True
         changed = max(each.changed for each in (mark, *stored))
-        return self._time_there() - changed >= max(older_than_s, self._file_limit_s(mark.key))
+        return self._time_there() - changed >= max(older_than_s, self._silent_s(mark.key))
 
-    def _file_limit_s(self, key: str) -> float:
+    def _silent_s(self, key: str) -> float:
         try:
             return float(self._store._read_whole(key) or 0)
         except ValueError:
@@ -76,9 +79,14 @@ class OpenMarkers:
         if self._now is None:
             key = f"{_CLOCK}{uuid4()}"
             self._store._put_data(key, b"")
-            try:
-                [put] = [each for each in self._store.objects(_CLOCK) if each.key == key]
-                self._now = put.changed
-            finally:
-                self._store.remove([key])
+            # With those that killed sweeps have left.
+            there = {each.key: each for each in self._store.objects(_CLOCK)}
+            with suppress(CheckpointError):
+                self._store.remove([*there])
+            if key not in there:
+                raise CheckpointError(
+                    f"A store must list what was put, but there is no {key!r}: the age of what is"
+                    " left there cannot be told."
+                )
+            self._now = there[key].changed
         return self._now

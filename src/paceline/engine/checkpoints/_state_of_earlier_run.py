@@ -36,8 +36,8 @@ def earlier_state(
 
     Args:
         core_context: The context of the new run.
-        resume: "auto" for the newest unfinished run of the same name, a run directory, or the URL
-            of a checkpoint.
+        resume: "auto" for the newest run of the same name, unless it is completed; a run directory;
+            or the URL of a checkpoint.
 
     Returns:
         None if there is no such run or it has no checkpoint.

@@ -144,8 +144,9 @@ def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
 
     roots = [model for model in models if isinstance(model, FSDPModule)]
     units = [unit for root in roots for unit in root.modules() if isinstance(unit, FSDPModule)]
-    recorded = [root._get_fsdp_state()._comm_ctx.post_forward_order for root in roots]
-    lengths = [len(order) for order in recorded]
+    contexts = [root._get_fsdp_state()._comm_ctx for root in roots]
+    # There is no record before the first pass.
+    lengths = [len(getattr(context, "post_forward_order", ())) for context in contexts]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -155,8 +156,8 @@ def unsharded(models: Iterable[torch.nn.Module]) -> Iterator[None]:
         for unit in units:
             unit.set_reshard_after_forward(True, recurse=False)
             unit.reshard()
-        for order, length in zip(recorded, lengths, strict=True):
-            _forget_forward_passes(order, length)
+        for context, length in zip(contexts, lengths, strict=True):
+            _forget_forward_passes(getattr(context, "post_forward_order", []), length)
 
 
 def _forget_forward_passes(order: list[Any], length: int) -> None:

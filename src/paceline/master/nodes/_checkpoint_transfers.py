@@ -19,7 +19,11 @@ from paceline.master.experiments import (
     read_attempt,
     store_checkpoint,
 )
-from paceline.master.nodes._open_uploads import OpenUploads, live_attempts, place_of_experiment
+from paceline.master.nodes._open_uploads import (
+    OpenUploads,
+    ids_of_live_attempts,
+    place_of_experiment,
+)
 from paceline.master.nodes._waiting_checkpoints import WaitingCheckpoints
 from paceline.master.store import Database, Transaction, read_members, tables
 from paceline.messages.attempts import (
@@ -216,7 +220,7 @@ class Transfers:
         """Remove what an attempt did not send to the end, if it has ended on all of its nodes."""
         # An attempt may be gone with its experiment.
         with self._database.read() as connection:
-            if attempt_id in live_attempts(connection):
+            if attempt_id in ids_of_live_attempts(connection):
                 return
         self.waiting.forget(attempt_id)
         self._uploads.forget(attempt_id)
@@ -227,7 +231,7 @@ class Transfers:
         if not known:
             return
         with self._database.read() as connection:
-            live = live_attempts(connection)
+            live = ids_of_live_attempts(connection)
         for attempt_id in known - live:
             self.forget(attempt_id)
 

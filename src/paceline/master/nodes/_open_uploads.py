@@ -146,7 +146,7 @@ class OpenUploads:
         """Remove what attempts that have ended did not send to the end, from a storage."""
         prefix = f"{self._cluster_id}-"
         with self._database.read() as connection:
-            live = live_attempts(connection)
+            live = ids_of_live_attempts(connection)
 
         def is_wanted(sender: str) -> bool:
             number = sender.removeprefix(prefix)
@@ -162,7 +162,7 @@ class OpenUploads:
         forget_incoming(root, is_wanted)
 
 
-def live_attempts(connection: Connection) -> set[int]:
+def ids_of_live_attempts(connection: Connection) -> set[int]:
     """Return the attempts that have not ended."""
     attempts = tables.attempts.c
     query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))

@@ -435,7 +435,10 @@ def test_an_optimizer_whose_names_are_not_known_is_not_exported(
         export_dcp(directory, tmp_path / "dcp", optimizer=1)
     training = directory / "training.json"
     training.write_text(training.read_text().replace("model_0.2.bias", "model_1.bias"))
-    with pytest.raises(CheckpointMismatchError, match="those of model 0, but some are not"):
+    with pytest.raises(CheckpointMismatchError, match=r"but they are those of models 0, 1\."):
+        export_dcp(directory, tmp_path / "dcp", optimizer=0)
+    training.write_text(training.read_text().replace("model_0.", "model_1."))
+    with pytest.raises(CheckpointMismatchError, match="those of model 1. Hint: --model 1, or"):
         export_dcp(directory, tmp_path / "dcp", optimizer=0)
     training.write_text(training.read_text().replace("optimizer_parameters", "unknown"))
     with pytest.raises(CheckpointMismatchError, match="checkpoints of earlier versions"):

@@ -20,6 +20,7 @@ from paceline.engine import (
 )
 from paceline.pytorch._pytorch_trial import PyTorchTrial
 from paceline.pytorch._trial_context import PyTorchTrialContext
+from paceline.storage import telling_of_deletion
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +146,11 @@ def load_weights_from_checkpoint_path(
     Raises:
         CheckpointMismatchError: The directory holds no trainer's state, or no such model.
         CheckpointCorruptError: A file is missing or cannot be read.
+        CheckpointNotFoundError: The checkpoint was deleted meanwhile.
     """
     directory = Path(path)
-    return read_weights(directory, read_training(directory), model)
+    with telling_of_deletion(directory):
+        return read_weights(directory, read_training(directory), model)
 
 
 def _imported_class(facts: Mapping[str, Any] | None) -> Any:

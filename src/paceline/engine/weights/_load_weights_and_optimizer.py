@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import StoredTensor, WholeTensors
 from paceline.engine.weights._dcp_files import METADATA_NAME, DcpFiles
 from paceline.engine.weights._wanted_optimizer_state import check_optimizer_slots
-from paceline.storage import CheckpointCorruptError
+from paceline.storage import CheckpointCorruptError, telling_of_deletion
 
 INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = "model.safetensors"
@@ -60,12 +60,14 @@ def load_weights(
         CheckpointMismatchError: There are no weights there, or they are of another model; the
             message says which.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
+        CheckpointNotFoundError: The checkpoint was deleted meanwhile.
     """
     plain = plain_model(model)
-    state, base = stored_weights(Path(path), model=stored_model, key=key)
-    state = {name: value for name, value in state.items() if value is not _PICKLED}
-    _add_tied(plain, state)
-    load_models([plain], [state], [base])
+    with telling_of_deletion(Path(path)):
+        state, base = stored_weights(Path(path), model=stored_model, key=key)
+        state = {name: value for name, value in state.items() if value is not _PICKLED}
+        _add_tied(plain, state)
+        load_models([plain], [state], [base])
 
 
 def stored_weights(
@@ -184,8 +186,7 @@ def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
     if not all(place is not None and place.startswith(prefix) for place in places):
         raise CheckpointMismatchError(
             f"All parameters of optimizer {index} must be known to be those of model {model}, but"
-            " some are not. Hint: checkpoints of earlier versions do not tell; go on from this one"
-            " and store another."
+            f" {_whose_parameters(places)}."
         )
     names = [place.removeprefix(prefix) for place in places]
     part = read_versioned_part(path, f"optimizer_{index}", training, lazily=True)
@@ -196,6 +197,22 @@ def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
             for group in part["param_groups"]
         ],
     }
+
+
+def _whose_parameters(places: Sequence[str | None]) -> str:
+    """Say of which models the parameters of an optimizer are, and what to do."""
+    if None in places:
+        return (
+            "some are not. Hint: checkpoints of earlier versions do not tell, and parameters of no"
+            " model have no names; go on from this one and store another"
+        )
+    models = sorted({int(str(place).partition(".")[0].removeprefix("model_")) for place in places})
+    if len(models) == 1:
+        return (
+            f"they are those of model {models[0]}. Hint: --model {models[0]}, or `model` in Python"
+        )
+    numbers = ", ".join(map(str, models))
+    return f"they are those of models {numbers}. Hint: export the optimizers of one model alone"
 
 
 def _slots_in_dcp(files: DcpFiles, prefix: str) -> dict[str, dict[str, Any]]:

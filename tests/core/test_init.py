@@ -605,6 +605,30 @@ def test_a_relative_storage_is_refused_under_a_master_alone(
         assert context.checkpoint.storage.url.startswith(str(Path.cwd() / "ckpts"))
 
 
+@pytest.mark.parametrize(
+    ("storage", "message"),
+    [
+        ("file", r"/file' is a file. Hint: remove it, or name another path\."),
+        ("file/below", r"/file' is a file\."),
+        ("link", r"/link' is a link to 'nowhere', where no directory is. Hint: make the dir"),
+        ("link/below", r"/link' is a link to 'nowhere'"),
+    ],
+)
+def test_a_storage_where_no_directory_can_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("link").symlink_to("nowhere")
+    for spec in (storage, DirectoryStorage(tmp_path / storage)):
+        with pytest.raises(ValueError, match=message):
+            core.init(checkpoint_storage=spec)
+    assert not Path("paceline_runs").exists()
+    Path("nowhere").mkdir()
+    with core.init(checkpoint_storage="link/below") as context:
+        context.checkpoint.upload(Path("nowhere"), {"steps_completed": 1})
+
+
 def test_an_absolute_storage_is_used_under_a_master(
     cluster_run: Callable[..., RunDirectory], tmp_path: Path
 ) -> None:

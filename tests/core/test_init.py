@@ -103,6 +103,16 @@ def test_runs_that_start_in_the_same_second_get_directories_of_their_own(
         assert context.run_dir.name == "20260102-030405-train-4"
 
 
+def test_a_name_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"`name` must have 230 characters .*'aaa.* has 231. Hint"):
+        core.init(name="a" * 231)
+    monkeypatch.setattr(sys, "argv", ["a" * 250 + ".py"])
+    for name in ("a" * 230, None):
+        for _ in range(2):
+            with core.init(name=name) as context:
+                assert context.run_dir.name[16:246] == "a" * 230
+
+
 def test_attempt_is_recorded_from_start_to_end(records_of: Callable[..., Any]) -> None:
     with core.init() as context:
         pass

@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from paceline import core
+from paceline.cli._app import app
 from paceline.engine import export_weights, save_state
+from paceline.storage import CheckpointNotFoundError, DirectoryStorage
 
 # One weight of -0.7, as a trainer stored it.
 STORED = Path(__file__).parents[1] / "pytorch" / "state_version_1"
@@ -90,6 +93,27 @@ def test_damaged_files_are_not_exported(
     result = paceline("c", "export", uuids[0], "out", cwd=tmp_path, code=1)
     assert "'rank_0.json' was altered" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = DirectoryStorage(tmp_path / "storage")
+    with storage.store_path("a") as path:
+        (path / "training.json").touch()
+    storage.commit("a", {})
+    problems = DirectoryStorage.problems
+
+    def delete_and_look(self: DirectoryStorage, manifest: Any) -> dict[str, str]:
+        self.delete("a")
+        return problems(self, manifest)
+
+    monkeypatch.setattr(DirectoryStorage, "problems", delete_and_look)
+    result = CliRunner().invoke(
+        app, ["checkpoint", "export", str(tmp_path / "storage" / "a"), str(tmp_path / "o")]
+    )
+    assert isinstance(result.exception, CheckpointNotFoundError)
+    assert "it was deleted meanwhile" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from paceline.journal import (
     CheckpointFilesDeleted,
     CheckpointStored,
     JournalReader,
+    JournalWriter,
+    RunDirectory,
 )
 from paceline.storage import (
     CheckpointCorruptError,
@@ -242,6 +244,24 @@ def test_a_checkpoint_that_cannot_be_recorded_is_not_acknowledged(
     assert sorted(storage.list()) == sorted([first, third])
     with core.init(checkpoint_storage=tmp_path / "storage") as context:
         assert sorted(storage.list()) == sorted([first, third])
+
+
+def test_why_a_checkpoint_cannot_be_recorded_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_checkpoint_parts, "_RECORD_PATIENCE_S", 0.1)
+    storage = DirectoryStorage(tmp_path / "storage")
+    (tmp_path / "file").touch()
+    journal = JournalWriter(tmp_path / "file" / "run" / "journal", close_patience_s=0.0)
+    assert journal.refusal is None
+    journal.append(CheckpointDeleted(time=0.0, uuid="other"))
+    message = r"could not be written to for 0.1 s \(Not a directory\).*Hint: see that it is there"
+    with pytest.raises(CheckpointWriteError, match=message):
+        _checkpoint_parts.commit_checkpoint(
+            RunDirectory(tmp_path), storage, journal, "a", {"steps_completed": 1}, num_shards=1
+        )
+    journal.close()
+    assert "to the end (Not a directory): 1 records are lost" in caplog.text
 
 
 @pytest.mark.root

@@ -104,6 +104,16 @@ def test_runs_that_start_in_the_same_second_get_directories_of_their_own(
         assert context.run_dir.name == "20260102-030405-train-4"
 
 
+def test_a_name_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"`name` must have 230 characters .*'aaa.* has 231. Hint"):
+        core.init(name="a" * 231)
+    monkeypatch.setattr(sys, "argv", ["a" * 250 + ".py"])
+    for name in ("a" * 230, None):
+        for _ in range(2):
+            with core.init(name=name) as context:
+                assert context.run_dir.name[16:246] == "a" * 230
+
+
 def test_attempt_is_recorded_from_start_to_end(records_of: Callable[..., Any]) -> None:
     with core.init() as context:
         pass
@@ -632,6 +642,30 @@ def test_a_relative_storage_is_refused_under_a_master_alone(
     monkeypatch.delenv("PACELINE_RUN_DIR")
     with core.init(checkpoint_storage=storage) as context:
         assert context.checkpoint.storage.url.startswith(str(Path.cwd() / "ckpts"))
+
+
+@pytest.mark.parametrize(
+    ("storage", "message"),
+    [
+        ("file", r"/file' is a file. Hint: remove it, or name another path\."),
+        ("file/below", r"/file' is a file\."),
+        ("link", r"/link' is a link to 'nowhere', where no directory is. Hint: make the dir"),
+        ("link/below", r"/link' is a link to 'nowhere'"),
+    ],
+)
+def test_a_storage_where_no_directory_can_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("link").symlink_to("nowhere")
+    for spec in (storage, DirectoryStorage(tmp_path / storage)):
+        with pytest.raises(ValueError, match=message):
+            core.init(checkpoint_storage=spec)
+    assert not Path("paceline_runs").exists()
+    Path("nowhere").mkdir()
+    with core.init(checkpoint_storage="link/below") as context:
+        context.checkpoint.upload(Path("nowhere"), {"steps_completed": 1})
 
 
 def test_an_absolute_storage_is_used_under_a_master(

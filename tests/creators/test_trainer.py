@@ -167,7 +167,7 @@ def test_a_bad_file_and_another_model_are_refused(
     fresh.save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointCorruptError, match="must be a file that `save` has written"):
+    with pytest.raises(CheckpointCorruptError, match="must be a whole file that `save`"):
         fresh.load(path)
     with pytest.raises(FileNotFoundError):
         fresh.load(tmp_path / "nothing")

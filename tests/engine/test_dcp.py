@@ -304,10 +304,112 @@ def test_an_optimizer_that_the_library_has_saved_is_begun_with(
     other = make_adam(make := make_model(1))
     load_optimizer_state(other, make, tmp_path / "saved", key="optim")
     assert_same_state(other, optimizer)
-    with pytest.raises(CheckpointMismatchError, match=r"under 'app', but not for \['2\.weight'"):
+    with pytest.raises(CheckpointMismatchError, match=r"under 'app' must hold .* with optim\."):
         load_optimizer_state(other, make, tmp_path / "saved", key="app")
     with pytest.raises(CheckpointMismatchError, match="not the model's"):
         load_optimizer_state(other, model, tmp_path / "saved", key="optim")
+
+
+def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def stored_adam(tmp_path: Path) -> Path:
+    """Return a directory with the state of AdamW for two layers."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step_once(model, optimizer)
+    alone(dcp.save, {"optimizer": get_optimizer_state_dict(model, optimizer)}, tmp_path / "adam")
+    return tmp_path / "adam"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "make", "message"),
+    [
+        (
+            (4, 4),
+            torch.optim.AdamW,
+            r"'exp_avg' of '0\.weight' is \[3, 3\] there and \[4, 4\] here",
+        ),
+        (
+            (3, 1),
+            torch.optim.AdamW,
+            r"'exp_avg' of '1\.weight' is \[3, 3\] there and \[1, 3\] here",
+        ),
+        (
+            (3, 3),
+            lambda some: torch.optim.SGD(some, momentum=0.5),
+            r"keeps \['momentum_buffer'\] of each parameter, but for '0\.weight' it holds \['exp",
+        ),
+        ((3, 3), torch.optim.SGD, r"SGD, which keeps nothing of each parameter, but for '0\.weig"),
+        ((3, 3), torch.optim.RMSprop, r"keeps \['square_avg', 'step'\] of each"),
+        ((3, 3), torch.optim.ASGD, r"keeps \['ax', 'eta', 'mu', 'step'\] of each"),
+        ((3, 3), torch.optim.Adagrad, r"keeps \['step', 'sum'\] of each"),
+        ((3, 3), lambda some: torch.optim.Adam(some, amsgrad=True), r"'max_exp_avg_sq', 'step'\]"),
+        (
+            (3,),
+            torch.optim.AdamW,
+            r"of AdamW alone, but it holds that of \['1\.bias', '1\.weight'\]",
+        ),
+        (
+            (3, 3, 3),
+            torch.optim.AdamW,
+            r"not for \['2\.weight', '2\.bias'\]. Hint: load it into the",
+        ),
+    ],
+)
+def test_the_state_of_another_optimizer_or_model_is_refused(
+    stored_adam: Path, sizes: tuple[int, ...], make: Callable[..., Any], message: str
+) -> None:
+    ends = zip((sizes[0], *sizes), sizes, strict=False)
+    model = torch.nn.Sequential(*(torch.nn.Linear(*each) for each in ends))
+    optimizer = make(model.parameters())
+    before = {key: dict(slots) for key, slots in optimizer.state.items()}
+    with pytest.raises(CheckpointMismatchError, match=message):
+        load_optimizer_state(optimizer, model, stored_adam)
+    assert optimizer.state == before
+
+
+def test_an_optimizer_without_a_state_is_begun_with(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    step_once(model, optimizer)
+    alone(dcp.save, {"optimizer": get_optimizer_state_dict(model, optimizer)}, tmp_path / "sgd")
+    load_optimizer_state(optimizer, model, tmp_path / "sgd")
+    assert not optimizer.state
+    with pytest.raises(
+        CheckpointMismatchError, match=r"under 'app' must hold .* begin with optimizer\."
+    ):
+        load_optimizer_state(optimizer, model, tmp_path / "sgd", key="app")
+    with pytest.raises(CheckpointMismatchError, match="Hint: `key` is the name under which"):
+        load_optimizer_state(torch.optim.AdamW(model.parameters()), model, tmp_path / "sgd")
+
+
+class _OwnOptimizer(torch.optim.SGD):
+    """Not of torch: its step may do anything."""
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError
+
+
+def test_an_optimizer_of_the_user_takes_what_is_there(stored_adam: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = _OwnOptimizer(model.parameters())
+    load_optimizer_state(optimizer, model, stored_adam)
+    assert optimizer.state[model[0].weight].keys() == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_hooks_and_schedulers_do_not_see_the_check(stored_adam: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("it has stepped"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    load_optimizer_state(optimizer, model, stored_adam)
+    assert optimizer.state[model[0].weight]["step"] == 1
+    assert not getattr(optimizer, "_opt_called", False)
+    assert scheduler.last_epoch == 0
 
 
 def test_an_optimizer_whose_names_are_not_known_is_not_exported(
@@ -318,7 +420,10 @@ def test_an_optimizer_whose_names_are_not_known_is_not_exported(
         export_dcp(directory, tmp_path / "dcp", optimizer=1)
     training = directory / "training.json"
     training.write_text(training.read_text().replace("model_0.2.bias", "model_1.bias"))
-    with pytest.raises(CheckpointMismatchError, match="those of model 0, but some are not"):
+    with pytest.raises(CheckpointMismatchError, match=r"but they are those of models 0, 1\."):
+        export_dcp(directory, tmp_path / "dcp", optimizer=0)
+    training.write_text(training.read_text().replace("model_0.", "model_1."))
+    with pytest.raises(CheckpointMismatchError, match="those of model 1. Hint: --model 1, or"):
         export_dcp(directory, tmp_path / "dcp", optimizer=0)
     training.write_text(training.read_text().replace("optimizer_parameters", "unknown"))
     with pytest.raises(CheckpointMismatchError, match="checkpoints of earlier versions"):

@@ -1,6 +1,7 @@
 """Weights in safetensors files: from one file or from pieces, in little memory, tied ones once."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
-from paceline.engine import export_weights, read_training, read_weights, save_state
-from paceline.engine.formats._versioned_checkpoint import STATE_VERSION
+from paceline.engine import export_dcp, export_weights, read_training, read_weights, save_state
+from paceline.engine.formats._versioned_checkpoint import STATE_VERSION, CheckpointMismatchError
 from paceline.engine.tensors._safetensors_file import _DTYPES, TensorFile, write_tensor_file
 from paceline.engine.tensors._stored_tensors import ShardedTensor, StoredTensor, WholeTensors
 from paceline.engine.weights import _export_weights
-from paceline.storage import CheckpointCorruptError
+from paceline.pytorch import load_weights_from_checkpoint_path
+from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, DirectoryStorage
 
 # Cut along the first dimension, along the second, along both, and stored by one rank alone.
 CUTS: dict[str, list[tuple[int, tuple[slice, ...]]]] = {
@@ -210,6 +212,46 @@ def test_what_is_damaged_is_named_and_leaves_no_file(
     with pytest.raises(CheckpointCorruptError, match=message):
         export_weights(directory, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("reads", [export_weights, export_dcp, load_weights_from_checkpoint_path])
+def test_a_deletion_meanwhile_is_told(
+    sharded: Any, tmp_path: Path, reads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = sharded
+    storage = DirectoryStorage(tmp_path / "storage")
+    with storage.store_path("a") as path:
+        shutil.copytree(directory, path, dirs_exist_ok=True)
+    storage.commit("a", {})
+    opened = TensorFile.__init__
+
+    def delete_and_open(self: TensorFile, *args: Any) -> None:
+        if storage.exists("a"):
+            storage.delete("a")
+        opened(self, *args)
+
+    monkeypatch.setattr(TensorFile, "__init__", delete_and_open)
+    output = () if reads is load_weights_from_checkpoint_path else (tmp_path / "out",)
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"storage/a'.*it was deleted meanwhile.*newer"
+    ):
+        reads(tmp_path / "storage" / "a", *output)
+    with pytest.raises(CheckpointMismatchError, match=r"storage/a', but there is nothing.*newer"):
+        reads(tmp_path / "storage" / "a", *output)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_not_whole_yet_is_told(sharded: Any, tmp_path: Path) -> None:
+    storage = DirectoryStorage(tmp_path / "storage")
+    with (
+        storage.store_path("a") as path,
+        pytest.raises(CheckpointNotFoundError, match="is being deleted, or is not whole yet"),
+    ):
+        export_weights(path, tmp_path / "out")
+    directory, _ = sharded
+    (directory / "training.json").unlink()
+    with pytest.raises(CheckpointMismatchError, match=r"has no training\.json"):
+        export_weights(directory, tmp_path / "out")
 
 
 def _cut(path: Path) -> None:

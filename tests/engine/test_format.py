@@ -18,6 +18,7 @@ from paceline.engine import (
     save_state,
 )
 from paceline.engine.checkpoints._host_copies import HostCopies
+from paceline.engine.formats._json_and_safetensors import is_storable
 
 
 def assert_same(left: Any, right: Any) -> None:
@@ -121,6 +122,41 @@ def test_a_tensor_may_have_the_name_that_the_format_uses_itself(tmp_path: Path) 
 def test_what_is_not_safe_is_refused_with_its_path(tmp_path: Path, value: Any) -> None:
     with pytest.raises(StateFormatError, match="a.b"):
         save_state({"a": {"b": value}}, tmp_path, "x")
+
+
+def nested(depth: int, value: Any = 0) -> Any:
+    for number in range(depth):
+        value = (value,) if number % 3 else {"k": value} if number % 2 else [value]
+    return value
+
+
+def holding_itself() -> list[Any]:
+    found: list[Any] = [1]
+    found += [found, found]
+    return found
+
+
+@pytest.mark.parametrize("value", [nested(250), nested(5000), holding_itself()])
+def test_what_is_nested_too_deep_is_refused_with_its_path(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(StateFormatError, match=r"200 deep at most, but 'a\.b\..*or holds itself"):
+        save_state({"a": {"b": value}}, tmp_path, "x")
+    assert not is_storable(value)
+
+
+def test_what_is_nested_deep_comes_back(tmp_path: Path) -> None:
+    save_state(nested(200), tmp_path, "x")
+    assert load_state(tmp_path, "x") == nested(200)
+
+
+def test_an_integer_that_json_cannot_hold_is_refused_with_its_path(tmp_path: Path) -> None:
+    largest = 10**4300 - 1
+    save_state({"a": -largest, largest: 1}, tmp_path, "x")
+    assert load_state(tmp_path, "x") == {"a": -largest, largest: 1}
+    message = "'a' is an integer of more than 4300 digits"
+    with pytest.raises(StateFormatError, match=message):
+        save_state({"a": largest + 1}, tmp_path, "x")
+    with pytest.raises(StateFormatError, match="'a' has an integer of more than 4300 digits"):
+        save_state({"a": {-largest - 1: [1]}}, tmp_path, "x")
 
 
 ODD_TENSORS = [

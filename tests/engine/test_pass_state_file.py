@@ -1,5 +1,7 @@
 """States as files."""
 
+import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from paceline.engine import load_pass_state, read_pass_state, store_pass_state, write_pass_state
-from paceline.storage import CheckpointNotFoundError, storage_from
+from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, storage_from
 
 SMALL = {"version": 1, "ranks": [], "models": [{"weight": torch.ones(3)}]}
 LARGE = {"version": 1, "ranks": [], "models": [{"weight": torch.ones(1 << 19)}]}
@@ -26,6 +28,66 @@ def test_a_full_disk_leaves_the_earlier_file(small_disk: Path) -> None:
         write_pass_state(LARGE, path)
     assert list(small_disk.iterdir()) == [path]
     assert weight_of(read_pass_state(path)).equal(torch.ones(3))
+
+
+def flipped(data: bytes, place: int, bit: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+
+
+def damaged(data: bytes) -> list[bytes]:
+    """Return a file with flipped bits, at random places and at both ends, and cut off."""
+    random.seed(0)
+    places = [*random.sample(range(len(data)), 100), *range(8), *range(len(data) - 80, len(data))]
+    flips = [flipped(data, place, random.randrange(8)) for place in places]
+    ends = [0, 1, 21, 22, 51, *(len(data) - n for n in (1, 2, 22, 50, 52, 72, 73))]
+    cuts = [data[:end] for end in (*ends, *random.sample(range(len(data)), 20))]
+    return [*flips, *cuts, data + b"\0", data[: len(data) // 2] + data[len(data) // 2 + 1 :]]
+
+
+def test_a_file_is_refused_after_any_damage(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    write_pass_state({**SMALL, "seed": 3, "place": {"rows": [1.5, None, "text"]}}, path)
+    for data in damaged(path.read_bytes()):
+        path.write_bytes(data)
+        with pytest.raises(
+            CheckpointCorruptError, match=r"'.*state\.pt' must be a whole file .*Hint: copy it"
+        ):
+            read_pass_state(path)
+
+
+def test_a_file_is_read_by_others(tmp_path: Path) -> None:
+    write_pass_state(SMALL, tmp_path / "state.pt")
+    assert weight_of(torch.load(tmp_path / "state.pt", weights_only=True)).equal(torch.ones(3))
+    assert weight_of(torch.load(tmp_path / "state.pt", mmap=True)).equal(torch.ones(3))
+    with zipfile.ZipFile(tmp_path / "state.pt") as archive:
+        assert archive.testzip() is None
+
+
+def test_a_file_without_a_digest_is_read_as_earlier_versions_wrote_it(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save(SMALL, path)
+    assert weight_of(read_pass_state(path)).equal(torch.ones(3))
+    data = path.read_bytes()
+    place = data.index(torch.ones(3).numpy().tobytes())
+    key = data.index(b"models")
+    for changed in (flipped(data, place, 6), flipped(data, key, 1), data[:-1], data + b"x"):
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointCorruptError, match="must be a whole file"):
+            read_pass_state(path)
+    torch.save(SMALL, path, _use_new_zipfile_serialization=False)
+    assert weight_of(read_pass_state(path)).equal(torch.ones(3))
+
+
+def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^'.*/nothing\.pt' must be .* read.*Hint: give"):
+        load_pass_state(tmp_path / "nothing.pt")
+    with pytest.raises(IsADirectoryError, match=r"^'.*' must be .* read.*Is a dir.*Hint: give"):
+        load_pass_state(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"^'.*/no/x\.pt' must be .* written to.*Hint: na"):
+        write_pass_state(SMALL, tmp_path / "no" / "x.pt")
+    with pytest.raises(IsADirectoryError, match=r"^'.*' must be .* written to.*Hint: name a f"):
+        write_pass_state(SMALL, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_goes_to_a_bucket_and_comes_back(s3: str) -> None:

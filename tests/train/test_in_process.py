@@ -280,6 +280,21 @@ def test_keys_that_no_state_can_have_are_named() -> None:
         run(lambda config: train.save_checkpoint({(1, 2): 3}))
 
 
+def test_what_is_nested_too_deep_or_too_large_is_named() -> None:
+    itself: list[Any] = [1]
+    itself.append(itself)
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    for value in (itself, deep):
+        with pytest.raises(TypeError, match=r"200 deep at most, but `state\['x'\]\[.*holds itself"):
+            run(lambda config, value=value: train.save_checkpoint(x=value))
+    with pytest.raises(TypeError, match=r"`state\['x'\]` is an integer of more than 4300 digits"):
+        run(lambda config: train.save_checkpoint(x=10**4300))
+    with pytest.raises(TypeError, match=r"of 4300 digits at most, but `state\['x'\]` has a longer"):
+        run(lambda config: train.save_checkpoint(x={10**4300: [1]}))
+
+
 def test_files_travel_with_a_checkpoint(work_here: Path) -> None:
     (work_here / "vocabulary.txt").write_text("one two")
     folder = work_here / "folder"

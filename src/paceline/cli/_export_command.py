@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -137,8 +137,7 @@ def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
             _export_at_url(checkpoint) if "://" in checkpoint else _export_in_runs_here(checkpoint)
         )
     if found is not None:
-        storage, uuid = found
-        with storage.restore_path(uuid) as directory:
+        with _restored(*found) as directory:
             yield directory
         return
     with TemporaryDirectory(prefix="paceline-") as temporary:
@@ -159,7 +158,17 @@ def _directory_to_export(path: Path) -> Iterator[Path]:
         # A copy, such as `download` makes: it was verified then.
         yield path
         return
-    with DirectoryStorage(place.parent).restore_path(place.name) as directory:
+    with _restored(DirectoryStorage(place.parent), place.name) as directory:
+        yield directory
+
+
+@contextmanager
+def _restored(storage: "CheckpointStorage", uuid: str) -> Iterator[Path]:
+    from paceline.storage import telling_of_deletion
+
+    root = storage.local_root
+    is_told = nullcontext() if root is None else telling_of_deletion(root / uuid)
+    with is_told, storage.restore_path(uuid) as directory:
         yield directory
 
 

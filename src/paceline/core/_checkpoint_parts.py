@@ -3,6 +3,7 @@
 No rank waits for another one to store its part: that the parts are there shows in the storage.
 """
 
+import errno
 import logging
 import math
 import threading
@@ -36,6 +37,7 @@ _LIMIT_S = 3600.0
 _LOOK_LATER_S = 1.0
 # How long a checkpoint waits for space for its record.
 _RECORD_PATIENCE_S = 10.0
+_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def commit_checkpoint(
@@ -56,7 +58,7 @@ def commit_checkpoint(
 
     Raises:
         CheckpointCorruptError: A shard is missing, or two shards disagree about a file.
-        CheckpointWriteError: The manifest cannot be written, or the disk of the journal stays full.
+        CheckpointWriteError: The manifest cannot be written, or the journal cannot.
     """
     if not journal.flush(_RECORD_PATIENCE_S):
         storage.discard(uuid)
@@ -81,10 +83,15 @@ def commit_checkpoint(
 
 
 def _cannot_be_recorded(journal: JournalWriter, uuid: str) -> str:
+    error = journal.refusal
+    is_full = error is None or error.errno in _FULL_ERRORS
+    happened = "its disk was full" if is_full else "it could not be written to"
+    reason = "" if error is None else f" ({error.strerror})"
+    hint = "free some space there" if is_full else "see that it is there and may be written to"
     return (
-        f"Checkpoint {uuid} is not kept: the disk of the journal in {str(journal.directory)!r} was"
-        f" full for {_RECORD_PATIENCE_S:.3g} s, so that a run could not find the checkpoint again."
-        " Hint: free some space there."
+        f"Checkpoint {uuid} is not kept: its record must be in the journal in"
+        f" {str(journal.directory)!r}, but {happened} for {_RECORD_PATIENCE_S:.3g} s{reason}, so"
+        f" that a run could not find the checkpoint again. Hint: {hint}."
     )
 
 

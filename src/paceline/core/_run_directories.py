@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# A directory's name has no more than 255: a time before it, and perhaps a number behind.
+_LONGEST_NAME = 230
 
 
 def run_name(file: str | os.PathLike[str] | None = None) -> str:
@@ -17,19 +19,25 @@ def run_name(file: str | os.PathLike[str] | None = None) -> str:
         stem = "notebook"
     elif stem in ("", "-c"):
         stem = "notebook" if "ipykernel" in sys.modules else "python"
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:_LONGEST_NAME].strip("-.") or "run"
 
 
 def checked_run_name(name: str) -> str:
     """Return the name that a run was given.
 
     Raises:
-        ValueError: It cannot be part of a file name.
+        ValueError: It cannot be part of a file name, or is too long.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
             "`name` must consist of letters, digits, dots, hyphens and underscores, and begin"
             f" with a letter or digit, but got {name!r}."
+        )
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(
+            f"`name` must have {_LONGEST_NAME} characters at most, as it is part of a directory's"
+            f" name, but {name[:20]!r}... has {len(name)}. Hint: shorten it; `hparams`"
+            " can hold what the run is about."
         )
     return name
 

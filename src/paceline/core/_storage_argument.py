@@ -19,9 +19,28 @@ def given_storage(spec: GivenStorage) -> CheckpointStorage | None:
 
     Raises:
         TypeError: `spec` has another type.
-        ValueError: It names no storage.
+        ValueError: It names no storage, or a path where no directory can be made.
     """
-    return spec if spec is None or isinstance(spec, CheckpointStorage) else storage_from(spec)
+    storage = spec if spec is None or isinstance(spec, CheckpointStorage) else storage_from(spec)
+    if storage is not None and storage.local_root is not None:
+        _check_directory(storage.local_root)
+    return storage
+
+
+def _check_directory(root: Path) -> None:
+    """Check that a storage's directory is there or can be made, before the first checkpoint."""
+    place = next((each for each in (root, *root.parents) if os.path.lexists(each)), None)
+    if place is None or place.is_dir():
+        return
+    if place.is_symlink():
+        found = f"a link to {os.readlink(place)!r}, where no directory is"
+        hint = "make the directory that it names, mount its disk, or remove the link"
+    else:
+        found, hint = "a file", "remove it, or name another path"
+    raise ValueError(
+        f"`checkpoint_storage` must be a directory, or a path where one can be made, but"
+        f" {str(place)!r} is {found}. Hint: {hint}."
+    )
 
 
 def check_given_storage(spec: GivenStorage, info: RunInfo) -> None:

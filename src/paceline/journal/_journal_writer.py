@@ -80,6 +80,7 @@ class JournalWriter:
         self._unsynced: set[Path] = set()
         self._is_line_torn = False
         self._is_disk_full = False
+        self._refusal: OSError | None = None
         self._retry_at = 0.0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._droppable: deque[tuple[int, bytes]] = deque()
@@ -96,6 +97,11 @@ class JournalWriter:
     def directory(self) -> Path:
         """Where the journal is."""
         return self._directory
+
+    @property
+    def refusal(self) -> OSError | None:
+        """The last error of writing; None if there was none yet."""
+        return self._refusal
 
     def append(self, record: AnyRecord) -> int:
         """Write one record and return its sequence number; never raises on a full disk."""
@@ -172,7 +178,11 @@ class JournalWriter:
         with self._lock:
             num_lost = len(self._kept) + len(self._droppable) + self._num_dropped
             if num_lost:
-                logger.error("The disk stayed full: %d journal records are lost.", num_lost)
+                reason = self._refusal and self._refusal.strerror
+                logger.error(
+                    "The journal in %s could not be written to the end (%s): %d records are lost.",
+                    *(self._directory, reason, num_lost),
+                )
             if self._file_descriptor >= 0:
                 os.close(self._file_descriptor)
                 self._file_descriptor = -1
@@ -190,11 +200,11 @@ class JournalWriter:
             if not self._is_disk_full:
                 logger.warning(
                     "The journal in %s cannot be written (%s). Training goes on; reports wait in"
-                    " memory until there is space again.",
+                    " memory until it can.",
                     self._directory,
                     error.strerror,
                 )
-            self._is_disk_full = True
+            self._is_disk_full, self._refusal = True, error
             self._retry_at = time.monotonic() + _RETRY_S
             return False
         self._is_line_torn = False

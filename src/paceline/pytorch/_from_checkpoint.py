@@ -155,6 +155,7 @@ def load_weights_from_checkpoint_path(
     Raises:
         CheckpointMismatchError: The directory holds no trainer's state, or no such model.
         CheckpointCorruptError: A file is missing or cannot be read.
+        CheckpointNotFoundError: The checkpoint was deleted meanwhile.
     """
     with directory_of_checkpoint(path) as directory:
         return read_weights(directory, read_training(directory), model)

@@ -2,6 +2,7 @@
 
 from paceline._atomic_files import sync_directory
 from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
+from paceline.storage._deletion_meanwhile import telling_of_deletion
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._durable_files import (
     copy_file,
@@ -89,6 +90,7 @@ __all__ = [
     "storage_from",
     "sync_directory",
     "sync_tree",
+    "telling_of_deletion",
     "to_delete",
     "wanted",
     "write_durably",

@@ -32,7 +32,7 @@ from paceline.storage._manifest import (
 )
 
 # One empty file per checkpoint that was begun, or whose deletion was, and is not finished.
-_OPEN_NAME = ".open"
+OPEN_NAME = ".open"
 
 
 class DirectoryStorage(CheckpointStorage):
@@ -252,7 +252,7 @@ class DirectoryStorage(CheckpointStorage):
         """Remove what was begun or being deleted here, has no manifest and is old enough."""
         swept = []
         now = None
-        markers = self._root / _OPEN_NAME
+        markers = self._root / OPEN_NAME
         for marker in sorted(markers.iterdir()) if markers.is_dir() else ():
             if among is not None and marker.name not in among:
                 continue
@@ -282,7 +282,7 @@ class DirectoryStorage(CheckpointStorage):
 
     def _mark_open(self, uuid: str) -> None:
         """Note that a directory is ours and not whole: others may keep UUIDs here as well."""
-        marker = self._root / _OPEN_NAME / check_uuid(uuid)
+        marker = self._root / OPEN_NAME / check_uuid(uuid)
         while True:
             marker.parent.mkdir(exist_ok=True)
             try:
@@ -292,7 +292,7 @@ class DirectoryStorage(CheckpointStorage):
             return
 
     def _mark_closed(self, uuid: str) -> None:
-        marker = self._root / _OPEN_NAME / uuid
+        marker = self._root / OPEN_NAME / uuid
         marker.unlink(missing_ok=True)
         with suppress(OSError):  # there are others
             marker.parent.rmdir()

@@ -68,13 +68,13 @@ def list_files(root: Path, *, follow_links: bool = False) -> list[str]:
     return sorted(found)
 
 
-def digest_file(path: Path) -> FileEntry:
-    """Read a file and return its size and digest."""
+def digest_file(path: Path, num_bytes: int | None = None) -> FileEntry:
+    """Read a file and return its size and digest, or those of its first `num_bytes`."""
     hasher = xxhash.xxh3_128()
     size = 0
     chunk = memoryview(bytearray(_DIGEST_BYTES))
     with path.open("rb", buffering=0) as file:
-        while num_read := file.readinto(chunk):
+        while num_read := file.readinto(chunk if num_bytes is None else chunk[: num_bytes - size]):
             hasher.update(chunk[:num_read])
             size += num_read
     return FileEntry(size, hasher.hexdigest())

@@ -279,10 +279,7 @@ class ObjectStorage(CheckpointStorage):
         uuid = manifest.uuid
         with failing_as_write(f"whether all files of checkpoint {uuid} are in {self.url!r} still"):
             there = {each.key: each.size for each in self.objects(f"{uuid}/")}
-        gone = [
-            name for name, entry in manifest.files.items()
-            if there.get(f"{uuid}/{name}") != entry.size
-        ]  # fmt: skip
+        gone = [n for n, entry in manifest.files.items() if there.get(f"{uuid}/{n}") != entry.size]
         if gone:
             # What was stored after a sweep has taken the mark, no other sweep would find.
             with suppress(CheckpointError):

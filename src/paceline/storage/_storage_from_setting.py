@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid
+from paceline.storage._deletion_meanwhile import telling_of_deletion
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._errors import StorageNotInstalledError
 from paceline.storage._storage_registry import (
@@ -85,12 +86,13 @@ def directory_of_checkpoint(place: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
         CheckpointCorruptError: Files at the URL are missing or altered.
-        CheckpointNotFoundError: There is no checkpoint at the URL.
+        CheckpointNotFoundError: There is no checkpoint at the URL, or it was deleted meanwhile.
         StorageNotInstalledError: No installed package offers the URL's scheme.
         ValueError: It is no such URL.
     """
     if "://" not in os.fspath(place):
-        yield Path(place)
+        with telling_of_deletion(Path(place)):
+            yield Path(place)
         return
     storage, uuid = checkpoint_at(place)
     with storage.restore_path(uuid) as path:

@@ -34,6 +34,11 @@ _SHARDED = "$sharded"
 _ODD_DTYPES = frozenset(("torch.complex128", "torch.complex32"))
 _ODD_BEGINNINGS = ("torch.qint", "torch.quint", "torch.bits")
 _LEAST_SENT_BYTES = 8 * 1024 * 1024
+# Python reads no longer integers from JSON, and its stack has an end for who reads it back.
+MAX_DIGITS = 4300
+MAX_DEPTH = 200
+_CONTAINERS = (dict, list, tuple)
+_TOO_LARGE_INT = 10**MAX_DIGITS
 
 _ARRAY_DTYPES = frozenset(
     ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -56,8 +61,9 @@ def save_state(state: Any, directory: Path, name: str, send: FileSender | None =
 
     Raises:
         StateFormatError: A value is no tensor, array, number, string, boolean, None, list, tuple
-            or dictionary of these; the message names its path.
+            or dictionary of these, or is nested too deep; the message names its path.
     """
+    _check_depth(state)
     tensors: dict[str, torch.Tensor] = {}
     tree = _state_to_json(state, "", tensors, {})
     (directory / f"{name}.json").write_text(json.dumps(tree, allow_nan=False))
@@ -75,6 +81,7 @@ def save_state(state: Any, directory: Path, name: str, send: FileSender | None =
 def is_storable(state: Any) -> bool:
     """Tell whether `save_state` would take a state."""
     try:
+        _check_depth(state)
         _state_to_json(state, "", {}, {})
     except StateFormatError:
         return False
@@ -100,6 +107,57 @@ def load_state(directory: Path, name: str, *, lazily: bool = False) -> Any:
     return _state_from_json(json.loads(text), tensors, shards)
 
 
+def is_too_large(value: object) -> bool:
+    """Tell whether a value is an integer of more digits than JSON is read with."""
+    return isinstance(value, int) and abs(value) >= _TOO_LARGE_INT
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is that cannot be stored, with its article."""
+    if is_too_large(value):
+        return f"an integer of more than {MAX_DIGITS} digits"
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _check_depth(state: Any) -> None:
+    """Check that a state can be walked through, also where it holds itself.
+
+    Raises:
+        StateFormatError: It cannot.
+    """
+    level = [state] if isinstance(state, _CONTAINERS) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        # What holds itself more than once would come up ever more often.
+        below = {
+            id(item): item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, _CONTAINERS)
+        }
+        level = [*below.values()]
+    if level:
+        raise StateFormatError(
+            f"A state must be nested {MAX_DEPTH} deep at most, but"
+            f" {_deepest_path(state)[:40]!r}... is deeper, or holds itself. Hint: return a flat"
+            " list of its parts."
+        )
+
+
+def _deepest_path(state: Any) -> str:
+    """Return the path of something that is `MAX_DEPTH` deep in a state."""
+    level = {id(state): ("", state)}
+    for _ in range(MAX_DEPTH):
+        level = {
+            id(item): (_at(path, key), item)
+            for path, value in level.values()
+            for key, item in (value.items() if isinstance(value, dict) else enumerate(value))
+            if isinstance(item, _CONTAINERS)
+        }
+    return next(path for path, _ in level.values())
+
+
 def _state_to_json(
     value: Any,
     path: str,
@@ -111,7 +169,9 @@ def _state_to_json(
     if isinstance(value, ShardedTensor):
         kind = str(value.dtype).removeprefix("torch.")
         return {_SHARDED: value.name, "shape": list(value.shape), "dtype": kind}
-    if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int) and not is_too_large(value):
         return value
     if isinstance(value, float):
         return encode_float(value)
@@ -129,7 +189,7 @@ def _state_to_json(
         return {_ARRAY: _pack_tensor(torch.from_numpy(value), path or "value", tensors, known)}
     raise StateFormatError(
         f"A state must consist of tensors, numbers, strings, booleans, None, lists, tuples and"
-        f" dictionaries, but {path or 'the top'!r} is a {type(value).__name__}. Hint: return"
+        f" dictionaries, but {path or 'the top'!r} is {kind_of(value)}. Hint: return"
         " plain values from `state_dict()`."
     )
 
@@ -146,6 +206,11 @@ def _pack_dict(
         }
     items = []
     for key, item in value.items():
+        if is_too_large(key):
+            raise StateFormatError(
+                f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
+                f" {kind_of(key)}. Hint: use a string."
+            )
         if not isinstance(key, (str, int, bool)) and key is not None:
             raise StateFormatError(
                 f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
@@ -215,4 +280,5 @@ def _state_from_json(tree: Any, tensors: Mapping[str, Any], shards: ShardFiles |
 
 
 def _at(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
+    text = kind_of(key) if is_too_large(key) else key
+    return f"{path}.{text}" if path else str(text)

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.engine.formats._json_and_safetensors import is_storable
+from paceline.engine.formats._json_and_safetensors import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    is_storable,
+    is_too_large,
+    kind_of,
+)
 from paceline.engine.parallel._overlapped_all_reduce import plain_model
 
 _PICKLED = "paceline:pickled"
@@ -23,7 +29,7 @@ def packed_without_pickle(value: Any, *, allow_pickle: bool) -> Any:
     Raises:
         TypeError: Something is not known to the safe format; the message names its key.
     """
-    return _packed(value, "", allow_pickle)
+    return _packed(value, "", allow_pickle, 0)
 
 
 def unpacked_without_pickle(value: Any) -> Any:
@@ -41,15 +47,27 @@ def unpacked_without_pickle(value: Any) -> Any:
     return value
 
 
-def _packed(value: Any, path: str, allow_pickle: bool) -> Any:
+def _packed(value: Any, path: str, allow_pickle: bool, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise TypeError(
+            f"`save_checkpoint` stores what is nested {MAX_DEPTH} deep at most, but"
+            f" `state{path[:40]}...` is deeper, or holds itself. Hint: save a flat list of its"
+            " parts."
+        )
+    below = depth + 1
     if isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
-        return _packed(_plain(value).state_dict(), path, allow_pickle)
+        return _packed(_plain(value).state_dict(), path, allow_pickle, below)
     if isinstance(value, Mapping):
-        return {k: _packed(v, f"{path}[{k!r}]", allow_pickle) for k, v in value.items()}
+        if any(map(is_too_large, value)):
+            raise TypeError(
+                f"Keys of a state must be strings or integers of {MAX_DIGITS} digits at most, but"
+                f" `state{path}` has a longer one. Hint: use a string."
+            )
+        return {k: _packed(v, f"{path}[{k!r}]", allow_pickle, below) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_packed(v, f"{path}[{i}]", allow_pickle) for i, v in enumerate(value)]
+        items = [_packed(v, f"{path}[{i}]", allow_pickle, below) for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if is_storable(value):
         # Training goes on while the checkpoint is written.
@@ -59,8 +77,8 @@ def _packed(value: Any, path: str, allow_pickle: bool) -> Any:
     raise TypeError(
         "`save_checkpoint` stores tensors, numbers, strings, booleans, None, lists, tuples,"
         " dictionaries, and what has a `state_dict()`, but"
-        f" `state{path}` is a {type(value).__module__}.{type(value).__qualname__}. Hint: save what"
-        " it is made of, or pass `allow_pickle=True`."
+        f" `state{path}` is {kind_of(value)}. Hint: save what it is made of, or pass"
+        " `allow_pickle=True`."
     )
 
 

@@ -57,6 +57,11 @@ def read_training(path: Path) -> dict[str, Any]:
         CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
         CheckpointCorruptError: The file cannot be read.
     """
+    if not path.exists():
+        raise CheckpointMismatchError(
+            f"The checkpoint must be in {str(path)!r}, but there is nothing. Hint: see that the"
+            " path is right, or take a newer checkpoint if its run has deleted this one."
+        )
     if not (path / "training.json").is_file():
         hint = "checkpoints that `core` stored are restored by the code that stored them."
         if (path / "state.json").is_file():

@@ -1,8 +1,8 @@
 """A trainer's state as one file, or as a checkpoint of a storage."""
 
 import os
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,6 +11,7 @@ import torch
 
 from paceline._atomic_files import replacing_atomically
 from paceline.engine.formats._json_and_safetensors import StateFormatError, is_storable
+from paceline.engine.formats._sealed_zip import check_zip, seal_zip
 from paceline.engine.passes._pass_state import checked_pass_state
 from paceline.storage import CheckpointCorruptError, CheckpointStorage, checkpoint_at
 
@@ -30,16 +31,41 @@ def write_pass_state(state: dict[str, Any], path: Path) -> None:
             " to be saved, but this one has other values. Hint: return plain values from"
             " `state_dict()` of modules, optimizers and schedulers of your own."
         )
-    try:
-        with replacing_atomically(path) as part, part.open("wb") as file:
+    with _naming(path, "written to"), replacing_atomically(path) as part, part.open("w+b") as file:
+        try:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):
-            # torch's own error hides what the file has said.
-            raise error.__context__ from None
-        raise
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                # torch's own error hides what the file has said.
+                raise error.__context__ from None
+            raise
+        seal_zip(file, part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _naming(path: Path, action: str) -> Iterator[None]:
+    """Have errors of the system name the file that the user knows, and say what to do.
+
+    Raises:
+        OSError: The body has raised one, of the same type.
+    """
+    try:
+        yield
+    except OSError as error:
+        hint = (
+            "name a file in a directory that is there, may be written to, and has space"
+            if action == "written to"
+            else "give the path of a file that `save` has written, and that may be read"
+        )
+        named = type(error)(
+            f"{str(path)!r} must be a file that can be {action}, but it cannot"
+            f" ({error.strerror or error}). Hint: {hint}."
+        )
+        # Who asks for it decides by it what to do.
+        named.errno = error.errno
+        raise named from error
 
 
 def save_pass_state(
@@ -105,16 +131,18 @@ def read_pass_state(path: Path) -> dict[str, Any]:
     """Return what `write_pass_state` has written.
 
     Raises:
-        CheckpointCorruptError: The file cannot be read.
-        OSError: It is not there.
+        CheckpointCorruptError: The file is damaged, or something else.
+        OSError: It is not there, or may not be read.
         ValueError: It is no state of a trainer.
     """
-    with path.open("rb") as file:
+    with _naming(path, "read"), path.open("rb") as file:
         try:
+            check_zip(path)
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        except Exception as error:  # a damaged file can fail in any way
+            reason = str(error) if type(error) is ValueError else type(error).__name__
             raise CheckpointCorruptError(
-                f"{str(path)!r} must be a file that `save` has written, but cannot be read"
-                f" ({type(error).__name__}). Hint: use another one."
+                f"{str(path)!r} must be a whole file that `save` has written, but is damaged or"
+                f" something else ({reason}). Hint: copy it again, or use another one."
             ) from error
     return checked_pass_state(state)

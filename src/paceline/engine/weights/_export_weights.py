@@ -17,7 +17,7 @@ from paceline.engine.weights._load_weights_and_optimizer import (
     stored_optimizer,
     stored_weights,
 )
-from paceline.storage import CheckpointCorruptError
+from paceline.storage import CheckpointCorruptError, telling_of_deletion
 
 _BLOCK_BYTES = 2**24
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -69,21 +69,23 @@ def export_weights(
     Raises:
         CheckpointMismatchError: The directory holds no weights, or no such model.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
+        CheckpointNotFoundError: The checkpoint was deleted meanwhile.
         FileExistsError: There are such files already.
         ValueError: `max_shard_size` is no size, or safetensors does not have the type of a tensor.
     """
     target, source = Path(output), Path(checkpoint)
     max_bytes = None if max_shard_size is None else _bytes_of(max_shard_size)
-    state, base = stored_weights(source, model=model, key=key)
-    weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
-    tied = {} if repeat_tied else _tied_weights(weights)
-    kept = {name: value for name, value in weights.items() if name not in tied}
-    files = {target: [*kept]} if max_bytes is None else _in_shards(kept, target, max_bytes)
-    with _written_together() as new_file:
-        for path, names in files.items():
-            _write_exported(new_file(path), {name: kept[name] for name in names}, tied)
-        if len(files) > 1:
-            new_file(target / INDEX_NAME).write_text(_index(files, kept))
+    with telling_of_deletion(source):
+        state, base = stored_weights(source, model=model, key=key)
+        weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+        tied = {} if repeat_tied else _tied_weights(weights)
+        kept = {name: value for name, value in weights.items() if name not in tied}
+        files = {target: [*kept]} if max_bytes is None else _in_shards(kept, target, max_bytes)
+        with _written_together() as new_file:
+            for path, names in files.items():
+                _write_exported(new_file(path), {name: kept[name] for name in names}, tied)
+            if len(files) > 1:
+                new_file(target / INDEX_NAME).write_text(_index(files, kept))
     return ExportedWeights(tuple(files), _no_tensors(state), tied, base)
 
 
@@ -112,23 +114,25 @@ def export_dcp(
         CheckpointMismatchError: The directory holds no weights, no such model or optimizer, or the
             optimizer has parameters that are not the model's.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
+        CheckpointNotFoundError: The checkpoint was deleted meanwhile.
         FileExistsError: The directory is there already.
     """
     target = Path(output)
-    state, base = stored_weights(Path(checkpoint), model=model, key=key)
-    weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
-    states: dict[str, Any] = {"model": weights}
-    if optimizer is not None:
-        states["optimizer"] = stored_optimizer(Path(checkpoint), optimizer, model=model)
-    try:
-        with _written_together() as new_file:
-            write_dcp(new_file(target), states)
-    except Exception as error:
-        # The library wraps errors of all kinds.
-        cause = error.__cause__
-        if isinstance(cause, CheckpointCorruptError):
-            raise cause from None
-        raise
+    with telling_of_deletion(Path(checkpoint)):
+        state, base = stored_weights(Path(checkpoint), model=model, key=key)
+        weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+        states: dict[str, Any] = {"model": weights}
+        if optimizer is not None:
+            states["optimizer"] = stored_optimizer(Path(checkpoint), optimizer, model=model)
+        try:
+            with _written_together() as new_file:
+                write_dcp(new_file(target), states)
+        except Exception as error:
+            # The library wraps errors of all kinds.
+            cause = error.__cause__
+            if isinstance(cause, CheckpointCorruptError):
+                raise cause from None
+            raise
     return ExportedWeights((target,), _no_tensors(state), {}, base)
 
 

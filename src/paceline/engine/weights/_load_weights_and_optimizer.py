@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from paceline.engine.tensors._safetensors_file import TensorFile
 from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import StoredTensor, WholeTensors
 from paceline.engine.weights._dcp_files import METADATA_NAME, DcpFiles
+from paceline.engine.weights._wanted_optimizer_state import check_optimizer_slots
 from paceline.storage import CheckpointCorruptError, directory_of_checkpoint
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -61,6 +62,7 @@ def load_weights(
         CheckpointMismatchError: There are no weights there, or they are of another model; the
             message says which.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
+        CheckpointNotFoundError: The checkpoint was deleted meanwhile.
     """
     plain = plain_model(model)
     with directory_of_checkpoint(path) as directory:
@@ -123,27 +125,42 @@ def load_optimizer_state(
         CheckpointMismatchError: There is no state of this optimizer; the message says why.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
     """
-    found = _slots_in_dcp(DcpFiles(Path(path)), f"{key}.state.")
-    names = {id(value): name for name, value in plain_model(model).named_parameters()}
-    parameters = parameters_of(optimizer)
-    own = [names.get(id(each), "a parameter that is not the model's") for each in parameters]
-    missing = [
-        name
-        for name, parameter in zip(own, parameters, strict=True)
-        if _PICKLED in found.get(name, {}).values()
-        or (parameter.requires_grad and name not in found)
-    ]
-    if missing:
+    files = DcpFiles(Path(path))
+    place = f"{str(path)!r} under {key!r}"
+    if not any(name.startswith(f"{key}.") for name in files.names):
+        begin = ", ".join(sorted({name.partition(".")[0] for name in files.names}))
         raise CheckpointMismatchError(
-            f"{str(path)!r} must hold tensors for each parameter of {type(optimizer).__name__}"
-            f" under {key!r}, but not for {missing[:_NUM_SHOWN]}. Hint: `key` is the name under"
-            " which the result of `get_optimizer_state_dict` was saved."
+            f"{place} must hold the state of an optimizer, but nothing is there. Hint: `key` is the"
+            " name under which the result of `get_optimizer_state_dict` was saved; the names there"
+            f" begin with {begin or 'nothing'}."
         )
-    states = {number: found[name] for number, name in enumerate(own) if name in found}
+    found = _slots_in_dcp(files, f"{key}.state.")
+    names = _names_of_own(optimizer, plain_model(model))
+    check_optimizer_slots(optimizer, names, found, place)
+    states = {
+        number: next(found[name] for name in some if name in found)
+        for number, some in enumerate(names)
+        if not found.keys().isdisjoint(some)
+    }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict(
         {"state": divided_optimizer_states(states, optimizer), "param_groups": groups}
     )
+
+
+def _names_of_own(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[list[str]]:
+    """Return the names in the model of each parameter of an optimizer; tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    own = [names.get(id(each), []) for each in parameters_of(optimizer)]
+    if not all(own):
+        raise CheckpointMismatchError(
+            f"All parameters of {type(optimizer).__name__} must be the model's, but"
+            f" {own.count([])} of {len(own)} are not the model's. Hint: `model` is the one whose"
+            " parameters the optimizer was built with."
+        )
+    return own
 
 
 def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
@@ -171,8 +188,7 @@ def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
     if not all(place is not None and place.startswith(prefix) for place in places):
         raise CheckpointMismatchError(
             f"All parameters of optimizer {index} must be known to be those of model {model}, but"
-            " some are not. Hint: checkpoints of earlier versions do not tell; go on from this one"
-            " and store another."
+            f" {_whose_parameters(places)}."
         )
     names = [place.removeprefix(prefix) for place in places]
     part = read_versioned_part(path, f"optimizer_{index}", training, lazily=True)
@@ -183,6 +199,22 @@ def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
             for group in part["param_groups"]
         ],
     }
+
+
+def _whose_parameters(places: Sequence[str | None]) -> str:
+    """Say of which models the parameters of an optimizer are, and what to do."""
+    if None in places:
+        return (
+            "some are not. Hint: checkpoints of earlier versions do not tell, and parameters of no"
+            " model have no names; go on from this one and store another"
+        )
+    models = sorted({int(str(place).partition(".")[0].removeprefix("model_")) for place in places})
+    if len(models) == 1:
+        return (
+            f"they are those of model {models[0]}. Hint: --model {models[0]}, or `model` in Python"
+        )
+    numbers = ", ".join(map(str, models))
+    return f"they are those of models {numbers}. Hint: export the optimizers of one model alone"
 
 
 def _slots_in_dcp(files: DcpFiles, prefix: str) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,40 @@
+"""Reading a checkpoint's directory that its run may delete at the same time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.storage._directory_storage import OPEN_NAME
+from paceline.storage._errors import CheckpointError, CheckpointNotFoundError
+from paceline.storage._manifest import MANIFEST_NAME
+
+
+@contextmanager
+def telling_of_deletion(path: Path) -> Iterator[None]:
+    """Have errors of reading a checkpoint say that it was deleted, if it was.
+
+    Args:
+        path: The checkpoint's directory, or another place of weights.
+
+    Raises:
+        CheckpointNotFoundError: The body has failed, and the checkpoint is no longer there.
+    """
+    was_whole, was_there = (path / MANIFEST_NAME).exists(), path.exists()
+    try:
+        yield
+    except CheckpointNotFoundError:
+        raise
+    except (CheckpointError, ValueError, FileNotFoundError) as error:
+        is_whole = (path / MANIFEST_NAME).exists()
+        # A deletion takes the manifest first.
+        is_unfinished = not is_whole and (path.parent / OPEN_NAME / path.name).exists()
+        if (was_whole and not is_whole) or (was_there and not path.exists()):
+            happened = "it was deleted meanwhile"
+        elif is_unfinished:
+            happened = "it is being deleted, or is not whole yet"
+        else:
+            raise
+        raise CheckpointNotFoundError(
+            f"The checkpoint in {str(path)!r} must be there while it is read, but {happened}. Hint:"
+            " take a newer one; a run deletes the checkpoints that its rules do not keep."
+        ) from error

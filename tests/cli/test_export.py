@@ -125,7 +125,14 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_told(
         (("RUN", "out"), "is a run. Hint: paceline checkpoint export latest FILE --run"),
         (("ffff", "out", "--run", "last"), "'ffff' fits none"),
         (("home", "out"), "has no training.json"),
-        (("STORED", "out", "--model", "1"), "from 0 to 0, as the checkpoint holds 1, but got 1"),
+        (
+            ("STORED", "out", "--model", "1"),
+            "must be 0, as the checkpoint holds 1 of them, but got",
+        ),
+        (
+            ("STORED", "out", "--key", "net"),
+            "`key` must be left out for the checkpoint of a trainer",
+        ),
         (("STORED", "out", "--format", "dcp", "--repeat-tied"), "need --format safetensors"),
         (("STORED", "out", "--optimizer", "0"), "needs --format dcp"),
         (("STORED", "taken", "--max-shard-size", "5GB"), "a directory with --max-shard-size"),

@@ -98,6 +98,28 @@ def read_versioned_part(
     return _migrated(name, read_versioned_files(path, name, lazily=lazily), training["version"])
 
 
+def check_number(kind: str, index: int, num_stored: int) -> None:
+    """Check that a checkpoint holds a model or an optimizer of a number.
+
+    Args:
+        kind: "model" or "optimizer".
+        index: The number.
+        num_stored: How many it holds.
+
+    Raises:
+        CheckpointMismatchError: It does not.
+    """
+    if 0 <= index < num_stored:
+        return
+    allowed = f"from 0 to {num_stored - 1}" if num_stored > 1 else "0"
+    raise CheckpointMismatchError(
+        f"The checkpoint holds no {kind}."
+        if num_stored == 0
+        else f"`{kind}` must be {allowed}, as the checkpoint holds {num_stored} of them, but got"
+        f" {index}."
+    )
+
+
 def read_weights(
     path: Path, training: dict[str, Any], index: int, *, lazily: bool = False
 ) -> dict[str, Any]:
@@ -107,12 +129,7 @@ def read_weights(
         CheckpointMismatchError: There is no such model.
         CheckpointCorruptError: Its files are missing or cannot be read.
     """
-    num_models = training["num_models"]
-    if not 0 <= index < num_models:
-        raise CheckpointMismatchError(
-            f"`model` must be from 0 to {num_models - 1}, as the checkpoint holds {num_models}, but"
-            f" got {index}."
-        )
+    check_number("model", index, training["num_models"])
     weights: dict[str, Any] = read_versioned_part(path, f"model_{index}", training, lazily=lazily)
     return weights if lazily else {name: whole(value) for name, value in weights.items()}
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from paceline.engine.formats._versioned_checkpoint import (
     STATE_VERSION,
     CheckpointMismatchError,
+    check_number,
     read_training,
     read_versioned_part,
     read_weights,
@@ -97,6 +98,11 @@ def stored_weights(
     if (path / "state.json").is_file() and not (path / "training.json").is_file():
         return _weights_in_train_function(path, key), None
     training = read_training(path)
+    if key != "model":
+        raise CheckpointMismatchError(
+            f"`key` must be left out for the checkpoint of a trainer, such as {str(path)!r}, but"
+            f" got {key!r}. Hint: the number of the model chooses among several."
+        )
     bases = training.get("bases")
     state = read_weights(path, training, model, lazily=True)
     return state, bases[model] if bases else None
@@ -178,11 +184,7 @@ def stored_optimizer(path: Path, index: int, *, model: int) -> dict[str, Any]:
         CheckpointCorruptError: A file is missing or cannot be read.
     """
     training = read_training(path)
-    if not 0 <= index < training["num_optimizers"]:
-        raise CheckpointMismatchError(
-            f"`optimizer` must be from 0 to {training['num_optimizers'] - 1}, as the checkpoint"
-            f" holds {training['num_optimizers']}, but got {index}."
-        )
+    check_number("optimizer", index, training["num_optimizers"])
     prefix = f"model_{model}."
     places = training.get("optimizer_parameters", {index: [None]})[index]
     if not all(place is not None and place.startswith(prefix) for place in places):

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+from kernels import TIMEOUT_S, notebook_client
 from nbformat.v4 import new_code_cell, new_notebook
 
 from paceline import core
 from paceline.journal import RunDirectory
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pytorch_trainer"
-TIMEOUT_S = 200
 
 IMPORTS = """
 import torch
@@ -63,15 +62,7 @@ class Notebook:
 
     def __init__(self, notebook: nbformat.NotebookNode, directory: Path) -> None:
         self.cells = notebook.cells
-        self._client = NotebookClient(
-            notebook,
-            timeout=TIMEOUT_S,
-            iopub_timeout=TIMEOUT_S,
-            # A line comes in pieces if the kernel sends what it has in the middle of it.
-            coalesce_streams=True,
-            kernel_name="python3",
-            resources={"metadata": {"path": str(directory)}},
-        )
+        self._client = notebook_client(notebook, directory)
 
     @contextlib.asynccontextmanager
     async def kernel(self, environment: dict[str, str]) -> AsyncIterator[None]:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+from kernels import TIMEOUT_S, notebook_client
 
 from paceline import core
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_function"
-TIMEOUT_S = 200
 TRAIN = "trainer.run(train_digits"
 
 
@@ -42,15 +41,7 @@ def test_r5_a_function_is_developed_trained_and_validated_in_a_notebook(
     notebook.cells.insert(notebook.cells.index(training) + 1, again)
     # The model of the first run is evaluated.
     again.source = again.source.replace("results =", "others =")
-    client = NotebookClient(
-        notebook,
-        timeout=TIMEOUT_S,
-        iopub_timeout=TIMEOUT_S,
-        # A line comes in pieces if the kernel sends what it has in the middle of it.
-        coalesce_streams=True,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(directory)}},
-    )
+    client = notebook_client(notebook, directory)
 
     async def run_all() -> None:
         async with client.async_setup_kernel(env={**clean_environment, "OMP_NUM_THREADS": "1"}):
@@ -74,6 +65,7 @@ def test_r5_a_function_is_developed_trained_and_validated_in_a_notebook(
 
 RERUN = """
 import threading
+import time
 from paceline import train
 
 def fit(config):
@@ -88,7 +80,14 @@ fails = globals().setdefault("runs", []) == [1]
 runs.append(1)
 progress = train.ProgressCallback(3, unit="epochs")
 results = trainer.run(fit, {"fails": fails}, [progress, "tensorboard"])
-print("threads", sorted(t.name for t in threading.enumerate() if t.name.startswith("paceline")))
+def left():
+    return [t.name for t in threading.enumerate() if t.name.startswith("paceline")]
+
+# The one for signs of life looks once a second whether there is another run.
+end = time.monotonic() + 30
+while left() and time.monotonic() < end:
+    time.sleep(0.1)
+print("threads", left())
 results
 """
 
@@ -101,14 +100,7 @@ def test_a_cell_that_is_run_again_shows_one_line_of_progress_and_leaves_no_threa
     """It runs to its end, fails in the middle, and runs to its end again."""
     cell = nbformat.v4.new_code_cell(RERUN)
     notebook = nbformat.v4.new_notebook(cells=[cell])
-    client = NotebookClient(
-        notebook,
-        timeout=TIMEOUT_S,
-        iopub_timeout=TIMEOUT_S,
-        allow_errors=True,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
+    client = notebook_client(notebook, tmp_path, allow_errors=True)
     shown: list[list[nbformat.NotebookNode]] = []
 
     async def run_three_times() -> None:

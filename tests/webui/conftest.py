@@ -162,6 +162,27 @@ def browser_with_tabs(_built: None) -> Iterator[Any]:
     yield from _start(*_BROWSERS, channel="chromium")
 
 
+def _go_whatever_the_network_does(page: Any) -> None:
+    """Try once more to open an address during which an interface came or went, as other tests do.
+
+    Chromium breaks off all requests then.
+    """
+    from playwright.sync_api import Error
+
+    go = page.goto
+
+    def go_again(url: str, **options: Any) -> Any:
+        for _ in range(3):
+            try:
+                return go(url, **options)
+            except Error as error:
+                if "ERR_NETWORK_CHANGED" not in str(error):
+                    raise
+        return go(url, **options)
+
+    page.goto = go_again
+
+
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     """Return a function that opens a page of a master; no page may have raised an error.
@@ -185,6 +206,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
             reply = context.request.get(master.client.sign_in_link())
             assert reply.ok, reply.text()
         page = context.new_page()
+        _go_whatever_the_network_does(page)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(path)
         return page

@@ -1,0 +1,6 @@
+"""Notebooks share what runs their cells."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

@@ -1,5 +1,6 @@
 """States as files."""
 
+import os
 import random
 import zipfile
 from pathlib import Path
@@ -88,6 +89,37 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError, match=r"^'.*' must be .* written to.*Hint: name a f"):
         write_pass_state(SMALL, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_checked_and_read_though_another_one_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "state.pt", tmp_path / "other.pt"
+    write_pass_state(SMALL, path)
+    other.write_bytes(path.read_bytes()[:-1])
+    size_of = os.fstat
+
+    def replace(descriptor: int) -> os.stat_result:
+        if other.exists():
+            other.replace(path)
+        return size_of(descriptor)
+
+    monkeypatch.setattr(os, "fstat", replace)
+    read_pass_state(path)
+    with pytest.raises(CheckpointCorruptError):
+        read_pass_state(path)
+
+
+def test_a_pipe_is_refused_and_a_link_is_followed(tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="can be written to, but it cannot .it is a device, a pipe"):
+        write_pass_state(SMALL, pipe)
+    assert pipe.is_fifo()
+    link.symlink_to(target)
+    write_pass_state(SMALL, link)
+    assert link.is_symlink()
+    read_pass_state(target)
 
 
 def test_a_state_goes_to_a_bucket_and_comes_back(s3: str) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from paceline import pytorch
-from paceline.storage import CheckpointNotFoundError
+from paceline.storage import CheckpointNotFoundError, Manifest
+from paceline.storage._bucket_by_obstore import BucketStorage
 
 HPARAMS = {"global_batch_size": 2}
 Mode = pytorch.LRScheduler.StepMode
@@ -487,7 +488,9 @@ def test_each_callback_is_shut_down_whatever_the_others_do() -> None:
     assert len(done) == 2
 
 
-def test_weights_and_trials_are_loaded_from_the_url_of_a_checkpoint(s3: str) -> None:
+def test_weights_and_trials_are_loaded_from_the_url_of_a_checkpoint(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytorch.init(hparams=HPARAMS, seed=1, checkpoint_storage=s3) as context:
         trained = Pair(context)
         result = pytorch.Trainer(trained, context).fit(max_length=pytorch.Batch(4))
@@ -502,6 +505,16 @@ def test_weights_and_trials_are_loaded_from_the_url_of_a_checkpoint(s3: str) -> 
     assert model.weight.equal(trained.second.weight)
     with pytest.raises(CheckpointNotFoundError, match="must be committed in"):
         pytorch.load_weights(model, f"{s3}/nothing")
+    read = BucketStorage.manifest
+
+    def read_and_delete(self: BucketStorage, uuid: str) -> Manifest:
+        found = read(self, uuid)
+        self.delete(uuid)
+        return found
+
+    monkeypatch.setattr(BucketStorage, "manifest", read_and_delete)
+    with pytest.raises(CheckpointNotFoundError, match="it was deleted meanwhile"):
+        pytorch.load_weights(model, place)
 
 
 def test_training_goes_on_elsewhere_from_the_url_of_a_checkpoint(

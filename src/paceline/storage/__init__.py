@@ -8,6 +8,7 @@ from paceline.storage._durable_files import (
     copy_file,
     copy_files,
     digest_file,
+    digest_stream,
     sync_tree,
     write_durably,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "decode_done",
     "decode_manifest",
     "digest_file",
+    "digest_stream",
     "directory_of_checkpoint",
     "done_name",
     "forget_incoming",

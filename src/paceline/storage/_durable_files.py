@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -68,15 +69,25 @@ def list_files(root: Path, *, follow_links: bool = False) -> list[str]:
     return sorted(found)
 
 
-def digest_file(path: Path, num_bytes: int | None = None) -> FileEntry:
-    """Read a file and return its size and digest, or those of its first `num_bytes`."""
+def digest_file(path: Path) -> FileEntry:
+    """Read a file and return its size and digest."""
+    with path.open("rb", buffering=0) as file:
+        return digest_stream(file)
+
+
+def digest_stream(file: Any, num_bytes: int | None = None) -> FileEntry:
+    """Read an open file from where it is, and return the size and digest of what was read.
+
+    Args:
+        file: The file; it has `readinto`.
+        num_bytes: How much to read at most; all by default.
+    """
     hasher = xxhash.xxh3_128()
     size = 0
     chunk = memoryview(bytearray(_DIGEST_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while num_read := file.readinto(chunk if num_bytes is None else chunk[: num_bytes - size]):
-            hasher.update(chunk[:num_read])
-            size += num_read
+    while num_read := file.readinto(chunk if num_bytes is None else chunk[: num_bytes - size]):
+        hasher.update(chunk[:num_read])
+        size += num_read
     return FileEntry(size, hasher.hexdigest())
 
 

@@ -10,7 +10,11 @@ from urllib.parse import quote, unquote, urlsplit
 from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid
 from paceline.storage._deletion_meanwhile import telling_of_deletion
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._errors import StorageNotInstalledError
+from paceline.storage._errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageNotInstalledError,
+)
 from paceline.storage._storage_registry import (
     added_schemes,
     added_storage,
@@ -95,8 +99,17 @@ def directory_of_checkpoint(place: str | os.PathLike[str]) -> Iterator[Path]:
             yield Path(place)
         return
     storage, uuid = checkpoint_at(place)
-    with storage.restore_path(uuid) as path:
-        yield path
+    try:
+        with storage.restore_path(uuid) as path:
+            yield path
+    except CheckpointCorruptError as error:
+        if storage.exists(uuid):
+            raise
+        raise CheckpointNotFoundError(
+            f"Checkpoint {uuid} must be in {storage.url!r} while it is read, but it was deleted"
+            " meanwhile. Hint: take a newer one; a run deletes the checkpoints that its rules do"
+            " not keep."
+        ) from error
 
 
 def _path_of_string(spec: str) -> Path:

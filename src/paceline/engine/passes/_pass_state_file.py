@@ -1,5 +1,6 @@
 """A trainer's state as one file, or as a checkpoint of a storage."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,16 @@ def write_pass_state(state: dict[str, Any], path: Path) -> None:
             " to be saved, but this one has other values. Hint: return plain values from"
             " `state_dict()` of modules, optimizers and schedulers of your own."
         )
-    with _naming(path, "written to"), replacing_atomically(path) as part, part.open("w+b") as file:
+    # What a link leads to is replaced, not the link.
+    path = path.resolve()
+    with _naming(path, "written to"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError(errno.EINVAL, "it is a device, a pipe or a socket", str(path))
+        _write_whole(state, path)
+
+
+def _write_whole(state: dict[str, Any], path: Path) -> None:
+    with replacing_atomically(path) as part, part.open("w+b") as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
@@ -39,7 +49,7 @@ def write_pass_state(state: dict[str, Any], path: Path) -> None:
                 # torch's own error hides what the file has said.
                 raise error.__context__ from None
             raise
-        seal_zip(file, part)
+        seal_zip(file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -137,7 +147,7 @@ def read_pass_state(path: Path) -> dict[str, Any]:
     """
     with _naming(path, "read"), path.open("rb") as file:
         try:
-            check_zip(path)
+            check_zip(file)
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file can fail in any way
             reason = str(error) if type(error) is ValueError else type(error).__name__

@@ -1,6 +1,7 @@
 """A kill ends everything that an attempt has started, asks nobody, and leaves nothing behind."""
 
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,10 @@ def processes_of(directory: Path) -> list[psutil.Process]:
 def check_killed(experiment: Experiment, directory: Path) -> Any:
     """Check that an experiment that was killed has ended so, and return its trial."""
     assert experiment.wait().value == "CANCELED"
+    # A process that was killed is there until it is given time to end.
+    end = time.monotonic() + 30
+    while processes_of(directory) and time.monotonic() < end:
+        time.sleep(0.05)
     assert processes_of(directory) == []
     (trial,) = experiment.trials()
     (attempt,) = trial.reload().data.attempts

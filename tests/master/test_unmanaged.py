@@ -476,7 +476,7 @@ def test_checkpoints_are_downloaded_through_the_master_and_deleted_on_request_on
         run.store_checkpoint(uuid, step)
     run.finish()
     send(run)
-    master.core.reconciler._retain()
+    master.core.retention.make_pass()
     listed = master.http.get("/experiments/1/checkpoints").json()["items"]
     assert [c["uuid"] for c in listed if c["state"] == "COMPLETED"] == uuids[::-1]
     assert {c["storage"] for c in listed} == {str(run.path / "checkpoints")}

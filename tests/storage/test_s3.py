@@ -20,7 +20,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline import pytorch, train
+from paceline import core, pytorch, train
+from paceline.core import _unfinished_checkpoints
+from paceline.journal import RunDirectory
 from paceline.storage import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -742,3 +744,53 @@ def test_a_run_that_goes_on_removes_what_it_had_begun_to_store(s3: str, run_pyth
     done = run_python(KILLED, s3)
     assert done.returncode == 0, done.stderr
     assert {each.key.split("/")[0] for each in storage.objects("")} == {whole}
+
+
+BEGUN = """
+import sys
+from paceline import core
+
+with core.init(checkpoint_storage=sys.argv[1]) as context:
+    with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
+        (path / "model").write_bytes(b"never whole")
+"""
+
+
+def test_what_a_killed_process_had_sent_is_removed_although_it_lands_later(
+    s3: str,
+    s3_server: str,
+    faulty: Any,
+    clean_environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The server is at work on a file while what is left of the checkpoint is removed."""
+    program = [sys.executable, "-c", BEGUN, s3]
+    process = subprocess.Popen(program, cwd=tmp_path, env=clean_environment)
+    is_killed, may_land = threading.Event(), threading.Event()
+    landed: list[str] = []
+
+    def kill(line: str, _client: Any) -> bool:
+        if "/model" in line:
+            process.kill()
+            process.wait()
+            is_killed.set()
+            assert may_land.wait(60)
+        return True
+
+    def wait_for_server(_seconds: float) -> None:
+        may_land.set()
+        faulty.settle()
+        landed.extend(each.key.rpartition("/")[2] for each in storage.objects(""))
+
+    faulty.fault = kill
+    assert is_killed.wait(120)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    storage = storage_from(s3)
+    assert isinstance(storage, ObjectStorage)
+    monkeypatch.setattr(_unfinished_checkpoints.time, "sleep", wait_for_server)
+    [run] = (tmp_path / "paceline_runs").iterdir()
+    core.discard_unfinished(RunDirectory.open(run))
+    assert landed == ["model"]
+    assert storage.objects("") == []
+    assert RunDirectory.open(run).begun_checkpoints() == {}

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from fault_lab.machines import Network
 from fault_lab.masters import MasterProcess
 from fault_lab.nodes import NodeProcess
+from fault_lab.object_requests import FaultyServer
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +41,15 @@ def make_master(tmp_path: Path, master_class: Any) -> Iterator[Callable[..., Mas
 def master(make_master: Callable[..., MasterProcess]) -> MasterProcess:
     """Return a running master with two slots."""
     return make_master(2).start()
+
+
+@pytest.fixture
+def faulty(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """Return a server on the way to S3's; the URL of the `s3` fixture goes through it."""
+    server = FaultyServer(s3_server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -92,6 +92,44 @@ def test_an_experiment_keeps_its_checkpoints_in_a_bucket(
     assert storage.list() == []
 
 
+def test_a_bucket_that_hangs_holds_up_nothing_else_and_is_swept_later(
+    s3: str,
+    s3_server: str,
+    faulty: Any,
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+) -> None:
+    """The server hangs for the master alone, which deletes when the first experiment has ended."""
+    faulty.hang("delete")
+    master = make_master(1)
+    client = master.start().client()
+    code = write_context(COUNTING)
+    searcher = {"name": "single", "metric": "loss", "max_length": {"batches": 6}}
+    config = {"entrypoint": "python3 train.py", "max_restarts": 1, "searcher": searcher}
+    in_s3 = {
+        "checkpoint_storage": s3,
+        "environment": {"environment_variables": {"AWS_ENDPOINT_URL": s3_server}},
+    }
+    first = client.create_experiment(config | in_s3, code)
+    assert first.wait().value == "COMPLETED"
+    wait_until(lambda: faulty.num_faults)
+    second = client.create_experiment(config, code)
+    wait_until(lambda: second.reload().state.value == "COMPLETED", 120)
+    [trial] = first.trials()
+    assert {each.data.state.value for each in trial.checkpoints()} == {"COMPLETED"}
+    master.kill()
+    faulty.pass_on()
+    [trial] = master.start().client().get_experiment(first.id).trials()
+
+    def kept() -> list[str]:
+        stored = trial.checkpoints()
+        return [each.uuid for each in stored if each.data.state.value == "COMPLETED"]
+
+    wait_until(lambda: len(kept()) == 1)
+    assert storage_from(s3).list() == kept()
+
+
 TRAINING = """
 import os
 import signal

@@ -1,6 +1,8 @@
 """Removing what killed processes have left of checkpoints."""
 
 import logging
+import time
+from collections.abc import Mapping
 
 from paceline.core._journal_history import read_checkpoints
 from paceline.core._run_summaries import moved_storage
@@ -8,6 +10,9 @@ from paceline.journal import RunDirectory
 from paceline.storage import CheckpointError, storage_from
 
 logger = logging.getLogger(__name__)
+
+# For how long a server may be at work on what a process had sent when it was killed.
+_LANDING_S = 2.0
 
 
 def discard_unfinished(run: RunDirectory) -> None:
@@ -28,14 +33,36 @@ def discard_unfinished(run: RunDirectory) -> None:
         parts = {}
     # What a copied run directory has noted is the work of the original, in the original's storage.
     moved = moved_storage(run, run.read_info()) if parts or begun else {}
-    for uuid, url in {**parts, **begun}.items():
+    unfinished = {uuid: moved.get(url, url) for uuid, url in {**parts, **begun}.items()}
+    found = _discard(unfinished, {*begun} - recorded)
+    left = {uuid: url for uuid, url in unfinished.items() if uuid in found and "://" in url}
+    if left:
+        time.sleep(_LANDING_S)
+        found = (found - {*left}) | _discard(left, {*begun} - recorded)
+    for uuid in found:
+        run.forget_checkpoint(uuid)
+
+
+def _discard(unfinished: Mapping[str, str], unrecorded: set[str]) -> set[str]:
+    """Remove checkpoints that are not whole, and those that are but that no journal tells of.
+
+    Args:
+        unfinished: The URLs of their storages by UUID.
+        unrecorded: The UUIDs of those that no process can know any more.
+
+    Returns:
+        The UUIDs of those that could be removed, or looked at.
+    """
+    done = set()
+    for uuid, url in unfinished.items():
         try:
-            storage = storage_from(moved.get(url, url))
+            storage = storage_from(url)
             storage.discard(uuid)
-            if uuid in begun and uuid not in recorded and storage.exists(uuid):
+            if uuid in unrecorded and storage.exists(uuid):
                 # The chief was killed between the commit and the record: no journal tells of it.
                 storage.delete(uuid)
         except (OSError, ValueError, CheckpointError) as error:
             logger.warning("The unfinished checkpoint %s cannot be removed: %s", uuid, error)
             continue
-        run.forget_checkpoint(uuid)
+        done.add(uuid)
+    return done

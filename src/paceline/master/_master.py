@@ -23,6 +23,7 @@ from paceline.master.experiments import (
     Place,
     Reconciler,
     RecordIngest,
+    Retention,
     Searches,
     SearchViews,
     StateChanges,
@@ -136,6 +137,7 @@ class Master:
             (self.unmanaged.end_silent, self.lost_nodes.look),
             self.transfers.forget_ended,
         )
+        self.retention = Retention(self.database, self.changes)
         self._watcher = None if runs is None else RunsWatcher(runs, self.database, self.unmanaged)
         self.recorder = Recorder(self.database, home.path)
         self.pool_runners = PoolRunners(
@@ -184,6 +186,7 @@ class Master:
         self.database.write(self._catch_up).result()
         self.recorder.start()
         self.reconciler.start()
+        self.retention.start()
         self.pool_runners.start()
         if self._watcher is not None:
             self._watcher.start()
@@ -199,6 +202,7 @@ class Master:
         self.is_closing = True
         self.pool_runners.close()
         self.reconciler.close()
+        self.retention.close()
         if self._watcher is not None:
             self._watcher.close()
         self.recorder.close()

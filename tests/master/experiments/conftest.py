@@ -25,6 +25,7 @@ from paceline.master.experiments import (
     Node,
     Reconciler,
     RecordIngest,
+    Retention,
     Searches,
     StateChanges,
     end_attempt,
@@ -67,6 +68,7 @@ class Bench:
         executor = LocalExecutor(root / "attempts", root)
         self.leases = Leases()
         self.reconciler = Reconciler(self.database, self.changes, executor, node, self.leases)
+        self.retention = Retention(self.database, self.changes)
         self._sequences: dict[tuple[int, int, int], int] = {}
 
     def write(self, job: Callable[[Transaction], Any]) -> Any:

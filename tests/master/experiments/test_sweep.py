@@ -104,15 +104,15 @@ def test_continuous_checkpoints_are_deleted_while_the_experiment_runs(
     for step in (2, 3):
         bench.validate(attempt_id, step, loss=step)
     uuids = {step: store(bench, attempt_id, step, storage) for step in (2, 3, 4)}
-    bench.reconciler._retain()
+    bench.retention.make_pass()
     # What the attempt has gone on from, the best and what the next attempt will go on from.
     assert names(storage) == {first, uuids[2], uuids[4]}
     assert bench.experiment(experiment_id).retention_done
     uuids[5] = store(bench, attempt_id, 5, storage)
-    bench.reconciler._retain()
+    bench.retention.make_pass()
     assert names(storage) == {first, uuids[2], uuids[5]}
     bench.end(attempt_id)
-    bench.reconciler._retain()
+    bench.retention.make_pass()
     assert names(storage) == {uuids[2]}
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_deleted_while_an_experiment_with_a_period_runs(
     bench.create("single", min_checkpoint_period=1, **fields)
     attempt_id = bench.start(1)
     uuids = {store(bench, attempt_id, step, storage) for step in (1, 2, 3)}
-    bench.reconciler._retain()
+    bench.retention.make_pass()
     assert names(storage) == uuids
 
 
@@ -187,6 +187,68 @@ def test_of_two_checkpoints_at_one_step_the_newer_one_is_the_latest(
     bench.end(attempt_id)
     sweep_checkpoints(bench.changes, bench.database, experiment_id)
     assert names(storage) == {uuid}
+
+
+def test_what_cannot_be_deleted_is_tried_again(
+    bench: Any, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"checkpoint_storage": {"type": "directory", "path": str(storage)}}
+    experiment_id = bench.create("single", **fields)
+    attempt_id = bench.start(1)
+    uuids = [store(bench, attempt_id, step, storage) for step in range(1, 6)]
+    bench.end(attempt_id)
+    tried: list[str] = []
+    delete, now_s = _sweep.delete_files, _sweep.time.time()
+
+    def fail(_place: str, uuid: str) -> bool:
+        tried.append(uuid)
+        return False
+
+    def states() -> list[str]:
+        return [row.state for row in bench.rows(tables.checkpoints)]
+
+    monkeypatch.setattr(_sweep, "delete_files", fail)
+    bench.retention.make_pass()
+    assert len(tried) == _sweep._MAX_FAILURES
+    assert states() == ["COMPLETED"] * 5
+    assert not bench.experiment(experiment_id).retention_done
+    bench.retention.make_pass()
+    assert len(tried) == _sweep._MAX_FAILURES
+    assert not bench.changes.being_deleted
+    monkeypatch.setattr(_sweep, "delete_files", delete)
+    monkeypatch.setattr(_sweep.time, "time", lambda: now_s + 2 * _sweep._RETRY_S)
+    bench.retention.make_pass()
+    assert names(storage) == {uuids[4]}
+    assert sorted(states()) == ["COMPLETED", *["DELETED"] * 4]
+    assert bench.experiment(experiment_id).retention_done
+
+
+def test_an_experiment_that_was_continued_meanwhile_is_swept_again(
+    bench: Any, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"checkpoint_storage": {"type": "directory", "path": str(storage)}}
+    experiment_id = bench.create("single", **fields)
+    attempt_id = bench.start(1)
+    store(bench, attempt_id, 1, storage)
+    store(bench, attempt_id, 2, storage)
+    bench.end(attempt_id)
+    delete = _sweep.delete_files
+    last: list[str] = []
+
+    def delete_slowly(place: str, uuid: str) -> bool:
+        if not last:
+            bench.command("continue_experiment", experiment_id, {})
+            attempt_id = bench.start(1)
+            last.append(store(bench, attempt_id, 3, storage))
+            bench.end(attempt_id)
+        return delete(place, uuid)
+
+    monkeypatch.setattr(_sweep, "delete_files", delete_slowly)
+    bench.retention.make_pass()
+    assert not bench.experiment(experiment_id).retention_done
+    bench.retention.make_pass()
+    assert names(storage) == {*last}
+    assert bench.experiment(experiment_id).retention_done
 
 
 def test_files_that_are_gone_already_count_as_deleted(storage: Path) -> None:

@@ -26,6 +26,7 @@ from paceline.master.experiments._experiment_edits import (
 from paceline.master.experiments._multi_node_attempts import end_runner, note_begun
 from paceline.master.experiments._reconciler import Reconciler
 from paceline.master.experiments._record_ingest import RecordIngest
+from paceline.master.experiments._retention import Retention
 from paceline.master.experiments._retention_plan import Candidate, RetentionPolicy, plan_retention
 from paceline.master.experiments._runner_leases import DEFAULT_LEASE_S, Leases
 from paceline.master.experiments._scheduler_input import (
@@ -69,6 +70,7 @@ __all__ = [
     "Reconciler",
     "RecordIngest",
     "RefusedError",
+    "Retention",
     "RetentionPolicy",
     "SearchEnd",
     "SearchOperations",

@@ -1,7 +1,9 @@
 """Deleting the checkpoints that an ended experiment need not keep."""
 
 import logging
+import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +30,10 @@ faults.register("master.retention.deleted")
 
 # Longer than any pause between two writes of a checkpoint that is still being written.
 _LEFTOVER_AGE_S = 3600.0
+# When what could not be deleted is tried again, and after how many failures a storage is left alone
+# until then: each may take as long as a store that does not answer is waited for.
+_RETRY_S = 600.0
+_MAX_FAILURES = 3
 # The writer looks for all of them at once, and trials that start meanwhile leave them out.
 _DELETED_AT_ONCE = 500
 _ENDED_TRIALS = [state.value for state in TrialState if state.is_terminal]
@@ -39,7 +45,8 @@ def sweep_checkpoints(
     """Apply the experiment's retention policy: delete files, then mark the rows.
 
     While it runs, this does nothing unless the config asks for it. Deleting twice is harmless, so
-    a crash in between only means that it is done again.
+    a crash in between only means that it is done again. What could not be deleted is tried again
+    some minutes after the end of the experiment.
 
     Returns:
         When to do it again, in seconds since the epoch; None if this was the last time for now.
@@ -51,26 +58,41 @@ def sweep_checkpoints(
     has_ended = ExperimentState(experiment.state).is_terminal
     if not has_ended:
         # Before the checkpoints are read, so that one that comes meanwhile is not missed.
-        _mark_for_sweep(database, experiment_id, is_done=True)
+        _mark_done(database, experiment, True)
         if not config_of(experiment).deletes_while_running:
             return None
     storages, doomed, next_s = _plan_sweep(database, experiment)
+    failures = Counter[str]()
     if has_ended:
-        for storage in set(storages.values()):
-            _sweep_leftovers(storage)
-    ordered = sorted(doomed)
+        failures.update(one for one in {*storages.values()} if not _sweep_leftovers(one))
+    # In any order, so that a few which cannot be deleted do not keep the same others back for ever.
+    ordered = random.sample(doomed, len(doomed))
     for start in range(0, len(ordered), _DELETED_AT_ONCE):
-        some = ordered[start : start + _DELETED_AT_ONCE]
-        _delete_in_sweep(changes, database, experiment_id, {one: storages[one] for one in some})
-    if has_ended:
-        _mark_for_sweep(database, experiment_id, is_done=next_s is None)
-    return next_s if has_ended else None
+        some = {uuid: storages[uuid] for uuid in ordered[start : start + _DELETED_AT_ONCE]}
+        _delete_in_sweep(changes, database, some, failures)
+    if not has_ended:
+        return None
+    if failures:
+        retry_s = time.time() + _RETRY_S
+        next_s = retry_s if next_s is None else min(next_s, retry_s)
+    _mark_done(database, experiment, next_s is None)
+    return next_s
 
 
 def _delete_in_sweep(
-    changes: StateChanges, database: Database, experiment_id: int, storages: dict[str, str]
+    changes: StateChanges,
+    database: Database,
+    storages: dict[str, str],
+    failures: Counter[str],
 ) -> None:
-    """Delete checkpoints by their UUIDs, but those that trials have begun to need meanwhile."""
+    """Delete checkpoints by their UUIDs, but those that trials have begun to need meanwhile.
+
+    Args:
+        changes: What tells trials which checkpoints are being deleted.
+        database: The database.
+        storages: The storages by UUID.
+        failures: How often deleting has failed, by storage; this adds to it.
+    """
 
     def withdraw(transaction: Transaction) -> list[str]:
         """Let no trial start from them any more."""
@@ -81,38 +103,45 @@ def _delete_in_sweep(
         return left
 
     doomed = database.write(withdraw).result()
+    deleted = []
     try:
-        deleted = [uuid for uuid in doomed if delete_files(storages[uuid], uuid)]
+        for uuid in doomed:
+            storage = storages[uuid]
+            if failures[storage] >= _MAX_FAILURES:
+                continue
+            if delete_files(storage, uuid):
+                deleted.append(uuid)
+            else:
+                failures[storage] += 1
         faults.reach("master.retention.deleted")
-        _mark_for_sweep(database, experiment_id, deleted, is_done=None)
+        _mark_deleted(database, deleted)
     finally:
         changes.being_deleted.difference_update(doomed)
 
 
-def _mark_for_sweep(
-    database: Database,
-    experiment_id: int,
-    deleted: Sequence[str] = (),
-    *,
-    is_done: bool | None,
-) -> None:
-    """Note which checkpoints were deleted, and unless it is None whether all is done."""
+def _mark_deleted(database: Database, uuids: Sequence[str]) -> None:
+    """Note that checkpoints were deleted."""
+    checkpoints = tables.checkpoints
+    statement = (
+        update(checkpoints)
+        .where(checkpoints.c.uuid.in_(uuids))
+        .values(state=CheckpointState.DELETED.value)
+    )
+    database.write(lambda transaction: transaction.connection.execute(statement)).result()
 
-    def mark(transaction: Transaction) -> None:
-        checkpoints, experiments = tables.checkpoints, tables.experiments
-        transaction.connection.execute(
-            update(checkpoints)
-            .where(checkpoints.c.uuid.in_(deleted))
-            .values(state=CheckpointState.DELETED.value)
+
+def _mark_done(database: Database, experiment: Row[Any], is_done: bool) -> None:
+    """Note whether all is done, unless the experiment has ended (again) since it was read."""
+    experiments = tables.experiments
+    statement = (
+        update(experiments)
+        .where(
+            experiments.c.id == experiment.id,
+            experiments.c.ended_at.is_not_distinct_from(experiment.ended_at),
         )
-        if is_done is not None:
-            transaction.connection.execute(
-                update(experiments)
-                .where(experiments.c.id == experiment_id)
-                .values(retention_done=is_done)
-            )
-
-    database.write(mark).result()
+        .values(retention_done=is_done)
+    )
+    database.write(lambda transaction: transaction.connection.execute(statement)).result()
 
 
 def _plan_sweep(
@@ -187,12 +216,14 @@ def _needed_among_some(connection: Connection, uuids: list[str]) -> set[str]:
     return needed
 
 
-def _sweep_leftovers(storage: str) -> None:
-    """Remove what crashes left of checkpoints that were never committed."""
+def _sweep_leftovers(storage: str) -> bool:
+    """Remove what crashes left of checkpoints that were never committed; False if that fails."""
     try:
         storage_from(storage).sweep(older_than_s=_LEFTOVER_AGE_S)
     except (OSError, ValueError, CheckpointError):
         logger.exception("Leftovers in %s could not be removed.", storage)
+        return False
+    return True
 
 
 def _policy(storage: CheckpointStorage) -> RetentionPolicy:

@@ -17,7 +17,6 @@ from paceline.master.executors import AttemptStatus, Executor
 from paceline.master.experiments._attempt_creation import create_attempt
 from paceline.master.experiments._attempt_launch import Node, build_launch
 from paceline.master.experiments._attempt_rows import live_attempts
-from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
 from paceline.master.experiments._multi_node_attempts import (
     AttemptRunner,
@@ -97,8 +96,6 @@ class Reconciler:
         # Since when the nodes of attempts were waited for.
         self._waiting_since: dict[int, float] = {}
         self._next_prune = 0.0
-        # When an ended experiment has a checkpoint that is too old, in seconds since the epoch.
-        self._next_sweeps: dict[int, float] = {}
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def slots(self) -> list[NodeSlots]:
@@ -159,7 +156,6 @@ class Reconciler:
                 self._make_pass,
                 self._watch_attempts,
                 self._clean_up,
-                self._retain,
                 self._prune_events,
             ):
                 try:
@@ -328,28 +324,6 @@ class Reconciler:
             )
 
         self._database.write(prune).result()
-
-    def _retain(self) -> None:
-        """Delete checkpoints of experiments that have ended, or have stored another one."""
-        experiments = tables.experiments
-        with self._database.read() as connection:
-            due = (
-                connection.execute(
-                    select(experiments.c.id).where(
-                        experiments.c.retention_done.is_(False),
-                        experiments.c.external_id.is_(None),
-                    )
-                )
-                .scalars()
-                .all()
-            )
-        for experiment_id in due:
-            if time.time() < self._next_sweeps.get(experiment_id, 0.0):
-                continue
-            next_s = sweep_checkpoints(self._changes, self._database, experiment_id)
-            self._next_sweeps.pop(experiment_id, None)
-            if next_s is not None:
-                self._next_sweeps[experiment_id] = next_s
 
 
 def _unstarted(reason: ExitReason, detail: str, kind: ErrorKind | None = None) -> AttemptEnd:

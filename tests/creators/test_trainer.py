@@ -145,8 +145,11 @@ def test_a_state_in_a_bucket_is_gone_on_from_in_the_same_bits(
     fresh: PyTorchTrainer, are_same: Same, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh.train(num_steps=2)
-    with pytest.raises(ValueError, match="`path` must be given without a `checkpoint_storage`"):
-        fresh.save()
+    for path in (None, ""):
+        with pytest.raises(
+            ValueError, match="`path` must be a file or a URL, unless the trainer has"
+        ):
+            fresh.save(path)
     # As `checkpoint_storage=` of the constructor does, which would start other workers.
     monkeypatch.setattr(fresh, "_storage", storage_from(s3))
     places = [fresh.save(), fresh.save(f"{s3}/named")]

@@ -215,8 +215,13 @@ def test_what_is_damaged_is_named_and_leaves_no_file(
 
 
 @pytest.mark.parametrize("reads", [export_weights, export_dcp, load_weights_from_checkpoint_path])
+@pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_deletion_meanwhile_is_told(
-    sharded: Any, tmp_path: Path, reads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    sharded: Any,
+    tmp_path: Path,
+    reads: Callable[..., Any],
+    scheme: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory, _ = sharded
     storage = DirectoryStorage(tmp_path / "storage")
@@ -232,13 +237,38 @@ def test_a_deletion_meanwhile_is_told(
 
     monkeypatch.setattr(TensorFile, "__init__", delete_and_open)
     output = () if reads is load_weights_from_checkpoint_path else (tmp_path / "out",)
+    place = f"{scheme}{tmp_path / 'storage' / 'a'}"
     with pytest.raises(
-        CheckpointNotFoundError, match=r"storage/a'.*it was deleted meanwhile.*newer"
+        CheckpointNotFoundError, match=r"checkpoint .*storage.*it was deleted meanwhile.*newer"
     ):
-        reads(tmp_path / "storage" / "a", *output)
-    with pytest.raises(CheckpointMismatchError, match=r"storage/a', but there is nothing.*newer"):
-        reads(tmp_path / "storage" / "a", *output)
+        reads(place, *output)
+    if scheme:
+        with pytest.raises(CheckpointNotFoundError, match=r"a must be in .*storage', .*there is"):
+            reads(place, *output)
+    else:
+        with pytest.raises(
+            CheckpointMismatchError, match=r"storage/a', but there is nothing.*newer"
+        ):
+            reads(place, *output)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (
+            "https://host/a",
+            r"named by a path or a URL \(file://.*s3://\), but got 'https://host/a'",
+        ),
+        ("gs://bucket/a", r"but got 'gs://bucket/a'\. Hint: use s3://"),
+        ("s3://bucket", "by its storage and its UUID, .* s3://bucket/prefix/UUID"),
+        ("s3://bucket/not a uuid", "by its storage and its UUID, .* s3://bucket/prefix/UUID"),
+        ("file:///nowhere/a", "a must be in '/nowhere', .* s3://bucket/prefix/UUID"),
+    ],
+)
+def test_what_is_no_url_of_a_checkpoint_is_named(tmp_path: Path, place: str, message: str) -> None:
+    with pytest.raises((ValueError, CheckpointNotFoundError), match=message):
+        export_weights(place, tmp_path / "out")
 
 
 def test_a_checkpoint_that_is_not_whole_yet_is_told(sharded: Any, tmp_path: Path) -> None:

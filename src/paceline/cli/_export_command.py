@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -125,6 +125,8 @@ def _check_export_output(output: Path, *, is_directory: bool) -> None:
 @contextmanager
 def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
     """Give a directory with the verified files of a checkpoint."""
+    from paceline.storage import restored
+
     path = Path(checkpoint)
     if run is None and path.is_dir():
         with _directory_to_export(path) as directory:
@@ -137,7 +139,7 @@ def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
             _export_at_url(checkpoint) if "://" in checkpoint else _export_in_runs_here(checkpoint)
         )
     if found is not None:
-        with _restored(*found) as directory:
+        with restored(*found) as directory:
             yield directory
         return
     with TemporaryDirectory(prefix="paceline-") as temporary:
@@ -146,7 +148,7 @@ def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _directory_to_export(path: Path) -> Iterator[Path]:
-    from paceline.storage import DirectoryStorage
+    from paceline.storage import DirectoryStorage, restored
 
     if (path / "run.json").exists():
         raise CommandError(
@@ -158,17 +160,7 @@ def _directory_to_export(path: Path) -> Iterator[Path]:
         # A copy, such as `download` makes: it was verified then.
         yield path
         return
-    with _restored(DirectoryStorage(place.parent), place.name) as directory:
-        yield directory
-
-
-@contextmanager
-def _restored(storage: "CheckpointStorage", uuid: str) -> Iterator[Path]:
-    from paceline.storage import telling_of_deletion
-
-    root = storage.local_root
-    is_told = nullcontext() if root is None else telling_of_deletion(root / uuid)
-    with is_told, storage.restore_path(uuid) as directory:
+    with restored(DirectoryStorage(place.parent), place.name) as directory:
         yield directory
 
 

@@ -92,12 +92,13 @@ class TrainerState:
             RuntimeError: The trainer was shut down.
             StateFormatError: The state of a model, optimizer or scheduler has more than tensors
                 and plain values.
-            ValueError: Neither a path nor `checkpoint_storage` is given.
+            ValueError: The path is empty, or neither it nor `checkpoint_storage` is given.
         """
         place = self._storage if path is None else path
-        if place is None:
+        if not place:
             raise ValueError(
-                "`path` must be given without a `checkpoint_storage`. Hint: save('state.pt'), or"
+                "`path` must be a file or a URL, unless the trainer has a `checkpoint_storage`, but"
+                f" got {path!r}. Hint: save('state.pt'), or"
                 " PyTorchTrainer(checkpoint_storage='s3://bucket/prefix')."
             )
         with self._record.storing():

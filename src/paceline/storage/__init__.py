@@ -2,7 +2,7 @@
 
 from paceline._atomic_files import sync_directory
 from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
-from paceline.storage._deletion_meanwhile import telling_of_deletion
+from paceline.storage._deletion_meanwhile import restored
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._durable_files import (
     copy_file,
@@ -88,11 +88,11 @@ __all__ = [
     "forget_incoming",
     "glob_selector",
     "is_added_scheme",
+    "restored",
     "scheme_of",
     "storage_from",
     "sync_directory",
     "sync_tree",
-    "telling_of_deletion",
     "to_delete",
     "wanted",
     "write_durably",

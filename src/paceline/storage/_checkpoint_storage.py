@@ -22,7 +22,7 @@ from paceline.storage._upload import FileSender
 UuidList: TypeAlias = list[str]
 RankList: TypeAlias = list[int]
 
-_UUID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
+UUID_FORM = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 
 
 class CheckpointStorage(ABC):
@@ -336,7 +336,7 @@ def check_uuid(uuid: str) -> str:
     Raises:
         ValueError: It is not.
     """
-    if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
+    if not isinstance(uuid, str) or not UUID_FORM.fullmatch(uuid):
         raise ValueError(
             "A checkpoint's UUID must consist of letters, digits, hyphens and underscores,"
             f" but got {uuid!r}."

@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from paceline.storage._checkpoint_storage import CheckpointStorage, check_uuid
-from paceline.storage._deletion_meanwhile import telling_of_deletion
+from paceline.storage._checkpoint_storage import UUID_FORM, CheckpointStorage
+from paceline.storage._deletion_meanwhile import restored, telling_of_deletion
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    StorageNotInstalledError,
-)
+from paceline.storage._errors import CheckpointNotFoundError, StorageNotInstalledError
 from paceline.storage._storage_registry import (
     added_schemes,
     added_storage,
     is_added_scheme,
+    scheme_of,
 )
 
 _LATER_TYPES = ("azure", "gcs")
@@ -26,12 +23,20 @@ _LATER_TYPES = ("azure", "gcs")
 _NOT_OFFERED = {
     "gs": "use s3:// or az://, a mounted directory, or a package of your own that offers gs://.",
 }
+_URL_HINT = (
+    "the URL of a checkpoint is that of its storage, a slash and the UUID: s3://bucket/prefix/UUID."
+)
 
 
 def _allowed() -> str:
     """Say what a storage may be named by, with what installed packages offer."""
-    urls = ", ".join(["file://", *(f"{scheme}://" for scheme in added_schemes())])
-    return f"a path, a URL ({urls}), or a mapping of type 'directory', 'shared_fs' or 's3'"
+    return (
+        f"a path, a URL ({_url_schemes()}), or a mapping of type 'directory', 'shared_fs' or 's3'"
+    )
+
+
+def _url_schemes() -> str:
+    return ", ".join(["file://", *(f"{scheme}://" for scheme in added_schemes())])
 
 
 def storage_from(spec: str | Path | Mapping[str, Any]) -> CheckpointStorage:
@@ -71,13 +76,20 @@ def checkpoint_at(place: str | os.PathLike[str]) -> tuple[CheckpointStorage, str
     if "://" not in text:
         path = Path(os.path.abspath(text))
         return DirectoryStorage(path.parent), path.name
+    scheme = scheme_of(text)
+    if scheme != "file" and not is_added_scheme(text):
+        hint = _NOT_OFFERED.get(scheme, "download its files, and give their directory.")
+        raise StorageNotInstalledError(
+            f"A checkpoint must be named by a path or a URL ({_url_schemes()}), but got {text!r}."
+            f" Hint: {hint}"
+        )
     storage, _, uuid = text.rstrip("/").rpartition("/")
-    if storage.endswith("/"):
+    if storage.endswith("/") or not UUID_FORM.fullmatch(uuid):
         raise ValueError(
             f"A checkpoint must be named by its storage and its UUID, but got {text!r}. Hint:"
-            " s3://bucket/prefix/UUID."
+            f" {_URL_HINT}"
         )
-    return storage_from(storage), check_uuid(uuid)
+    return storage_from(storage), uuid
 
 
 @contextmanager
@@ -99,17 +111,12 @@ def directory_of_checkpoint(place: str | os.PathLike[str]) -> Iterator[Path]:
             yield Path(place)
         return
     storage, uuid = checkpoint_at(place)
-    try:
-        with storage.restore_path(uuid) as path:
-            yield path
-    except CheckpointCorruptError as error:
-        if storage.exists(uuid):
-            raise
+    if not storage.exists(uuid):
         raise CheckpointNotFoundError(
-            f"Checkpoint {uuid} must be in {storage.url!r} while it is read, but it was deleted"
-            " meanwhile. Hint: take a newer one; a run deletes the checkpoints that its rules do"
-            " not keep."
-        ) from error
+            f"A checkpoint {uuid} must be in {storage.url!r}, but there is none. Hint: {_URL_HINT}"
+        )
+    with restored(storage, uuid) as path:
+        yield path
 
 
 def _path_of_string(spec: str) -> Path:

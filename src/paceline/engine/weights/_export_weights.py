@@ -17,7 +17,7 @@ from paceline.engine.weights._load_weights_and_optimizer import (
     stored_optimizer,
     stored_weights,
 )
-from paceline.storage import CheckpointCorruptError, telling_of_deletion
+from paceline.storage import CheckpointCorruptError, directory_of_checkpoint
 
 _BLOCK_BYTES = 2**24
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -57,7 +57,7 @@ def export_weights(
     reads them.
 
     Args:
-        checkpoint: The checkpoint's directory, or other weights, see `load_weights`.
+        checkpoint: The checkpoint's directory or URL, or other weights, see `load_weights`.
         output: The new file; with `max_shard_size` a directory, which may hold other files.
         model: The number of the model in the order in which they were wrapped.
         max_shard_size: Write several files of this size at most, and an index, as Transformers
@@ -69,13 +69,13 @@ def export_weights(
     Raises:
         CheckpointMismatchError: The directory holds no weights, or no such model.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
-        CheckpointNotFoundError: The checkpoint was deleted meanwhile.
+        CheckpointNotFoundError: There is none at the URL, or it was deleted meanwhile.
         FileExistsError: There are such files already.
         ValueError: `max_shard_size` is no size, or safetensors does not have the type of a tensor.
     """
-    target, source = Path(output), Path(checkpoint)
+    target = Path(output)
     max_bytes = None if max_shard_size is None else _bytes_of(max_shard_size)
-    with telling_of_deletion(source):
+    with directory_of_checkpoint(checkpoint) as source:
         state, base = stored_weights(source, model=model, key=key)
         weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
         tied = {} if repeat_tied else _tied_weights(weights)
@@ -103,7 +103,7 @@ def export_dcp(
     ranks. One tensor is in memory at a time. Tied weights are written under each of their names.
 
     Args:
-        checkpoint: The checkpoint's directory, or other weights, see `load_weights`.
+        checkpoint: The checkpoint's directory or URL, or other weights, see `load_weights`.
         output: The new directory.
         model: The number of the model in the order in which they were wrapped.
         optimizer: The number of an optimizer of the model, in a trainer's checkpoint. Its state is
@@ -114,16 +114,16 @@ def export_dcp(
         CheckpointMismatchError: The directory holds no weights, no such model or optimizer, or the
             optimizer has parameters that are not the model's.
         CheckpointCorruptError: A file or a piece is missing or cannot be read.
-        CheckpointNotFoundError: The checkpoint was deleted meanwhile.
+        CheckpointNotFoundError: There is none at the URL, or it was deleted meanwhile.
         FileExistsError: The directory is there already.
     """
     target = Path(output)
-    with telling_of_deletion(Path(checkpoint)):
-        state, base = stored_weights(Path(checkpoint), model=model, key=key)
+    with directory_of_checkpoint(checkpoint) as source:
+        state, base = stored_weights(source, model=model, key=key)
         weights = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
         states: dict[str, Any] = {"model": weights}
         if optimizer is not None:
-            states["optimizer"] = stored_optimizer(Path(checkpoint), optimizer, model=model)
+            states["optimizer"] = stored_optimizer(source, optimizer, model=model)
         try:
             with _written_together() as new_file:
                 write_dcp(new_file(target), states)

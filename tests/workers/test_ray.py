@@ -334,7 +334,8 @@ def test_a_lost_node_is_replaced_by_others(ray_cluster: Any) -> None:
 def test_a_wait_for_a_node_that_replaces_a_lost_one_is_told(
     ray_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_ray_placement, "_TELL_WAIT_S", 0.5)
+    # By then Ray knows that the other worker has ended, also on a busy machine.
+    monkeypatch.setattr(_ray_placement, "_TELL_WAIT_S", 3.0)
     nodes = [ray_cluster.add_node(num_cpus=1, resources={"few": 1}) for _ in range(2)]
     try:
         with RayPool(2, resources_per_worker={"few": 1}, grace_s=1.0) as pool:
@@ -342,10 +343,10 @@ def test_a_wait_for_a_node_that_replaces_a_lost_one_is_told(
             ray_cluster.remove_node(nodes.pop(), allow_graceful=False)
             with pytest.raises(WorkerFailedError, match="was lost with its node"):
                 call.wait(240)
-            pool.placement_timeout_s = 3.0
-            with pytest.raises(PlacementTimeoutError, match="2 worker.* within 3 s"):
+            pool.placement_timeout_s = 10.0
+            with pytest.raises(PlacementTimeoutError, match="2 worker.* within 10 s"):
                 pool.start()
-        told = "1 of 2 workers are there; the others wait for up to 3 s for 1 CPU, 1 few each."
+        told = "1 of 2 workers are there; the others wait for up to 10 s for 1 CPU, 1 few each."
         assert caplog.text.count(told) == 1
     finally:
         for node in nodes:

@@ -1,6 +1,7 @@
 """Batch inference: each row once, whatever happens in between."""
 
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from paceline import core, pytorch
+from paceline.engine.batch_inference import _inference_progress
 from paceline.journal import RunDirectory
 from paceline.storage import DirectoryStorage
 
@@ -21,6 +23,7 @@ SCRIPT = Path(__file__).parent / "inference.py"
 GUIDE = Path(__file__).parents[2] / "docs" / "batch-inference.md"
 NUM_SAMPLES, BATCH_SIZE = 61, 3
 NUM_BATCHES = 21
+HOST = socket.gethostname()
 
 
 def rows_in(directory: Path) -> list[int]:
@@ -131,10 +134,62 @@ def test_what_has_changed_in_between_is_refused(
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ValueError, match="'other' holds something else"):
         process([], output_dir="other")
+    for given, message in ((tmp_path / "new", "/new' holds none"), (None, "none is given")):
+        with pytest.raises(ValueError, match=f"results of the 5 batches .* but .*{message}. Hint"):
+            process([], output_dir=given)
+    (tmp_path / "results").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="'results' holds none.*`resume=None` processes all"):
+        process([])
+    (tmp_path / "moved").rename(tmp_path / "results")
+    # What a user adds has other names.
+    (tmp_path / "results" / "batches-all.txt").touch()
     log: list[int] = []
     # The limit may change, and results without a directory are the processor's own affair.
     assert process(log, max_batches=7)
     assert log == [5, 6]
+
+
+def test_a_run_without_a_directory_for_results_goes_on_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Processor(pytorch.TorchBatchProcessor):
+        def __init__(self, context: pytorch.TorchBatchProcessorContext) -> None:
+            pass
+
+        def process_batch(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 7 and stops:
+                raise Interrupted
+
+    def start(**options: Any) -> bool:
+        return pytorch.torch_batch_process(Processor, torch.arange(30), 3, name="none", **options)
+
+    monkeypatch.chdir(tmp_path)
+    stops = True
+    with pytest.raises(Interrupted):
+        start(checkpoint_interval=5)
+    stops = False
+    with pytest.raises(ValueError, match="made without one, and 'results' is given"):
+        start(output_dir="results")
+    assert start()
+
+
+@pytest.mark.parametrize("machine", ["here", "another"])
+def test_results_on_another_machine_are_told_and_no_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    machine: str,
+) -> None:
+    """Each machine may have a disk of its own, and a run goes on on another one."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Interrupted):
+        process([], stops_at=6)
+    monkeypatch.setattr(_inference_progress.socket, "gethostname", lambda: machine)
+    if machine == "another":
+        (tmp_path / "results").rename(tmp_path / "moved")
+    assert process([])
+    told = f"Results of earlier batches are in 'results' on {HOST}."
+    assert (told in caplog.text) == (machine == "another")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """How far a batch inference has come, in checkpoints, and the results that belong to it."""
 
 import logging
+import re
 import shutil
+import socket
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _MARKER = ".paceline-inference"
 _COLLECTED = "collected"
+_BATCHES = re.compile(r"batches-(\d{10,})")
 
 
 class InferenceProgress:
@@ -32,7 +36,7 @@ class InferenceProgress:
 
     Raises:
         ValueError: Facts differ from those of an earlier attempt, or the directory has results of
-            another run.
+            another run, or lacks those of an earlier attempt.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class InferenceProgress:
         self._output_dir = output_dir
         self._earlier: list[list[Any]] = []
         self._stored: str | None = None
+        # The machines whose directories have results; None if an earlier version began the run.
+        self._machines: list[str] | None = []
         latest = context.distributed.broadcast(context.latest_checkpoint)
         if latest is None:
             self._output_id = context.distributed.broadcast(str(uuid4()))
@@ -73,6 +79,7 @@ class InferenceProgress:
         metadata = {
             "steps_completed": self.num_done,
             "output_id": self._output_id,
+            "output_machines": self._machines,
             "inference": self._facts,
         }
         rank = self._context.distributed.rank
@@ -110,6 +117,7 @@ class InferenceProgress:
             )
         self.num_done = metadata["steps_completed"]
         self._output_id = metadata["output_id"]
+        self._machines = metadata.get("output_machines")
         with self._context.checkpoint.restore_path(uuid) as path:
             names = sorted(path.glob(f"{_COLLECTED}_*.json"))
             self._earlier = [share for name in names for share in load_state(path, name.stem)]
@@ -117,24 +125,61 @@ class InferenceProgress:
             logger.info("Going on after %d finished batches.", self.num_done)
 
     def _check_output(self) -> None:
-        directory = self._output_dir
-        if directory is None:
-            return
-        marker = directory / _MARKER
-        known = marker.read_text() if marker.exists() else None
-        is_used = directory.exists() and any(directory.iterdir())
-        held = None
-        if known is not None and known != self._output_id:
-            held = "the results of another run"
-        elif is_used and known is None:
-            held = "something else"
+        directory, gather = self._output_dir, self._context.distributed.allgather
+        held, machine = None, None
+        has_results = False
+        if directory is not None:
+            marker = directory / _MARKER
+            known = marker.read_text() if marker.exists() else None
+            machine, has_results = socket.gethostname(), known == self._output_id
+            if known is not None and not has_results:
+                held = "the results of another run"
+            elif known is None and directory.exists() and any(directory.iterdir()):
+                held = "something else"
         # Ranks of one machine see the directory at different times.
-        found = [one for one in self._context.distributed.allgather(held) if one is not None]
-        if found:
+        found = gather((held, machine, has_results))
+        for one, _, _ in found:
+            if one is not None:
+                raise ValueError(
+                    "`output_dir` must be an empty or new directory, or that of the run that is"
+                    f" resumed, but {str(directory)!r} holds {one}. Hint: name another directory,"
+                    " or delete this one if nobody needs it."
+                )
+        if self._machines is None:
+            return
+        here = {name: has_results for _, name, has_results in found if name is not None}
+        if self.num_done:
+            self._check_earlier_results(here, self._machines)
+        self._machines = sorted({*self._machines, *here})
+
+    def _check_earlier_results(self, here: Mapping[str, bool], earlier: Sequence[str]) -> None:
+        """Check that what earlier attempts made is where this one adds to it.
+
+        Args:
+            here: The machines of this attempt, with whether their directories have results.
+            earlier: The machines of earlier attempts; none if they had no directory.
+        """
+        directory = str(self._output_dir)
+        lacking = [name for name in earlier if not here.get(name, True)]
+        if not here and earlier:
+            problem = "none is given"
+        elif here and not earlier:
+            problem = f"they were made without one, and {directory!r} is given"
+        elif lacking:
+            where = f" on {', '.join(lacking)}" if len(here) > 1 else ""
+            problem = f"{directory!r}{where} holds none"
+        else:
+            problem = None
+        if problem is not None:
             raise ValueError(
-                "`output_dir` must be an empty or new directory, or that of the run that is"
-                f" resumed, but {str(directory)!r} holds {found[0]}. Hint: name another directory,"
-                " or delete this one if nobody needs it."
+                f"`output_dir` must hold the results of the {self.num_done} batches that are"
+                f" finished, but {problem}. Hint: give what was given before; if the results are"
+                " gone, `resume=None` processes all batches again."
+            )
+        elsewhere = [name for name in earlier if name not in here]
+        if elsewhere and not all(here.values()) and self._context.distributed.rank == 0:
+            logger.warning(
+                "Results of earlier batches are in %r on %s.", directory, ", ".join(elsewhere)
             )
 
     def _clean_output(self) -> None:
@@ -143,7 +188,8 @@ class InferenceProgress:
         if directory is not None and distributed.local_rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / _MARKER).write_text(self._output_id)
-            for path in directory.glob("batches-*"):
-                if int(path.name.partition("-")[2]) >= self.num_done:
+            for path in directory.iterdir():
+                batches = _BATCHES.fullmatch(path.name)
+                if batches is not None and int(batches[1]) >= self.num_done:
                     shutil.rmtree(path)
         distributed.allgather(None)

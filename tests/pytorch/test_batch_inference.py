@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from paceline import core, pytorch
+from paceline._atomic_files import replacing_atomically
 from paceline.engine.batch_inference import _inference_progress
 from paceline.journal import RunDirectory
 from paceline.storage import DirectoryStorage
@@ -147,6 +148,19 @@ def test_what_has_changed_in_between_is_refused(
     # The limit may change, and results without a directory are the processor's own affair.
     assert process(log, max_batches=7)
     assert log == [5, 6]
+
+
+def test_a_kill_while_the_directory_is_marked_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    marker = tmp_path / "results" / ".paceline-inference"
+    with replacing_atomically(marker) as part:
+        part.touch()
+        part.with_name(f"{part.name}0").touch()
+    assert process([])
+    assert_complete(tmp_path)
 
 
 def test_a_run_without_a_directory_for_results_goes_on_without_one(

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from paceline import core
+from paceline._atomic_files import replacing_atomically
 from paceline.engine.formats._json_and_safetensors import load_state, save_state
 from paceline.engine.metrics._metric_reducers import ReducerSet
 
@@ -130,11 +131,12 @@ class InferenceProgress:
         has_results = False
         if directory is not None:
             marker = directory / _MARKER
-            known = marker.read_text() if marker.exists() else None
+            # It is empty if an earlier version was killed while it wrote it.
+            known = (marker.read_text() if marker.exists() else "") or None
             machine, has_results = socket.gethostname(), known == self._output_id
             if known is not None and not has_results:
                 held = "the results of another run"
-            elif known is None and directory.exists() and any(directory.iterdir()):
+            elif known is None and directory.exists() and _has_others(directory):
                 held = "something else"
         # Ranks of one machine see the directory at different times.
         found = gather((held, machine, has_results))
@@ -187,9 +189,15 @@ class InferenceProgress:
         distributed, directory = self._context.distributed, self._output_dir
         if directory is not None and distributed.local_rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / _MARKER).write_text(self._output_id)
+            with replacing_atomically(directory / _MARKER) as part:
+                part.write_text(self._output_id)
             for path in directory.iterdir():
                 batches = _BATCHES.fullmatch(path.name)
                 if batches is not None and int(batches[1]) >= self.num_done:
                     shutil.rmtree(path)
         distributed.allgather(None)
+
+
+def _has_others(directory: Path) -> bool:
+    """Tell whether a directory has more than a marker, or a part of one that a kill has left."""
+    return any(_MARKER not in path.name for path in directory.iterdir())

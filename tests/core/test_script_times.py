@@ -1,8 +1,12 @@
 """What the time of a loop of one's own went to."""
 
+import os
+import shutil
+import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +72,39 @@ def test_what_follows_the_last_checkpoint_of_a_failed_attempt_is_lost() -> None:
     shares = shares_of(context)
     assert shares.lost_s >= 3 * STEP_S
     assert shares.training_s >= 4 * STEP_S
+
+
+HANGING = """
+import os, signal, sys, time
+from paceline import core
+from paceline.core import _heartbeat
+
+_heartbeat._INTERVAL_S = 0.1
+with core.init(name="hanging", resume="auto") as context:
+    context.train.report_training_metrics(1, {"loss": 1.0})
+    if len(sys.argv) > 1:
+        time.sleep(float(sys.argv[1]))
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_time_from_the_last_record_of_a_killed_process_to_its_end_is_lost(
+    run_python: Any, tmp_path: Path
+) -> None:
+    assert run_python(HANGING, "3").returncode == -signal.SIGKILL
+    [run] = (tmp_path / "paceline_runs").iterdir()
+    killed = core.time_shares_of_run(run)
+    assert killed.lost_s >= 2.0
+    shutil.copytree(run, tmp_path / "copy", copy_function=shutil.copyfile)
+    os.utime(tmp_path / "copy" / "run.json", (time.time() + 100,) * 2)
+    assert core.time_shares_of_run(tmp_path / "copy").lost_s < 2.0
+    assert run_python(HANGING).returncode == 0
+    resumed = core.time_shares_of_run(run)
+    assert resumed.lost_s == pytest.approx(killed.lost_s)
+    assert resumed.waiting_s > 0
+    # The time of the end is text by now.
+    shutil.copytree(run, tmp_path / "later", copy_function=shutil.copyfile)
+    assert core.time_shares_of_run(tmp_path / "later").lost_s == resumed.lost_s
 
 
 def test_a_checkpoint_of_another_thread_does_not_stop_training() -> None:

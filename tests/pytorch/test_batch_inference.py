@@ -98,7 +98,9 @@ def test_an_interrupted_run_goes_on_behind_its_last_checkpoint(
     [run] = (tmp_path / "paceline_runs").iterdir()
     assert len(DirectoryStorage(run / "checkpoints").list()) <= 3
     # Another run does not touch these results.
-    with pytest.raises(ValueError, match="'results' holds the results of another run. Hint"):
+    with pytest.raises(
+        ValueError, match="'results' holds the results of another run. Hint.*resume="
+    ):
         process(log)
     assert rows_in(tmp_path / "results") == list(range(NUM_SAMPLES))
 
@@ -204,6 +206,21 @@ def test_results_on_another_machine_are_told_and_no_error(
     assert process([])
     told = f"Results of earlier batches are in 'results' on {HOST}."
     assert (told in caplog.text) == (machine == "another")
+
+
+def test_what_a_reducer_cannot_keep_in_a_checkpoint_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Processor(pytorch.TorchBatchProcessor):
+        def __init__(self, context: pytorch.TorchBatchProcessorContext) -> None:
+            self.seen = context.wrap_reducer(len, "seen")
+
+        def process_batch(self, batch: Any, batch_idx: int) -> None:
+            self.seen.update({batch_idx})
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match=r"reducers collect .* is a builtins\.set\. Hint.*`update`"):
+        pytorch.torch_batch_process(Processor, torch.arange(30), 3, checkpoint_interval=1)
 
 
 @pytest.mark.parametrize(

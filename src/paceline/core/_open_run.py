@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -335,6 +335,10 @@ def _take_lock(run: RunDirectory, master: str | None, lock: ExitStack) -> None:
             run.path,
             HEARTBEAT_LIMIT_S,
         )
+    keys = run.journal_keys()
+    if keys:
+        with suppress(OSError):
+            run.keep_last_beat(max(keys).attempt)
     lock.enter_context(sending_heartbeats(run))
     start_reports()
 

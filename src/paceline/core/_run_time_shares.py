@@ -38,8 +38,12 @@ def time_shares_of_run(path: Path) -> TimeShares:
 
 
 def _times_of(run: RunDirectory, keys: list[JournalKey]) -> AttemptTimes:
-    """Return the times of an attempt, which ended with the last record of its chief."""
+    """Return the times of an attempt.
+
+    It ended with the last record of its chief or, if it was killed, the last sign of life.
+    """
     sessions, times = [], []
+    has_finished = False
     for key in keys:
         session = []
         for entry in run.reader(key):
@@ -48,7 +52,10 @@ def _times_of(run: RunDirectory, keys: list[JournalKey]) -> AttemptTimes:
             if isinstance(record, TimeSpent):
                 session.append(record)
             elif isinstance(record, AttemptFinished):
+                has_finished = True
                 break
         sessions.append(session)
     ended_at = max(times, default=0.0)
+    if not has_finished and (beat := run.last_beat(keys[0].attempt)) is not None:
+        ended_at = max(ended_at, beat)
     return AttemptTimes(created_at=min(times, default=0.0), ended_at=ended_at, sessions=sessions)

@@ -24,6 +24,8 @@ MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
 _LAUNCH_ERROR_FILE = "launch_error.txt"
 # A run on another machine that gives no sign of life for longer is lost.
 HEARTBEAT_LIMIT_S = 60.0
+# A run's first file that is so much younger than the run was copied without its time.
+_COPIED_S = 60.0
 
 _LOCK_TRIES = 6
 _LOCK_PAUSE_S = 0.02
@@ -57,8 +59,8 @@ class RunDirectory:
     """A run directory on node-local disk, mode 0700.
 
     Layout: ``run.json``, ``control.json``, ``journal/a<attempt>.g<generation>.r<rank>/``,
-    ``logs/``, ``begun_checkpoints/`` and, for runs without a master, ``checkpoints/`` and
-    ``heartbeat``.
+    ``logs/``, ``begun_checkpoints/`` and, for runs without a master, ``checkpoints/``,
+    ``heartbeat`` and, of attempts that were killed, ``heartbeat-<attempt>``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -284,6 +286,41 @@ class RunDirectory:
         """Say that no further sign of life will come."""
         with suppress(OSError):
             self._heartbeat_path.unlink()
+
+    def keep_last_beat(self, attempt: int) -> None:
+        """Keep the time of the last sign of life of an attempt, before the next one gives some.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        beat = self._present_beat()
+        if beat is not None:
+            write_atomically(self._kept_beat_path(attempt), repr(beat).encode())
+
+    def last_beat(self, attempt: int) -> float | None:
+        """Return when an attempt gave its last sign of life, in seconds since the epoch.
+
+        None if it has ended in order, or in its first second. For the newest attempt it is a time
+        of a file, and also None if the directory was copied without the times.
+        """
+        try:
+            return float(self._kept_beat_path(attempt).read_text())
+        except FileNotFoundError:
+            return self._present_beat()
+        except (OSError, ValueError):
+            return None
+
+    def _present_beat(self) -> float | None:
+        try:
+            written_s = self._info_path.stat().st_mtime
+            beat = self._heartbeat_path.stat().st_mtime
+            is_copy = written_s - self.read_info().created > _COPIED_S
+        except (OSError, ValueError):
+            return None
+        return None if is_copy else beat
+
+    def _kept_beat_path(self, attempt: int) -> Path:
+        return self.path / f"heartbeat-{attempt}"
 
     @property
     def _heartbeat_path(self) -> Path:

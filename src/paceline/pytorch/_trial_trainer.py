@@ -140,8 +140,8 @@ class Trainer:
 
         Args:
             checkpoint_period: When to store a checkpoint; never by default. "continuous" begins
-                the next one when the last one is stored; without a `keep_` rule, the two newest
-                are kept, and the best one by `metric`.
+                the next one when the last one is stored; without `keep_latest`, `keep_best` and
+                `keep_age`, the two newest are kept, and the best one by `metric`.
             validation_period: When to validate; never by default.
             max_length: How long to train in all; the searcher's length wins on a cluster.
             reporting_period: When to report training metrics; `Batch(100)` by default.

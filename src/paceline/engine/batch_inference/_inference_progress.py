@@ -11,13 +11,23 @@ from uuid import uuid4
 
 from paceline import core
 from paceline._atomic_files import replacing_atomically
-from paceline.engine.formats._json_and_safetensors import load_state, save_state
+from paceline.engine.formats._json_and_safetensors import (
+    StateFormatError,
+    load_state,
+    save_state,
+)
 from paceline.engine.metrics._metric_reducers import ReducerSet
 
 logger = logging.getLogger(__name__)
 
 _MARKER = ".paceline-inference"
 _COLLECTED = "collected"
+_OTHER_RUN, _SOMETHING = "the results of another run", "something else"
+_HINTS = {
+    _OTHER_RUN: "name another directory. To go on with that run, give its run directory as"
+    " `resume=`, such as 'paceline_runs/20260101-120000-name'.",
+    _SOMETHING: "name another directory, or delete this one if nobody needs it.",
+}
 _BATCHES = re.compile(r"batches-(\d{10,})")
 
 
@@ -87,7 +97,15 @@ class InferenceProgress:
         earlier = self._earlier if rank == 0 else []
         collected = [*earlier, self._reducers.shares(for_training=False)]
         with self._context.checkpoint.store_path(metadata, shard=True) as (path, uuid):
-            save_state(collected, path, f"{_COLLECTED}_{rank}")
+            try:
+                save_state(collected, path, f"{_COLLECTED}_{rank}")
+            except StateFormatError as error:
+                problem = str(error).partition(" Hint:")[0]
+                raise StateFormatError(
+                    "What reducers collect in a batch inference must be plain values or tensors, as"
+                    f" checkpoints hold it. {problem} Hint: give such values to `update`, or return"
+                    " them from `per_slot_reduce`."
+                ) from None
         # One of an earlier attempt stays, as it may be of another run.
         if rank == 0 and self._stored is not None:
             self._context.checkpoint.delete(self._stored)
@@ -135,17 +153,16 @@ class InferenceProgress:
             known = (marker.read_text() if marker.exists() else "") or None
             machine, has_results = socket.gethostname(), known == self._output_id
             if known is not None and not has_results:
-                held = "the results of another run"
+                held = _OTHER_RUN
             elif known is None and directory.exists() and _has_others(directory):
-                held = "something else"
+                held = _SOMETHING
         # Ranks of one machine see the directory at different times.
         found = gather((held, machine, has_results))
         for one, _, _ in found:
             if one is not None:
                 raise ValueError(
                     "`output_dir` must be an empty or new directory, or that of the run that is"
-                    f" resumed, but {str(directory)!r} holds {one}. Hint: name another directory,"
-                    " or delete this one if nobody needs it."
+                    f" resumed, but {str(directory)!r} holds {one}. Hint: {_HINTS[one]}"
                 )
         if self._machines is None:
             return

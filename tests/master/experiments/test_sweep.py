@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -62,7 +63,7 @@ def test_files_and_rows_follow_the_policy_of_the_experiment(
         uuids[step] = store(bench, attempt_id, step, storage)
     bench.end(attempt_id)
     for _ in range(2):
-        sweep_checkpoints(bench.changes, bench.database, experiment_id)
+        sweep_checkpoints(bench.changes, bench.database, experiment_id, Counter())
         assert names(storage) == {uuids[step] for step in kept}
         states = {row.steps_completed: row.state for row in bench.rows(tables.checkpoints)}
         assert states == {step: "COMPLETED" if step in kept else "DELETED" for step in range(1, 6)}
@@ -84,7 +85,7 @@ def test_bytes_and_age_bound_what_an_ended_experiment_keeps(
     # At the time 9.5 those of 3 to 5 are young, but with the best they are a byte too many.
     for now_s, kept, next_s in [(9.5, {2, 4, 5}, 11.0), (11.5, {2, 5}, None)]:
         monkeypatch.setattr(_sweep.time, "time", lambda now_s=now_s: now_s)
-        assert sweep_checkpoints(bench.changes, bench.database, experiment_id) == next_s
+        assert sweep_checkpoints(bench.changes, bench.database, experiment_id, Counter()) == next_s
         assert names(storage) == {uuids[step] for step in kept}
         assert bench.experiment(experiment_id).retention_done == (next_s is None)
 
@@ -133,7 +134,7 @@ def test_what_another_experiment_starts_from_is_kept(bench: Any, storage: Path) 
     uuid, other = (store(bench, attempt_id, step, storage) for step in (2, 1))
     bench.command("continue_trial", 1, {}, activate=False)
     bench.end(attempt_id)
-    sweep_checkpoints(bench.changes, bench.database, experiment_id)
+    sweep_checkpoints(bench.changes, bench.database, experiment_id, Counter())
     assert uuid in names(storage)
     assert other not in names(storage)
 
@@ -167,7 +168,7 @@ def test_a_checkpoint_is_started_from_or_deleted_and_never_both(
 
     monkeypatch.setattr(_sweep, "_plan_sweep", plan_and_start)
     monkeypatch.setattr(_sweep, "delete_files", start_and_delete)
-    sweep_checkpoints(bench.changes, bench.database, experiment_id)
+    sweep_checkpoints(bench.changes, bench.database, experiment_id, Counter())
     assert names(storage) == {first}
     with pytest.raises(RefusedError, match="was deleted"):
         start_from(second)
@@ -185,7 +186,7 @@ def test_of_two_checkpoints_at_one_step_the_newer_one_is_the_latest(
             bench.leave(attempt_id)
             bench.command("activate", experiment_id)
     bench.end(attempt_id)
-    sweep_checkpoints(bench.changes, bench.database, experiment_id)
+    sweep_checkpoints(bench.changes, bench.database, experiment_id, Counter())
     assert names(storage) == {uuid}
 
 
@@ -212,14 +213,19 @@ def test_what_cannot_be_deleted_is_tried_again(
     assert len(tried) == _sweep._MAX_FAILURES
     assert states() == ["COMPLETED"] * 5
     assert not bench.experiment(experiment_id).retention_done
+    # Another one in the same storage is not tried either.
+    bench.create("single", **fields)
+    other_id = bench.start(2)
+    others = [store(bench, other_id, step, storage) for step in (1, 2)]
+    bench.end(other_id)
     bench.retention.make_pass()
     assert len(tried) == _sweep._MAX_FAILURES
     assert not bench.changes.being_deleted
     monkeypatch.setattr(_sweep, "delete_files", delete)
-    monkeypatch.setattr(_sweep.time, "time", lambda: now_s + 2 * _sweep._RETRY_S)
+    monkeypatch.setattr(_sweep.time, "time", lambda: now_s + 2 * _sweep.RETRY_S)
     bench.retention.make_pass()
-    assert names(storage) == {uuids[4]}
-    assert sorted(states()) == ["COMPLETED", *["DELETED"] * 4]
+    assert names(storage) == {uuids[4], others[1]}
+    assert sorted(states()) == [*["COMPLETED"] * 2, *["DELETED"] * 5]
     assert bench.experiment(experiment_id).retention_done
 
 

@@ -30,9 +30,10 @@ faults.register("master.retention.deleted")
 
 # Longer than any pause between two writes of a checkpoint that is still being written.
 _LEFTOVER_AGE_S = 3600.0
-# When what could not be deleted is tried again, and after how many failures a storage is left alone
-# until then: each may take as long as a store that does not answer is waited for.
-_RETRY_S = 600.0
+RETRY_S = 600.0
+"""After how long what could not be deleted is tried again."""
+# After so many failures a storage is left alone: each may take as long as a store that does not
+# answer is waited for.
 _MAX_FAILURES = 3
 # The writer looks for all of them at once, and trials that start meanwhile leave them out.
 _DELETED_AT_ONCE = 500
@@ -40,13 +41,19 @@ _ENDED_TRIALS = [state.value for state in TrialState if state.is_terminal]
 
 
 def sweep_checkpoints(
-    changes: StateChanges, database: Database, experiment_id: int
+    changes: StateChanges, database: Database, experiment_id: int, failures: Counter[str]
 ) -> float | None:
     """Apply the experiment's retention policy: delete files, then mark the rows.
 
     While it runs, this does nothing unless the config asks for it. Deleting twice is harmless, so
     a crash in between only means that it is done again. What could not be deleted is tried again
     some minutes after the end of the experiment.
+
+    Args:
+        changes: What tells trials which checkpoints are being deleted.
+        database: The database.
+        experiment_id: The experiment.
+        failures: How often each storage has failed in the last minutes; this adds to it.
 
     Returns:
         When to do it again, in seconds since the epoch; None if this was the last time for now.
@@ -62,9 +69,9 @@ def sweep_checkpoints(
         if not config_of(experiment).deletes_while_running:
             return None
     storages, doomed, next_s = _plan_sweep(database, experiment)
-    failures = Counter[str]()
     if has_ended:
-        failures.update(one for one in {*storages.values()} if not _sweep_leftovers(one))
+        for storage in {*storages.values()}:
+            _sweep_leftovers(storage, failures)
     # In any order, so that a few which cannot be deleted do not keep the same others back for ever.
     ordered = random.sample(doomed, len(doomed))
     for start in range(0, len(ordered), _DELETED_AT_ONCE):
@@ -72,8 +79,8 @@ def sweep_checkpoints(
         _delete_in_sweep(changes, database, some, failures)
     if not has_ended:
         return None
-    if failures:
-        retry_s = time.time() + _RETRY_S
+    if any(failures[storage] for storage in storages.values()):
+        retry_s = time.time() + RETRY_S
         next_s = retry_s if next_s is None else min(next_s, retry_s)
     _mark_done(database, experiment, next_s is None)
     return next_s
@@ -216,14 +223,15 @@ def _needed_among_some(connection: Connection, uuids: list[str]) -> set[str]:
     return needed
 
 
-def _sweep_leftovers(storage: str) -> bool:
-    """Remove what crashes left of checkpoints that were never committed; False if that fails."""
+def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
+    """Remove what crashes left of checkpoints that were never committed."""
+    if failures[storage] >= _MAX_FAILURES:
+        return
     try:
         storage_from(storage).sweep(older_than_s=_LEFTOVER_AGE_S)
     except (OSError, ValueError, CheckpointError):
         logger.exception("Leftovers in %s could not be removed.", storage)
-        return False
-    return True
+        failures[storage] += 1
 
 
 def _policy(storage: CheckpointStorage) -> RetentionPolicy:

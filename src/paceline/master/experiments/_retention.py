@@ -3,10 +3,11 @@
 import logging
 import threading
 import time
+from collections import Counter
 
 from sqlalchemy import select
 
-from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
+from paceline.master.experiments._checkpoint_sweep import RETRY_S, sweep_checkpoints
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Database, DatabaseLostError, tables
 
@@ -28,6 +29,9 @@ class Retention:
         self._changes = changes
         # When an experiment is to be looked at again, in seconds since the epoch.
         self._next_sweeps: dict[int, float] = {}
+        # How often each storage has failed lately, for whichever experiment.
+        self._failures = Counter[str]()
+        self._failures_since = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
 
@@ -52,12 +56,15 @@ class Retention:
                 )
             ).scalars()
             experiment_ids = due.all()
+        if time.time() >= self._failures_since + RETRY_S:
+            self._failures.clear()
+            self._failures_since = time.time()
         for experiment_id in experiment_ids:
             if self._stopping.is_set():
                 return
             if time.time() < self._next_sweeps.get(experiment_id, 0.0):
                 continue
-            next_s = sweep_checkpoints(self._changes, self._database, experiment_id)
+            next_s = sweep_checkpoints(self._changes, self._database, experiment_id, self._failures)
             self._next_sweeps.pop(experiment_id, None)
             if next_s is not None:
                 self._next_sweeps[experiment_id] = next_s

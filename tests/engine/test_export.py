@@ -243,7 +243,9 @@ def test_a_deletion_meanwhile_is_told(
     ):
         reads(place, *output)
     if scheme:
-        with pytest.raises(CheckpointNotFoundError, match=r"a must be in .*storage', .*there is"):
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"a must be committed in .*storage', .*there is"
+        ):
             reads(place, *output)
     else:
         with pytest.raises(
@@ -263,7 +265,7 @@ def test_a_deletion_meanwhile_is_told(
         ("gs://bucket/a", r"but got 'gs://bucket/a'\. Hint: use s3://"),
         ("s3://bucket", "by its storage and its UUID, .* s3://bucket/prefix/UUID"),
         ("s3://bucket/not a uuid", "by its storage and its UUID, .* s3://bucket/prefix/UUID"),
-        ("file:///nowhere/a", "a must be in '/nowhere', .* s3://bucket/prefix/UUID"),
+        ("file:///nowhere/a", "a must be committed in '/nowhere', .* s3://bucket/prefix/UUID"),
     ],
 )
 def test_what_is_no_url_of_a_checkpoint_is_named(tmp_path: Path, place: str, message: str) -> None:

@@ -113,7 +113,8 @@ def directory_of_checkpoint(place: str | os.PathLike[str]) -> Iterator[Path]:
     storage, uuid = checkpoint_at(place)
     if not storage.exists(uuid):
         raise CheckpointNotFoundError(
-            f"A checkpoint {uuid} must be in {storage.url!r}, but there is none. Hint: {_URL_HINT}"
+            f"Checkpoint {uuid} must be committed in {storage.url!r}, but there is none. Hint:"
+            f" {_URL_HINT}"
         )
     with restored(storage, uuid) as path:
         yield path

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
+from uuid import UUID
 
 from paceline.storage._checkpoint_storage import UUID_FORM, CheckpointStorage
 from paceline.storage._deletion_meanwhile import restored, telling_of_deletion
@@ -111,13 +112,23 @@ def directory_of_checkpoint(place: str | os.PathLike[str]) -> Iterator[Path]:
             yield Path(place)
         return
     storage, uuid = checkpoint_at(place)
-    if not storage.exists(uuid):
-        raise CheckpointNotFoundError(
-            f"Checkpoint {uuid} must be committed in {storage.url!r}, but there is none. Hint:"
-            f" {_URL_HINT}"
-        )
-    with restored(storage, uuid) as path:
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(restored(storage, uuid))
+        except CheckpointNotFoundError as error:
+            if _is_uuid(uuid):
+                raise
+            # The URL of a storage, perhaps.
+            raise CheckpointNotFoundError(f"{error} Hint: {_URL_HINT}") from None
         yield path
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        UUID(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _path_of_string(spec: str) -> Path:

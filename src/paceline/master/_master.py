@@ -240,6 +240,7 @@ class Master:
 
     def _wake(self) -> None:
         self.reconciler.wake()
+        self.retention.wake()
 
     def _on_commit(self, has_events: bool) -> None:
         if has_events:

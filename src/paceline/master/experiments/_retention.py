@@ -19,7 +19,7 @@ _CLOSE_S = 5.0
 
 
 class Retention:
-    """A thread that applies the retention policies of experiments, about once a second.
+    """A thread that applies retention policies, woken by changes and once a second.
 
     A thread of its own, as nothing else may wait for a store that is slow to delete, or hangs.
     """
@@ -32,16 +32,22 @@ class Retention:
         # How often each storage has failed lately, for whichever experiment.
         self._failures = Counter[str]()
         self._failures_since = 0.0
-        self._stopping = threading.Event()
+        self._wakeup = threading.Event()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="retention", daemon=True)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
+    def wake(self) -> None:
+        """Ask for a pass soon; safe from any thread."""
+        self._wakeup.set()
+
     def close(self) -> None:
         """Stop; what is left to do is done when a master starts on this home again."""
-        self._stopping.set()
+        self._is_closing = True
+        self.wake()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
 
@@ -60,7 +66,7 @@ class Retention:
             self._failures.clear()
             self._failures_since = time.time()
         for experiment_id in experiment_ids:
-            if self._stopping.is_set():
+            if self._is_closing:
                 return
             if time.time() < self._next_sweeps.get(experiment_id, 0.0):
                 continue
@@ -70,7 +76,11 @@ class Retention:
                 self._next_sweeps[experiment_id] = next_s
 
     def _run(self) -> None:
-        while not self._stopping.wait(_TICK_S):
+        while True:
+            self._wakeup.wait(_TICK_S)
+            if self._is_closing:
+                return
+            self._wakeup.clear()
             try:
                 self.make_pass()
             except DatabaseLostError:
@@ -78,3 +88,4 @@ class Retention:
                 return
             except Exception:
                 logger.exception("Checkpoints could not be deleted; the next pass tries again.")
+                time.sleep(_TICK_S)

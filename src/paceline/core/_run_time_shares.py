@@ -45,7 +45,7 @@ def _times_of(run: RunDirectory, keys: list[JournalKey]) -> AttemptTimes:
     sessions, times = [], []
     has_finished = False
     for key in keys:
-        session = []
+        session, has_finished = [], False
         for entry in run.reader(key):
             record = entry.decode()
             times.append(record.time)

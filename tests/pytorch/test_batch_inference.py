@@ -310,6 +310,21 @@ def test_no_row_is_lost_or_doubled_after_the_kill_of_a_rank(
     assert (tmp_path / "finished").exists()
 
 
+@pytest.mark.parametrize(("rank", "batch"), [pytest.param(0, 15, marks=pytest.mark.slow), (2, 14)])
+def test_results_that_are_gone_after_the_kill_of_a_rank_are_missed_on_all(
+    start: Any, tmp_path: Path, rank: int, batch: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert start(3, KILL=f"{rank} {batch}") != 0
+    (tmp_path / "results").rename(tmp_path / "moved")
+    before = processed(tmp_path)
+    assert start(2) != 0
+    assert "'results' holds none. Hint: give what was given before" in "".join(capfd.readouterr())
+    assert processed(tmp_path) == before
+    (tmp_path / "moved").rename(tmp_path / "results")
+    assert start(2) == 0
+    assert_complete(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_take_turns(start: Any, tmp_path: Path, num_ranks: int) -> None:

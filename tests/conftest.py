@@ -47,6 +47,7 @@ _IGNORED_THREADS = (
     "AnyIO worker thread",
     "paceline-reader",
     "paceline-run-heartbeats",
+    "paceline-slow-reader",
     "pytest_timeout",
     "tqdm_monitor",
     "Otel",

@@ -1,6 +1,7 @@
 """Which thread answers a read."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,7 +111,9 @@ def test_a_route_that_turns_out_to_be_slow_leaves_the_line(
     assert [name.startswith('"paceline-slow-reader') for name in names] == [False, True, True, True]
 
 
-def test_quick_reads_take_turns(readers: Readers) -> None:
+def test_quick_reads_take_turns(readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_readers, "_SLOW_S", math.inf)
+
     async def run() -> set[str]:
         answers = [
             answer(readers, quick, lambda: threading.current_thread().name) for _ in range(20)

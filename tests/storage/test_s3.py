@@ -10,11 +10,13 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import boto3  # type: ignore[import-untyped]
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -750,13 +752,16 @@ BEGUN = """
 import sys
 from paceline import core
 
-with core.init(checkpoint_storage=sys.argv[1]) as context:
-    with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):
-        (path / "model").write_bytes(b"never whole")
+distributed = core.DistributedContext.from_torch_distributed()
+with core.init(distributed=distributed, checkpoint_storage=sys.argv[1]) as context:
+    with context.checkpoint.store_path({"steps_completed": 1}, shard=True) as (path, _):
+        (path / f"model{context.distributed.rank}").write_bytes(b"never whole")
 """
 
 
-def test_what_a_killed_process_had_sent_is_removed_although_it_lands_later(
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_killed_processes_had_sent_is_removed_although_it_lands_later(
+    rank: int,
     s3: str,
     s3_server: str,
     faulty: Any,
@@ -765,15 +770,22 @@ def test_what_a_killed_process_had_sent_is_removed_although_it_lands_later(
     tmp_path: Path,
 ) -> None:
     """The server is at work on a file while what is left of the checkpoint is removed."""
-    program = [sys.executable, "-c", BEGUN, s3]
-    process = subprocess.Popen(program, cwd=tmp_path, env=clean_environment)
+    (tmp_path / "begun.py").write_text(BEGUN)
+    program = [sys.executable, "-m", "paceline.launch.torch_distributed", "--nproc-per-node", "3"]
+    launch = subprocess.Popen([*program, "begun.py", s3], cwd=tmp_path, env=clean_environment)
     is_killed, may_land = threading.Event(), threading.Event()
     landed: list[str] = []
 
     def kill(line: str, _client: Any) -> bool:
-        if "/model" in line:
-            process.kill()
-            process.wait()
+        if f"/model{rank}" in line:
+            # All at once, as when a machine ends: they remove nothing.
+            processes = [psutil.Process(launch.pid)]
+            processes += processes[0].children(recursive=True)
+            for action in (psutil.Process.suspend, psutil.Process.kill):
+                for process in processes:
+                    with suppress(psutil.NoSuchProcess):
+                        action(process)
+            launch.wait()
             is_killed.set()
             assert may_land.wait(60)
         return True
@@ -791,6 +803,6 @@ def test_what_a_killed_process_had_sent_is_removed_although_it_lands_later(
     monkeypatch.setattr(_unfinished_checkpoints.time, "sleep", wait_for_server)
     [run] = (tmp_path / "paceline_runs").iterdir()
     core.discard_unfinished(RunDirectory.open(run))
-    assert landed == ["model"]
+    assert f"model{rank}" in landed
     assert storage.objects("") == []
     assert RunDirectory.open(run).begun_checkpoints() == {}

@@ -125,19 +125,21 @@ def _check_export_output(output: Path, *, is_directory: bool) -> None:
 @contextmanager
 def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
     """Give a directory with the verified files of a checkpoint."""
-    from paceline.storage import restored
+    from paceline.storage import directory_of_checkpoint, restored
 
     path = Path(checkpoint)
     if run is None and path.is_dir():
         with _directory_to_export(path) as directory:
             yield directory
         return
-    if run is not None:
-        found: tuple[CheckpointStorage, str] | None = _export_in_run(checkpoint, run)
+    if run is None and "://" in checkpoint:
+        with directory_of_checkpoint(checkpoint) as directory:
+            yield directory
+        return
+    if run is None:
+        found = _export_in_runs_here(checkpoint)
     else:
-        found = (
-            _export_at_url(checkpoint) if "://" in checkpoint else _export_in_runs_here(checkpoint)
-        )
+        found = _export_in_run(checkpoint, run)
     if found is not None:
         with restored(*found) as directory:
             yield directory
@@ -171,12 +173,6 @@ def _uuid_of(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return str(uuid)
-
-
-def _export_at_url(checkpoint: str) -> "tuple[CheckpointStorage, str]":
-    from paceline.storage import checkpoint_at
-
-    return checkpoint_at(checkpoint)
 
 
 def _export_in_run(checkpoint: str, run: Path) -> "tuple[CheckpointStorage, str]":

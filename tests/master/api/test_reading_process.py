@@ -66,6 +66,7 @@ class Second:
         self._has_room_there = self.readers._has_room_there
         # Whatever takes long here does so as the machine is busy.
         self._set(_readers, "_SLOW_S", math.inf)
+        self._set(_readers, "_PATIENCE_S", 1000.0)
         self.gets_all(gets=False)
 
     def start(self) -> psutil.Process:
@@ -205,7 +206,8 @@ def test_while_many_wait_the_first_process_answers_what_it_alone_can(
     is_hung: bool, master: Any, second: Second, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless others have waited for long, as for a second process that hangs."""
-    monkeypatch.setattr(_readers, "_PATIENCE_S", 0.5 if is_hung else 1000.0)
+    if is_hung:
+        monkeypatch.setattr(_readers, "_PATIENCE_S", 0.5)
     master.create()
     second.start().suspend()
     second.gets_its_share()
@@ -292,8 +294,6 @@ def test_what_it_does_not_answer_the_first_process_answers(
     master.create()
     monkeypatch.setattr(_reading_process, "_LOOK_S", 0.1)
     process = second.start()
-    if fault == "hung":
-        monkeypatch.setattr(_reading_process, "_LATE_S", 1.0)
     process.suspend()
     second.gets_all()
     found: list[int] = []
@@ -307,6 +307,8 @@ def test_what_it_does_not_answer_the_first_process_answers(
     wait_until(lambda: len(second.asked) == 3)
     if fault == "killed":
         process.kill()
+    else:
+        monkeypatch.setattr(_reading_process, "_LATE_S", 0.0)
     for thread in threads:
         thread.join(60)
     assert found == [200] * 3
@@ -316,6 +318,7 @@ def test_what_it_does_not_answer_the_first_process_answers(
     assert second.process._process is None
     assert len(second.asked) == 3
     second.process._not_before = 0.0
+    monkeypatch.setattr(_reading_process, "_LATE_S", 60.0)
     second.start()
     assert master.http.get(path).status_code == 200
     assert len(second.asked) == 4
@@ -345,6 +348,7 @@ def test_it_ends_once_nobody_asks(
     monkeypatch.setattr(_reading_process, "_IDLE_S", 0.0)
     wait_until(lambda: second.process._process is None)
     assert not process.is_running()
+    monkeypatch.setattr(_reading_process, "_IDLE_S", 60.0)
     second.start()
 
 

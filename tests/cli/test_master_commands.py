@@ -85,7 +85,7 @@ def test_a_master_that_others_reach_starts_in_the_background(
         assert f"The master runs at {shown} (" in told
         assert f"runs already at {shown} (" in paceline(*up).stdout
         if host == "0.0.0.0":
-            with httpx.Client() as browser:
+            with httpx.Client(timeout=60) as browser:
                 assert browser.get(paceline("login").stdout.strip()).status_code == 303
         for options, what in (
             (("--host", "127.0.0.3", "--unencrypted"), "on 127.0.0.3"),

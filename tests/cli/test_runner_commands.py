@@ -74,6 +74,7 @@ def join(run: Any, home: Path, name: str, **facts: Any) -> None:
         f"{url}/api/v1/nodes",
         json=FACTS | {"name": name} | facts,
         headers={"Authorization": f"Bearer {token}"},
+        timeout=60,
     )
     assert reply.status_code == 200, reply.text
 

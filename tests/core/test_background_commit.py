@@ -101,14 +101,17 @@ def test_ranks_that_do_not_store_are_named_in_time(
     make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(_checkpoint_parts, "_WARN_AFTER_S", 0.0)
-    monkeypatch.setattr(_checkpoint_parts, "_LIMIT_S", 0.1)
     ranks = [make_parts(rank, 3) for rank in range(3)]
     store(ranks[1], "b")
     store(ranks[0], "a")
+    deadline = time.monotonic() + 60
+    while "waits for rank(s) 2: all ranks must store" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    monkeypatch.setattr(_checkpoint_parts, "_LIMIT_S", 0.0)
     message = r"step 1 is not whole: rank\(s\) 2 did not store"
     with pytest.raises(CheckpointWriteError, match=message):
         ranks[0].finish()
-    assert "waits for rank(s) 2: all ranks must store" in caplog.text
 
 
 def test_checkpoint_that_cannot_be_committed_is_not_waited_for(

@@ -289,7 +289,7 @@ def test_browsers_may_use_the_name_of_the_certificate(
 ) -> None:
     context = ssl.create_default_context(cafile=str(authority.ca_file))
     url = f"https://localhost:{master.port}"
-    with httpx.Client(base_url=url, verify=context) as http:
+    with httpx.Client(base_url=url, verify=context, timeout=60) as http:
         link = http.post(
             "/api/v1/sign-in-links", headers={"Authorization": f"Bearer {master.token}"}
         ).json()["url"]

@@ -208,7 +208,7 @@ def test_a_method_that_fails_fails_its_experiment_and_loses_no_metric(
         config = config_of(fault, go_on)
         config["environment"]["working_dir"] = str(tmp_path / "context")
         body = {"config": config}
-        return httpx.post(f"{address}/api/v1/experiments", json=body, headers=headers)
+        return httpx.post(f"{address}/api/v1/experiments", json=body, headers=headers, timeout=60)
 
     for fault, told in AT_CREATION.items():
         answer = create(fault)

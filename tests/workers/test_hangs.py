@@ -254,7 +254,7 @@ def test_a_rank_without_a_sign_of_life_is_a_lost_worker(
         return len(asked) < 5
 
     monkeypatch.setattr(_generation, "has_pending_signal", has_not_begun)
-    with LocalPool(2, on_line=printed.append, heartbeat_timeout_s=3.0) as pool:
+    with LocalPool(2, on_line=printed.append, heartbeat_timeout_s=8.0) as pool:
         pids = [process.pid for process in pool.processes]
         with pytest.raises(WorkerFailedError, match=f"{said}: it gave no sign of life") as info:
             pool.submit(function).wait()

@@ -72,10 +72,17 @@ def test_calls_return_values_in_rank_order_from_workers_that_stay(
     assert pool.submit(os.getcwd).wait() == [str(tmp_path)] * 2
     monkeypatch.setattr(sys, "argv", ["driver.py", "--flag"])
     assert pool.submit(lambda: sys.argv, ranks=[0]).wait() == [["driver.py", "--flag"]]
-    done = threading.Event()
-    call = pool.submit(bytes, (40_000_000,))
+    done, may_end = threading.Event(), tmp_path / "may end"
+
+    def wait_and_return_much() -> bytes:
+        while not may_end.exists():
+            time.sleep(0.01)
+        return bytes(40_000_000)
+
+    call = pool.submit(wait_and_return_much)
     call.add_done_callback(lambda _: done.set())
     assert call.wait(0.0) is None
+    may_end.touch()
     assert call.wait() == [bytes(40_000_000)] * 2
     assert call.is_done
     assert done.wait(60)

@@ -136,10 +136,7 @@ def _files_to_export(checkpoint: str, run: Path | None) -> Iterator[Path]:
         with directory_of_checkpoint(checkpoint) as directory:
             yield directory
         return
-    if run is None:
-        found = _export_in_runs_here(checkpoint)
-    else:
-        found = _export_in_run(checkpoint, run)
+    found = _export_in_runs_here(checkpoint) if run is None else _export_in_run(checkpoint, run)
     if found is not None:
         with restored(*found) as directory:
             yield directory

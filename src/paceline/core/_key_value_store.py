@@ -23,6 +23,7 @@ _FAILED_KEY = "failed"
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.01
 _FAILURE_CHECK_S = 0.2
+_HOST_STAYS_S = 1.0
 _LEAVE_S = 10.0
 _LEAVE_AFTER_FAILURE_S = 2.0
 _OWN_ADDRESS_S = 30.0
@@ -126,7 +127,7 @@ class KeyValueStore:
         self.raise_if_peer_failed()
         if self._is_host:
             # The store may end with this process before the others have looked who has ended.
-            time.sleep(5 * _FAILURE_CHECK_S)
+            time.sleep(_HOST_STAYS_S)
         raise DistributedPeerError(
             f"All ranks must take part in every call, but the process of rank {ended[0]} has ended"
             " without a word: it was killed, or left by os._exit()."

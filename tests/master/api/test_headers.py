@@ -57,9 +57,11 @@ def check(reply: httpx.Response) -> None:
 def test_answers_to_those_without_a_token_to_errors_and_to_no_http_have_them_too(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(httpx.get(f"{master.url}/slots", verify=False))
-    check(httpx.get(f"{master.url}/slots", headers={"host": "evil.example"}, verify=False))
-    large = httpx.post(f"{master.url}/login", content=b" " * 100_000, verify=False)
+    check(httpx.get(f"{master.url}/slots", verify=False, timeout=60))
+    check(
+        httpx.get(f"{master.url}/slots", headers={"host": "evil.example"}, verify=False, timeout=60)
+    )
+    large = httpx.post(f"{master.url}/login", content=b" " * 100_000, verify=False, timeout=60)
     assert large.status_code == 413
     check(large)
     monkeypatch.setattr(master.core, "machine", None)

@@ -102,7 +102,7 @@ def test_a_ui_that_is_not_built_says_how(tmp_path: Path) -> None:
 
 def test_no_file_of_the_ui_needs_a_token_and_every_path_of_the_api_does(master: Any) -> None:
     base = f"http://127.0.0.1:{master.port}"
-    with httpx.Client(base_url=base, verify=False) as http:
+    with httpx.Client(base_url=base, verify=False, timeout=60) as http:
         assert http.get("/", headers={"accept": "text/html"}).status_code in (200, 503)
         assert http.get("/", headers={"host": "evil.example"}).status_code == 403
         for path in ("/api", "/api/", "/API/v1/experiments"):

@@ -362,7 +362,7 @@ def test_a_launcher_that_was_killed_and_does_not_come_back_is_named(
 def test_a_launcher_that_is_stopped_counts_as_lost(
     start_node: StartNode, script: Script, tmp_path: Path
 ) -> None:
-    options = ["--heartbeat-timeout-s=3", script(WAITS)]
+    options = ["--heartbeat-timeout-s=12", script(WAITS)]
     launchers = [start_node(n, *options) for n in range(2)]
     pids = wait_for([tmp_path / f"up-{rank}-0" for rank in range(2)], launchers)
     launchers[1].send_signal(signal.SIGSTOP)
@@ -403,7 +403,7 @@ def test_ranks_of_several_nodes_that_wait_in_vain_are_named_by_all_launchers(
     start_node: StartNode, script: Script, rank: int, what: str, said: str
 ) -> None:
     name = script(HANGS)
-    limit = 3 if what == "asleep" else 60
+    limit = 12 if what == "asleep" else 60
     options = [f"--collective-timeout-s={limit}", name, str(rank), what]
     for code, out, err in ends([start_node(n, *options, nodes=3) for n in range(3)]):
         assert code == (137 if what in ("asleep", "killed") else 1), err

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 # Longer than a busy machine keeps a healthy runner waiting.
-LEASE_S = 6.0
+LEASE_S = 12.0
 
 # The first attempt leaves a process in a session of its own, whose parent has ended, and sleeps.
 LEAVE_AND_SLEEP = """

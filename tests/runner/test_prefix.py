@@ -71,7 +71,7 @@ def test_a_signal_lets_the_script_save_and_nothing_is_left(
     shared_master: Any, environment: dict[str, Any], wait_until: Callable[..., None]
 ) -> None:
     master = shared_master
-    number = master.create(SAVE_AT_SIGNAL, environment=environment, preemption_timeout=6.0)
+    number = master.create(SAVE_AT_SIGNAL, environment=environment, preemption_timeout=10.0)
     wait_until(lambda: master.output(master.trial(number)))
     family = master.runner(master.trial(number)["attempts"][0]["id"]).children(recursive=True)
     assert any("train.py" in process.cmdline() for process in family)

@@ -18,9 +18,9 @@ from torch import nn
 
 from paceline import InvalidHP, pytorch, train
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 10.0
 # Longer than the 10 s for which a rank 0 that leaves waits for the others.
-COLLECTIVE_S = 15.0
+COLLECTIVE_S = 20.0
 _STEPS = 100_000
 _FAULT_STEP = 5
 

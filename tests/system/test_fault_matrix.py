@@ -26,7 +26,7 @@ _WORK = Path(__file__).with_name("fault_work.py")
 # Longer than the 10 s for which a rank 0 that leaves waits for the others.
 _LAUNCHER = [
     "-m", "paceline.launch.torch_distributed", "--nproc-per-node=3",
-    "--heartbeat-timeout-s=5", "--collective-timeout-s=15",
+    "--heartbeat-timeout-s=10", "--collective-timeout-s=20",
 ]  # fmt: skip
 _COMMANDS = {
     "train": ["fault_work.py", "train_function"],

@@ -282,8 +282,9 @@ def test_a_runner_whose_start_was_not_told_is_not_canceled(
 
 
 def test_a_server_that_is_away_for_some_seconds_is_waited_for(
-    starter: KubernetesStarter, fake: FakeKubernetes
+    starter: KubernetesStarter, fake: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_kubernetes_watch, "_WAIT_S", 60.0)
     starter.start(order())
     wait_until(lambda: starter.runners().keys() == {"Far_1-000001"})
     fake.leave()

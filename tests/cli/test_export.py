@@ -125,6 +125,8 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_told(
         (("RUN", "out"), "is a run. Hint: paceline checkpoint export latest FILE --run"),
         (("ffff", "out", "--run", "last"), "'ffff' fits none"),
         (("home", "out"), "has no training.json"),
+        (("s3://bucket", "out"), "'s3://bucket'. Hint: the URL of a checkpoint is that of"),
+        (("file:///nowhere/a", "out"), "there is none. Hint: the URL of a checkpoint is"),
         (
             ("STORED", "out", "--model", "1"),
             "must be 0, as the checkpoint holds 1 of them, but got",
@@ -203,6 +205,8 @@ def test_a_checkpoint_in_a_bucket_is_exported_and_downloaded_by_its_url(
     }
     again = paceline("checkpoint", "download", url, "-o", "copy", cwd=tmp_path, code=1)
     assert "`DIR` must be a new directory, but 'copy' is there already" in again.stderr
+    wrong = paceline("checkpoint", "download", "s3://bucket", cwd=tmp_path, code=1)
+    assert wrong.stderr.startswith("Error: A checkpoint must be named by its storage and its UUID")
     missing = paceline("checkpoint", "download", f"{s3}/nothing", cwd=tmp_path, code=1)
     assert "Checkpoint nothing must be committed in" in missing.stderr
     assert not (tmp_path / "checkpoints").exists()

@@ -124,7 +124,10 @@ def download(
 def _download_from_store(url: str, output: Path | None) -> Path:
     from paceline.storage import checkpoint_at
 
-    storage, uuid = checkpoint_at(url)
+    try:
+        storage, uuid = checkpoint_at(url)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     target = Path("checkpoints", uuid) if output is None else output
     if target.exists():
         raise CommandError(f"`DIR` must be a new directory, but {str(target)!r} is there already.")

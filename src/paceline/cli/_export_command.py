@@ -98,12 +98,12 @@ def export(
     elif max_shard_size is not None or repeat_tied:
         raise CommandError("--max-shard-size and --repeat-tied need --format safetensors.")
     _check_export_output(output, is_directory=max_shard_size is not None)
-    with _files_to_export(checkpoint, run) as path:
-        try:
+    try:
+        with _files_to_export(checkpoint, run) as path:
             _write_export(path, output, file_format, options)
-        except (ValueError, OSError) as error:
-            # It may be about a copy that the user has not named.
-            raise CommandError(f"Checkpoint {checkpoint!r} cannot be exported: {error}") from error
+    except (ValueError, OSError) as error:
+        # It may be about a copy that the user has not named.
+        raise CommandError(f"Checkpoint {checkpoint!r} cannot be exported: {error}") from error
     typer.echo(str(output))
 
 

@@ -1,0 +1,171 @@
+"""Regular files where others can write: opened without following links, without waiting."""
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class NotRegularFileError(OSError):
+    """Raised for a link, a special file or a foreign file where a regular file must be."""
+
+
+@contextmanager
+def opened_directory(path: Path | str) -> Iterator[int]:
+    """Yield a descriptor of a directory; links in its own path are followed, once.
+
+    Raises:
+        OSError: There is no such directory, or it cannot be read.
+    """
+    descriptor = os.open(path, _DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_directory_below(directory: int, name: str) -> int:
+    """Return a new descriptor of a directory below another one; no link is followed at any level.
+
+    Args:
+        directory: The descriptor of the directory above.
+        name: The relative POSIX path; "" and "." are the directory itself.
+
+    Raises:
+        NotRegularFileError: A part of the path is a link or no directory.
+        OSError: The directory cannot be opened.
+        ValueError: The path is absolute, or leaves the directory.
+    """
+    current = os.open(".", _DIRECTORY, dir_fd=directory)
+    try:
+        for part in _parts(name):
+            below = _open(part, _DIRECTORY | os.O_NOFOLLOW, current, name)
+            os.close(current)
+            current = below
+    except BaseException:
+        os.close(current)
+        raise
+    return current
+
+
+def open_regular_below(
+    directory: int, name: str, *, owners: Collection[int] | None = None
+) -> IO[bytes]:
+    """Open a regular file below a directory for unbuffered reading.
+
+    No link is followed at any level, and nothing waits: not for the writer of a FIFO either.
+
+    Args:
+        directory: The descriptor of the directory.
+        name: The relative POSIX path of the file.
+        owners: User ids of which the file must belong to one; any by default.
+
+    Raises:
+        NotRegularFileError: A part of the path is a link, the file is not a regular one, or it
+            belongs to none of `owners`.
+        OSError: The file cannot be opened, such as `FileNotFoundError`.
+        ValueError: The path is absolute, or leaves the directory.
+    """
+    *folders, last = _parts(name) or ["."]
+    parent = open_directory_below(directory, "/".join(folders))
+    try:
+        descriptor = _open(last, _READ | os.O_NOFOLLOW, parent, name)
+    finally:
+        os.close(parent)
+    return _checked(descriptor, name, owners)
+
+
+def open_regular(path: Path | str, *, owners: Collection[int] | None = None) -> IO[bytes]:
+    """Open a regular file for unbuffered reading, without waiting for it.
+
+    Links are followed: use `open_regular_below` where somebody else can write.
+
+    Raises:
+        NotRegularFileError: The file is not a regular one, or belongs to none of `owners`.
+        OSError: The file cannot be opened.
+    """
+    return _checked(_open(os.fspath(path), _READ, None, os.fspath(path)), os.fspath(path), owners)
+
+
+def read_regular(path: Path | str, *, max_bytes: int = 64 * 2**20) -> bytes:
+    """Return the content of a regular file as `open_regular` opens it.
+
+    Raises:
+        NotRegularFileError: As for `open_regular`; also if the file has more than `max_bytes`.
+        OSError: The file cannot be read.
+    """
+    with open_regular(path) as file:
+        return read_limited(file, max_bytes)
+
+
+def read_limited(file: IO[bytes], max_bytes: int) -> bytes:
+    """Return all that is left of a file.
+
+    Raises:
+        NotRegularFileError: More than `max_bytes` are left.
+    """
+    pieces: list[bytes] = []
+    left = max_bytes + 1
+    while left and (piece := file.read(min(left, 1 << 20))):
+        pieces.append(piece)
+        left -= len(piece)
+    if not left:
+        raise NotRegularFileError(
+            errno.EFBIG, f"The file must have at most {max_bytes} bytes", file.name
+        )
+    return b"".join(pieces)
+
+
+def _open(name: str, flags: int, directory: int | None, path: str) -> int:
+    try:
+        return os.open(name, flags, dir_fd=directory)
+    except OSError as error:
+        # ENXIO: a socket. ENOTDIR: a directory must be there, and a link or file is.
+        if error.errno in (errno.ELOOP, errno.ENXIO) or (
+            error.errno == errno.ENOTDIR and _is_link(name, directory)
+        ):
+            raise NotRegularFileError(
+                error.errno, "No link and no special file must be there", path
+            ) from error
+        raise type(error)(error.errno, os.strerror(error.errno or 0), path) from error
+
+
+def _is_link(name: str, directory: int | None) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
+def _checked(descriptor: int, path: str, owners: Collection[int] | None) -> IO[bytes]:
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise NotRegularFileError(errno.EINVAL, "A regular file must be there", path)
+        if owners is not None and facts.st_uid not in owners:
+            raise NotRegularFileError(
+                errno.EPERM,
+                f"The file must belong to one of the users {sorted(owners)}, not to {facts.st_uid}",
+                path,
+            )
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+    def opener(_path: str, _flags: int) -> int:
+        return descriptor
+
+    return open(path, "rb", buffering=0, opener=opener)  # the caller closes it
+
+
+def _parts(name: str) -> list[str]:
+    parts = [part for part in name.split("/") if part != "."]
+    if name.startswith("/") or ".." in parts or "\0" in name:
+        raise ValueError(f"A path must be relative and stay below its directory, but got {name!r}.")
+    return [part for part in parts if part]

@@ -1,0 +1,85 @@
+"""Files in directories that a stranger can write to."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from paceline._regular_files import (
+    NotRegularFileError,
+    open_directory_below,
+    open_regular_below,
+    opened_directory,
+    read_regular,
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    secret = tmp_path / "secret"
+    secret.write_text("token")
+    root = tmp_path / "shared"
+    (root / "a/b").mkdir(parents=True)
+    (root / "a/b/file").write_text("content")
+    (root / "a/link").symlink_to(secret)
+    (root / "up").symlink_to(tmp_path)
+    os.mkfifo(root / "fifo")
+    return root
+
+
+def test_a_regular_file_below_a_directory_is_read(root: Path) -> None:
+    with opened_directory(root) as directory, open_regular_below(directory, "a/b/file") as file:
+        assert file.read() == b"content"
+
+
+@pytest.mark.parametrize("name", ["a/link", "up/secret", "fifo", "a", "socket"])
+def test_links_and_special_files_are_refused_without_waiting(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)  # the name of a socket is short
+    with socket.socket(socket.AF_UNIX) as listening, opened_directory(root) as directory:
+        listening.bind("socket")
+        with pytest.raises(NotRegularFileError):
+            open_regular_below(directory, name)
+
+
+@pytest.mark.parametrize("name", ["../secret", "a/../../secret", "/etc/passwd", "a\0b"])
+def test_paths_that_leave_the_directory_are_refused(root: Path, name: str) -> None:
+    with opened_directory(root) as directory:
+        with pytest.raises(ValueError, match="stay below its directory"):
+            open_regular_below(directory, name)
+        with pytest.raises(ValueError, match="stay below its directory"):
+            os.close(open_directory_below(directory, name))
+
+
+def test_missing_files_are_told_as_such(root: Path) -> None:
+    with opened_directory(root) as directory:
+        with pytest.raises(FileNotFoundError, match="a/none"):
+            open_regular_below(directory, "a/none")
+        with pytest.raises(NotADirectoryError):
+            open_regular_below(directory, "a/b/file/below")
+
+
+def test_files_of_other_owners_are_refused(root: Path) -> None:
+    with opened_directory(root) as directory:
+        with pytest.raises(NotRegularFileError, match="must belong to one of the users"):
+            open_regular_below(directory, "a/b/file", owners=[os.getuid() + 1])
+        open_regular_below(directory, "a/b/file", owners=[os.getuid()]).close()
+
+
+def test_the_size_is_limited(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(11))
+
+    assert read_regular(tmp_path / "file", max_bytes=11) == bytes(11)
+    with pytest.raises(NotRegularFileError, match="at most 10 bytes"):
+        read_regular(tmp_path / "file", max_bytes=10)
+
+
+def test_no_descriptor_is_left_open(root: Path) -> None:
+    before = len(os.listdir("/dev/fd"))
+    with opened_directory(root) as directory:
+        for name in ("a/link", "up/secret", "fifo", "a", "a/none"):
+            with pytest.raises(OSError, match=r"."):
+                open_regular_below(directory, name)
+    assert len(os.listdir("/dev/fd")) == before

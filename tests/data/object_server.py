@@ -19,6 +19,8 @@ class ObjectServer(ThreadingHTTPServer):
         fails_until: Until when each request is answered by 503, by `time.monotonic`; two are in
             any case.
         hangs_on: The key whose requests are never answered.
+        hangs_first_on: The key whose first request is answered after the second one only.
+        waited_in_vain: Whether there was no second one for half a minute.
         delay_s: How long each piece of an object takes, in seconds.
     """
 
@@ -30,6 +32,9 @@ class ObjectServer(ThreadingHTTPServer):
         self.reads: list[tuple[str, str]] = []
         self.fails_until = 0.0
         self.hangs_on = ""
+        self.hangs_first_on = ""
+        self.second_came = threading.Event()
+        self.waited_in_vain = False
         self.delay_s = 0.0
         self.is_forbidden = False
         self.num_failed = 0
@@ -71,6 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.hangs_on == key:
             self.server.closing.wait()
             return None
+        if self.server.hangs_first_on == key:
+            self.server.hangs_first_on = f"{key} again"
+            self.server.waited_in_vain = not self.server.second_came.wait(30)
+        elif self.server.hangs_first_on == f"{key} again":
+            self.server.second_came.set()
         if wanted:
             time.sleep(self.server.delay_s)
         return self._object(key, wanted)

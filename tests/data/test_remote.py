@@ -1,10 +1,12 @@
 """Data sets of files in a store of objects: good and bad days of the store."""
 
+import itertools
 import os
 import pickle
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from paceline import data, train
 from paceline.data._disk_cache import DiskCache
+from paceline.data._hedged_calls import HedgedCalls
 from paceline.storage import storage_from
 
 # The workers cannot import the tests.
@@ -128,6 +131,46 @@ def test_a_store_that_hangs_is_given_up_by_name(
         match=r"'s3://bucket/001.parquet' could not be read within 0.5 s.*no answer came in time",
     ):
         files[30]
+
+
+def test_a_read_that_hangs_is_sent_once_more(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.data._hedged_calls._FIRST_DELAY_S", 0.2)
+    files = data.read("s3://bucket/*.parquet")
+    server.reads.clear()
+    server.hangs_first_on = "001.parquet"
+    assert files[30]["id"] == 30
+    assert not server.waited_in_vain
+    twice = [read for read in server.reads if server.reads.count(read) == 2]
+    assert {key for key, _ in twice} == {"001.parquet"}
+
+
+def test_a_read_that_fails_beside_others_is_not_the_last_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.data._hedged_calls._FIRST_DELAY_S", 0.05)
+    numbers = itertools.count()
+    third_came = threading.Event()
+
+    def ask() -> str:
+        number = next(numbers)
+        if number == 0:
+            third_came.wait(60)
+            raise ValueError("slow")
+        if number == 1:
+            raise ValueError("quick")
+        third_came.set()
+        return "answer"
+
+    assert HedgedCalls().call(ask) == "answer"
+
+    def fail() -> str:
+        next(numbers)
+        raise ValueError("refused")
+
+    numbers = itertools.count()
+    with pytest.raises(ValueError, match="refused"):
+        HedgedCalls().call(fail)
+    assert next(numbers) == 1
 
 
 def test_a_url_without_credentials_says_so(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,28 @@ def _run() -> None:
     _RUN.append("code of a checkpoint was run")
 
 
-@pytest.mark.parametrize("value", [_Evil(), eval, torch.load, torch.nn.Linear])
+class _Attribute:
+    def __reduce__(self) -> Any:
+        return getattr, ("text", "upper")
+
+
+def test_metadata_that_python_3_11_2_has_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(
+        encoding, "__reduce_ex__", lambda self, _: (getattr, (self.__class__, self._name_))
+    )
+    alone(dcp.save, {"model": make_model().state_dict()}, tmp_path / "dcp")
+    assert b"getattr" in (tmp_path / "dcp/.metadata").read_bytes()
+    model = make_model(1)
+
+    load_weights(model, tmp_path / "dcp")
+
+    assert_alike(model, make_model())
+
+
+@pytest.mark.parametrize("value", [_Evil(), _Attribute(), eval, torch.load, torch.nn.Linear])
 def test_metadata_with_anything_else_is_refused(theirs: Path, value: Any) -> None:
     metadata = pickle.loads((theirs / ".metadata").read_bytes())
     metadata.planner_data = value

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from paceline._waiting import sleep
 from paceline.data._disk_cache import DiskCache
 from paceline.data._errors import DataChangedError, DataError, DataNotFoundError
+from paceline.data._hedged_calls import HedgedCalls
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointError,
@@ -170,6 +171,7 @@ class ObjectLocation(FileLocation):
         super().__init__(url)
         self._storage = storage
         self._has_answered = False
+        self._reads = HedgedCalls()
         self.disk_cache: DiskCache | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,7 +198,12 @@ class ObjectLocation(FileLocation):
         key = (self.url, name, mark, offset, size)
         data = cache.get(*key) if cache is not None and mark else None
         if data is None or len(data) != size:
-            data = self._again(name, lambda: self._storage.read_unchanged(name, offset, size, mark))
+            data = self._again(
+                name,
+                lambda: self._reads.call(
+                    lambda: self._storage.read_unchanged(name, offset, size, mark)
+                ),
+            )
             if cache is not None and mark:
                 cache.put(data, *key)
         return data

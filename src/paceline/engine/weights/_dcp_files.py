@@ -66,6 +66,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):
             return dict
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if name not in _CLASSES.get(module, ()):
@@ -73,6 +75,13 @@ class _MetadataUnpickler(pickle.Unpickler):
                 f"it refers to {module}.{name}, which is not allowed there"
             )
         return self._stand_ins.setdefault((module, name), type(name, (_StandIn,), {}))
+
+
+def _enum_member(enum: Any, name: str) -> _StandIn:
+    """Stand for `getattr`, by which Python 3.11.0 to 3.11.3 pickles the members of an enum."""
+    if not (isinstance(enum, type) and issubclass(enum, _StandIn)):
+        raise pickle.UnpicklingError("it calls builtins.getattr, which is not allowed there")
+    return enum(name)
 
 
 class DcpFiles:

@@ -185,6 +185,23 @@ def test_a_function_leaves_the_working_directory_to_the_next_one(
     assert trainer.run(os.getcwd) == [str(work_here)] * 2
 
 
+def test_tuples_of_all_ranks_are_not_taken_for_one(
+    trainer: train.Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, result = trainer.run(lambda: ("model", train.world_rank()))
+    assert (model, result) == (("model", 0), ("model", 1))
+    assert "Hint: `trainer.run(...)[0]` is the tuple of rank 0." in caplog.text
+    caplog.clear()
+    trainer.run(lambda: (1, 2, 3))
+    assert "one value per rank" not in caplog.text
+
+
+def test_a_checkpoint_in_a_report_is_named() -> None:
+    with pytest.raises(TypeError, match=r"`checkpoint` \(dict\)\. Hint: `train.save_check"):
+        train.report({"loss": 1.0}, checkpoint={"step": 3})
+    train.report({"loss": 1.0}, checkpoint=3)
+
+
 def test_unequal_numbers_of_reports_are_no_failure(
     trainer: train.Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,6 +37,17 @@ def test_lost_workers_are_started_again_so_often() -> None:
     assert policy.num_losses == 3
 
 
+def test_restarts_without_progress_are_told() -> None:
+    policy = RestartPolicy(float("inf"))
+    texts = [decide(policy, KILLED, num_commits=commits)[1] for commits in (0, 1, 1, 1, 1, 2)]
+    assert texts == [
+        *("restart 1 of inf", "restart 2 of inf", "restart 3 of inf"),
+        "restart 4 of inf, no progress in the last 3 starts",
+        "restart 5 of inf, no progress in the last 4 starts",
+        "restart 6 of inf",
+    ]
+
+
 def test_nothing_is_started_again_unasked() -> None:
     assert decide(RestartPolicy(0), KILLED) == (False, "")
 

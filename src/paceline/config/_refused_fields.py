@@ -3,7 +3,7 @@
 _LATER = "is not offered yet"
 _NO_CONTAINERS = "is not offered, as Paceline runs trials without containers"
 _FROM_ENVIRONMENT = (
-    "comes from the environment of the master and its trials (AWS_ACCESS_KEY_ID,"
+    "comes from the environment of the master and of each node's runner (AWS_ACCESS_KEY_ID,"
     " AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)"
 )
 

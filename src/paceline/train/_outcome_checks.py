@@ -51,3 +51,14 @@ def warn_of_reports(outcomes: Sequence[RankOutcome]) -> None:
     if len(set(counts.values())) > 1:
         told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
         logger.warning("The ranks have reported unequally often: %s.", told)
+
+
+def warn_of_tuples(values: Sequence[object]) -> None:
+    """Log a hint if the values of all ranks can be mistaken for those of one tuple."""
+    if len(values) > 1 and all(isinstance(v, tuple) and len(v) == len(values) for v in values):
+        logger.warning(
+            "`run` returns one value per rank: here %d tuples of %d values each. Hint:"
+            " `trainer.run(...)[0]` is the tuple of rank 0.",
+            len(values),
+            len(values),
+        )

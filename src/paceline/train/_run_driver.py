@@ -13,7 +13,7 @@ from paceline.journal import JournalKey, RunDirectory
 from paceline.storage import CheckpointStorage
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._errors import IncompleteCheckpointError
-from paceline.train._outcome_checks import check_saves, warn_of_reports
+from paceline.train._outcome_checks import check_saves, warn_of_reports, warn_of_tuples
 from paceline.train._results import Report, Results
 from paceline.train._run_follower import RunFollower
 from paceline.train._run_request import RunRequest
@@ -307,6 +307,7 @@ class RunDriver(GroupRun):
         if not any(outcome.is_stopped for outcome in outcomes):
             check_saves(self._busy(outcomes), self._num_lacking, self.results)
         warn_of_reports(outcomes)
+        warn_of_tuples(self.results)
         self._end(None)
 
     def _busy(self, outcomes: Sequence[RankOutcome]) -> Sequence[RankOutcome]:

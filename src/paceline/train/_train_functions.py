@@ -82,6 +82,12 @@ def report(metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         TypeError: A value has another type; the message names it.
         ValueError: A name is empty, or an integer needs more than 64 bits.
     """
+    if "checkpoint" in more and not isinstance(more["checkpoint"], (int, float, str)):
+        raise TypeError(
+            "`report` takes metrics alone, but got `checkpoint`"
+            f" ({type(more['checkpoint']).__name__}). Hint: `train.save_checkpoint(state)` stores a"
+            " checkpoint, and `train.save_checkpoint(files=path)` a directory."
+        )
     session = current_session()
     if session is not None:
         session.report(more if metrics is None else {**metrics, **more})

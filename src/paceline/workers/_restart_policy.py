@@ -20,6 +20,8 @@ from paceline.workers.processes._worker_exit import signal_name
 
 logger = logging.getLogger(__name__)
 
+# From so many losses without a checkpoint in between on, restarts are said to make no progress.
+_NO_PROGRESS = 3
 # Further characters of what ended workers are not recorded.
 _LONGEST_CAUSE = 500
 
@@ -66,6 +68,8 @@ class RestartPolicy:
         self._retries_errors = retries_errors
         self._hint = hint
         self._last: tuple[str, int] | None = None
+        self._commits = 0
+        self._num_in_vain = 0
 
     def decide(
         self, error: BaseException, num_commits: int, received: Collection[int] = ()
@@ -85,6 +89,8 @@ class RestartPolicy:
         is_same = reason is not None and (reason, num_commits) == self._last
         self._last = None if reason is None else (reason, num_commits)
         self.num_losses += 1
+        self._num_in_vain = self._num_in_vain + 1 if num_commits == self._commits else 1
+        self._commits = num_commits
         if not self._limit:
             return RestartDecision(False, "")
         if received:
@@ -98,7 +104,10 @@ class RestartPolicy:
             )
         if self.num_losses > self._limit:
             return RestartDecision(False, f"No restart is left of {self._limit:g}.")
-        return RestartDecision(True, f"restart {self.num_losses} of {self._limit:g}")
+        text = f"restart {self.num_losses} of {self._limit:g}"
+        if self._num_in_vain >= _NO_PROGRESS:
+            text += f", no progress in the last {self._num_in_vain} starts"
+        return RestartDecision(True, text)
 
     def check(self, error: Exception, num_commits: int, start: str | None = None) -> None:
         """Decide what follows a failure; log a restart, and raise if there is none.

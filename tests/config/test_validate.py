@@ -21,7 +21,6 @@ Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]
 
 TOP_LEVEL_LATER = [
-    "bind_mounts",
     "data_layer",
     "integrations",
     "internal",
@@ -36,10 +35,8 @@ TOP_LEVEL_LATER = [
 ]
 RESOURCES_LATER = [
     "agent_label",
-    "devices",
     "is_single_node",
     "native_parallel",
-    "shm_size",
     "slots",
 ]
 
@@ -213,6 +210,37 @@ def test_a_resource_that_comes_later_is_told_from_an_unknown_one(
 ) -> None:
     problems = problems_of(make(resources={name: 1}))
     assert problems[f"resources.{name}"].message == "is not offered yet"
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "hint"),
+    [
+        ({"environment": {"image": "torch"}}, "environment.image", "environment.prefix: [apptain"),
+        ({"bind_mounts": []}, "bind_mounts", "use the paths of the machine"),
+        ({"workspace": "a"}, "workspace", "labels: [NAME]"),
+        ({"slurm": {}}, "slurm", "`resources.pool`"),
+        ({"resources": {"slots_per_trial": 0}}, "resources.slots_per_trial", "a core of the CPU"),
+        (
+            {"environment": {"environment_variables": {"cpu": {"A": "1"}, "cuda": ["A=1"]}}},
+            "environment.environment_variables.cpu",
+            "one level up",
+        ),
+        (
+            {"entrypoint": "python3 -m determined.launch.torch_distributed train.py"},
+            "entrypoint",
+            "write `paceline.launch.torch_distributed`",
+        ),
+        (
+            {"entrypoint": ["python3", "-m", "determined.launch.horovod", "train.py"]},
+            "entrypoint",
+            "write `paceline.launch.horovod`",
+        ),
+    ],
+)
+def test_fields_of_the_predecessor_have_a_hint_with_what_replaces_them(
+    make: Make, problems_of: Collect, fields: dict[str, Any], path: str, hint: str
+) -> None:
+    assert hint in problems_of(make(**fields))[path].hint
 
 
 def test_a_pool_may_be_named_as_the_predecessor_names_it(make: Make) -> None:

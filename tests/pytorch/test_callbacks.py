@@ -227,3 +227,53 @@ def test_switches_that_scripts_of_the_predecessor_use(runs: Runs) -> None:
 
     runs.fit(num_epochs=1, trial_class=Switched)
     assert seen == [(np.ndarray, torch.float16)] * 2
+
+
+def test_a_hook_with_other_arguments_is_named_before_training(runs: Runs) -> None:
+    class Without(pytorch.PyTorchCallback):
+        def on_training_epoch_start(self) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    class More(pytorch.PyTorchCallback):
+        def on_validation_end(self, metrics: Any, more: Any) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    class Loose(pytorch.PyTorchCallback):
+        def on_validation_end(self, *arguments: Any, more: Any = None) -> None:
+            said.append(f"{len(arguments)}")
+
+    said: list[str] = []
+    with pytest.raises(
+        TypeError, match=r"`on_training_epoch_start` of the callback '0' must take \(epoch_idx\)"
+    ):
+        runs.fit(Without(), num_epochs=1)
+    with pytest.raises(TypeError, match=r"Hint: def on_validation_end\(self, metrics\)"):
+        runs.fit(Loose(), More(), num_epochs=1)
+    runs.fit(Loose(), num_epochs=1)
+    assert said == ["1"]
+
+
+@pytest.mark.parametrize("reducer", [pytorch.Reducer.AVG, pytorch.Reducer.MAX])
+def test_arrays_are_metrics_by_their_means_and_other_values_are_named(
+    runs: Runs, reducer: pytorch.Reducer
+) -> None:
+    class Arrays(Trial):
+        value: Any = np.array([1.0, 2.0, 6.0])
+
+        def evaluate_batch(self, batch: Any) -> Any:
+            return {"array": self.value, "tensor": torch.tensor([1.0, 3.0]), "one": np.float32(2)}
+
+        def evaluation_reducer(self) -> Any:
+            return reducer
+
+    class Lists(Arrays):
+        value: Any = ("a", "list")
+
+    metrics = runs.fit(num_epochs=1, trial_class=Arrays).metrics
+    assert {name: metrics[name] for name in ("array", "tensor", "one")} == {
+        "array": 3.0,
+        "tensor": 2.0,
+        "one": 2.0,
+    }
+    with pytest.raises(TypeError, match=r"but 'array' is \('a', 'list'\) \(tuple\)\. Hint"):
+        runs.fit(num_epochs=1, trial_class=Lists)

@@ -19,6 +19,8 @@ _REFERENCE = re.compile(r"\$\$\{(?P<escaped>[^{}]*)\}|\$\{hparams\.(?P<name>[^{}
 # A program such as setsid goes on in the background if it leads a process group, as the first
 # process does; below a shell it does not. The shell must not become that program, either.
 _BELOW_A_SHELL = '"$@"; exit "$?"'
+_FOREIGN_LAUNCHER = re.compile(r"\bdetermined\.launch\.(\w+)")
+_OWN_LAUNCHERS = ("deepspeed", "horovod", "torch_distributed")
 _NOT_THERE = object()
 
 _Entrypoint = TypeVar("_Entrypoint", str, list[str], str | list[str])
@@ -27,6 +29,7 @@ _Entrypoint = TypeVar("_Entrypoint", str, list[str], str | list[str])
 def check_entrypoint(value: Any) -> Any:
     """Refuse anything but a command; for use as a validator."""
     if isinstance(value, str):
+        _check_launcher(value)
         return _check_command(value)
     if not isinstance(value, list):
         raise refused("must be a command", _ALLOWED)
@@ -39,7 +42,18 @@ def check_entrypoint(value: Any) -> Any:
         raise refused_parts(problems)
     if not value or not value[0].strip():
         raise refused("must name a program first", "a list such as [python3, train.py]")
+    _check_launcher(" ".join(value))
     return list(value)
+
+
+def _check_launcher(command: str) -> None:
+    if (found := _FOREIGN_LAUNCHER.search(command)) is None:
+        return
+    name = found[1] if found[1] in _OWN_LAUNCHERS else "torch_distributed"
+    raise refused(
+        f"must not start by `{found[0]}`, which works in a cluster of Determined only",
+        hint=f"write `paceline.launch.{name}`.",
+    )
 
 
 def _check_command(value: str) -> str:

@@ -26,6 +26,8 @@ from paceline.config._section_base import (
 _VARIABLE_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 # The runner hands this one to the attempt's processes; any other value would cut them off.
 _OWN_VARIABLE = "PACELINE_RUN_DIR"
+# Kinds of devices, for each of which the predecessor takes other variables.
+_DEVICES = ("cpu", "cuda", "rocm")
 
 
 def _check_python(value: str) -> str:
@@ -104,6 +106,12 @@ def _variable_problem(path: str, name: Any, text: Any) -> Problem | None:
     if not isinstance(name, str) or not _VARIABLE_NAME.match(name):
         message, allowed = "must be named as a variable", "letters, digits and _, no digit first"
         return Problem(path=path, value=name, message=message, allowed=allowed)
+    if name in _DEVICES and isinstance(text, dict | list):
+        message, hint = (
+            "must be a string: variables are not divided by kinds of devices",
+            f"move the variables of {name!r} one level up.",
+        )
+        return Problem(path=path, value=text, message=message, allowed="a string", hint=hint)
     if not isinstance(text, str) or "\0" in text:
         message, hint = "must be a string", "put the value in quotes."
         return Problem(path=path, value=text, message=message, allowed="a string", hint=hint)

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import (
     AliasChoices,
+    BeforeValidator,
     Discriminator,
     Field,
     Tag,
@@ -34,6 +35,16 @@ class SlotRange(Section):
         return value
 
 
+def _check_slots(value: Any) -> Any:
+    if value == 0 and not isinstance(value, bool):
+        raise refused(
+            "must be at least 1",
+            "an integer >= 1",
+            hint="leave it out; without GPUs, a slot is a core of the CPU.",
+        )
+    return value
+
+
 def _kind_of_slots(value: Any) -> str:
     return "range" if isinstance(value, (dict, SlotRange)) else "number"
 
@@ -44,6 +55,7 @@ class Resources(Section):
     slots_per_trial: Annotated[
         Annotated[Count, Tag("number")] | Annotated[SlotRange, Tag("range")],
         Discriminator(_kind_of_slots),
+        BeforeValidator(_check_slots),
     ] = Field(
         default=1,
         description="Slots that each trial runs on, or the fewest and the most as `min` and `max`.",

@@ -205,9 +205,10 @@ def _unknown_config_field(location: tuple[int | str, ...], path: str, value: obj
         message, hint = "needs the type of the storage", f"add `type: {kind}`."
         return Problem(path=path, value=value, message=message, hint=hint)
     start = str(location[0]) if len(location) > 1 else ""
-    reason = REFUSED_FIELDS.get(start, {}).get(name)
-    if reason is not None:
-        return Problem(path=path, value=value, message=reason, hint="leave it out.")
+    refused_field = REFUSED_FIELDS.get(start, {}).get(name)
+    if refused_field is not None:
+        message, hint = refused_field
+        return Problem(path=path, value=value, message=message, hint=hint)
     return Problem(
         path=path,
         value=value,

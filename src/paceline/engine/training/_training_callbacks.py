@@ -1,5 +1,6 @@
 """The callbacks of a training."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -11,11 +12,16 @@ class TrainingCallbacks:
     Args:
         callbacks: The callbacks by name; empty without any.
         base: The class whose methods are the hooks.
+
+    Raises:
+        TypeError: A hook cannot be called with the arguments that it gets; the message names it.
     """
 
     def __init__(self, callbacks: Mapping[str, Any], base: type) -> None:
         self._callbacks = callbacks
         self._base: Any = base
+        for name, callback in callbacks.items():
+            _check_hooks(name, callback, base)
         self._started: list[Any] = []
 
     @property
@@ -66,3 +72,18 @@ class TrainingCallbacks:
         for name in states.keys() - self._callbacks.keys():
             if states[name]:
                 warn(f"The checkpoint has a state of {name!r}, which is no callback now.")
+
+
+def _check_hooks(name: str, callback: Any, base: type) -> None:
+    for hook, default in vars(base).items():
+        own = getattr(type(callback), hook, None)
+        if hook.startswith("_") or not inspect.isfunction(default) or not inspect.isfunction(own):
+            continue
+        wanted = [each for each in inspect.signature(default).parameters if each != "self"]
+        try:
+            inspect.signature(getattr(callback, hook)).bind(*wanted)
+        except TypeError as error:
+            raise TypeError(
+                f"`{hook}` of the callback {name!r} must take ({', '.join(wanted)}), but {error}."
+                f" Hint: def {hook}({', '.join(['self', *wanted])})."
+            ) from error

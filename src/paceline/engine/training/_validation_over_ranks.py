@@ -134,6 +134,7 @@ class MetricSums:
 
         Raises:
             KeySetError: The names differ from those of the batches before.
+            TypeError: A value is no number, tensor or array; the message names it.
             ValueError: The reducers do not name exactly the metrics.
         """
         if self._values and metrics.keys() != self._values.keys():
@@ -147,8 +148,7 @@ class MetricSums:
                 f" {sorted(self._reducers)} while `evaluate_batch` returned {sorted(metrics)}."
             )
         for name, value in metrics.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            number = value.detach().double().mean() if is_tensor else float(value)
+            number = _number_of_metric(name, value)
             reducer = self._reducer(name)
             if reducer is Reducer.AVG:
                 number = number * num_samples
@@ -191,6 +191,22 @@ class MetricSums:
 
     def _reducer(self, name: str) -> Reducer:
         return self._reducers[name] if isinstance(self._reducers, dict) else self._reducers
+
+
+def _number_of_metric(name: str, value: Any) -> Any:
+    """Return a number, or the mean of the elements of a tensor or an array."""
+    try:
+        if not isinstance(value, torch.Tensor):
+            if not getattr(value, "shape", ()):
+                return float(value)
+            value = torch.as_tensor(value)
+        return value.detach().double().mean()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`evaluate_batch` must return numbers, tensors or arrays, but {name!r} is"
+            f" {value!r:.60} ({type(value).__name__}). Hint: collect other values by"
+            " `context.wrap_reducer`."
+        ) from error
 
 
 def _combine_validation_values(reducer: Reducer, left: Any, right: Any) -> Any:

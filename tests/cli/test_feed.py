@@ -224,7 +224,8 @@ def test_a_trial_that_failed_names_its_error_and_a_restart_is_told() -> None:
     [
         (True, [3.0, 2.0, 2.5], "2 (trial 2)"),
         (False, [3.0, 2.0, 3.5], "3.5 (trial 3)"),
-        (True, [{"$float": "nan"}, 4.0], "4 (trial 2)"),
+        (True, [{"$float": "nan"}, 4.0, {"$float": "-inf"}], "4 (trial 2)"),
+        (False, [{"$float": "inf"}, 4.0], "4 (trial 2)"),
         (True, [True, "text"], None),
     ],
 )

@@ -433,12 +433,13 @@ def test_a_metric_that_is_always_nan_is_told_with_the_number_of_its_reports(
     (code / "train.py").write_text(DIVERGING)
     options = ["--config", f"searcher.name={search}", "--config", SPACE, "-f"]
     result = mastered("e", "create", code / "config.yaml", code, *options)
-    assert f"The metric `loss` was NaN in {reports}" in result.stdout
+    assert f"The metric `loss` was NaN or infinite in {reports}" in result.stdout
     assert "No trial reported" not in result.stdout
     found = re.search(r"Created experiment (\d+)", result.stdout)
     assert found is not None
     for command in ("wait", "describe"):
-        assert f"The metric `loss` was NaN in {reports}" in mastered("e", command, found[1]).stdout
+        told = mastered("e", command, found[1]).stdout
+        assert f"The metric `loss` was NaN or infinite in {reports}" in told
 
 
 def test_pause_activate_and_wait(mastered: Any, code: Path) -> None:

@@ -174,7 +174,8 @@ def test_best_validation_is_the_better_of_ours_and_the_runners(
         assert context.train.get_experiment_best_validation() is None
         context.train.report_validation_metrics(1, {"loss": 3.0})
         context.train.report_metrics("validation", 2, {"loss": 1.0})
-        context.train.report_validation_metrics(3, {"loss": nan})
+        for step, value in enumerate((nan, float("inf"), float("-inf")), 3):
+            context.train.report_validation_metrics(step, {"loss": value})
         run.write_control(Control(best_validation=told))
         assert context.train.get_experiment_best_validation() == expected
 

@@ -1,5 +1,6 @@
 """Judging validations: what counts as a number, for the best checkpoint and for keeping it."""
 
+import math
 from typing import Any
 
 import numpy
@@ -26,3 +27,14 @@ def test_what_is_no_number_has_no_score_and_cannot_be_the_best(value: Any) -> No
     assert (best_validation.best, best_validation.score({"error": value})) == (None, None)
     with pytest.raises(ValueError, match=r"needs the metric 'error' to be a number, but"):
         BestValidation("best", "error").wants_checkpoint({"error": value})
+
+
+@pytest.mark.parametrize("is_smaller_better", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_never_the_best(value: float, is_smaller_better: bool) -> None:
+    best_validation = BestValidation("best", "error", is_smaller_better)
+    assert not best_validation.wants_checkpoint({"error": value})
+    assert best_validation.score({"error": value}) is None
+    assert best_validation.wants_checkpoint({"error": 3.0})
+    assert not best_validation.wants_checkpoint({"error": value})
+    assert best_validation.best == 3.0

@@ -228,24 +228,45 @@ def test_end_of_a_stopped_trial_changes_nothing(halving: Halving, reason: ExitRe
     assert live.rung(0) == before
 
 
-def test_nan_is_stopped_unless_alone(halving: Halving) -> None:
-    live = _Live(halving(max_trials=9, max_concurrent_trials=9))
-    assert live.report(1, 1, math.nan) == ["T1:3"]
-    assert live.report(2, 1, math.inf) == ["T2:3"]
-    assert live.report(3, 1, math.nan) == ["S3"]
-    for number in range(4, 9):
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_never_passes_a_rung(
+    halving: Halving, value: float, smaller_is_better: bool
+) -> None:
+    live = _Live(
+        halving(max_trials=9, max_concurrent_trials=9, smaller_is_better=smaller_is_better)
+    )
+    # Not even an empty one, nor several at once.
+    assert live.report(1, 9, value) == ["S1"]
+    assert live.report(2, 1, 0.1) == ["T2:3"]
+    assert live.report(2, 3, value) == ["S2"]
+    for number in range(3, 9):
         live.report(number, 1, 0.1)
-    # Nine entries keep three: even so no NaN is among them.
-    assert live.report(9, 1, math.nan) == ["S9"]
-    ranked = [number for number, _, _ in live.rung(0)]
-    assert ranked == [4, 5, 6, 7, 8, 2, 1, 3, 9]
+    # Nine entries keep three: even so it is not among them.
+    assert live.report(9, 1, value) == ["S9"]
+    assert [number for number, _, _ in live.rung(0)] == [2, 3, 4, 5, 6, 7, 8, 1, 9]
+    assert [decision for _, _, decision in live.rung(1)] == ["stopped"]
 
 
-def test_nan_and_larger_is_better_rank_nan_last(halving: Halving) -> None:
-    live = _Live(halving(smaller_is_better=False))
-    live.report(1, 1, -math.inf)
-    assert live.report(2, 1, math.nan)[0] == "S2"
-    assert [number for number, _, _ in live.rung(0)] == [1, 2, 3]
+@pytest.mark.parametrize("time", [math.nan, math.inf])
+def test_a_time_that_is_not_finite_reaches_no_rung(halving: Halving, time: float) -> None:
+    live = _Live(halving())
+    assert live.report(1, time, 0.1) == []
+    assert live.rung(0) == [(1, None, "waiting"), (2, None, "waiting")]
+
+
+def test_trials_that_diverge_train_no_further_than_to_the_first_rung(halving: Halving) -> None:
+    values = {True: math.nan, False: 0.5}
+    diverging: dict[str, bool] = {}
+    result = simulate(
+        halving(max_trials=40, max_concurrent_trials=4),
+        {},
+        0,
+        lambda create, time: values[
+            diverging.setdefault(create.request_id, len(diverging) % 2 == 0)
+        ],
+    )
+    assert {result.trained[key] for key, is_diverging in diverging.items() if is_diverging} == {1}
 
 
 def test_operations_have_the_documented_types(halving: Halving) -> None:

@@ -162,6 +162,61 @@ def test_a_metric_that_no_report_has_is_an_error(
         )
 
 
+def diverge(config: dict[str, Any]) -> None:
+    """Report a value that is not finite with every second `lr`."""
+    for epoch in range(1, 9):
+        train.report(epochs=epoch, loss=float(config["bad"]) if config["lr"] < 1.5 else 1.0)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+def test_what_is_not_finite_trains_no_further_and_is_not_the_best(
+    trainer: train.Trainer, bad: str, smaller_is_better: bool
+) -> None:
+    results = train.search(
+        diverge,
+        {**SPACE, "bad": bad},
+        asha(smaller_is_better=smaller_is_better, mode="aggressive"),
+        trainer=trainer,
+        max_concurrent_trials=1,
+        seed=2,
+    )
+    diverged = [trial for trial in results if trial.config["lr"] < 1.5]
+    assert 0 < len(diverged) < 6
+    assert {trial.num_reports for trial in diverged} <= {2}
+    assert {trial.state for trial in diverged} == {"stopped"}
+    assert results.best_trial is not None
+    assert results.best_trial.value == 1.0
+    assert results.ranked()[-1] in diverged
+
+    none = train.search(
+        diverge,
+        {"lr": 1.0, "bad": bad},
+        asha(smaller_is_better=smaller_is_better, max_trials=1),
+        trainer=trainer,
+        max_concurrent_trials=1,
+    )
+    assert none.best_trial is None
+    assert "no value yet" in repr(none)
+
+
+def test_a_value_that_is_not_finite_does_not_replace_a_trials_best(trainer: train.Trainer) -> None:
+    results = train.search(
+        late_divergence,
+        {"lr": {"type": "double", "minval": 1.0, "maxval": 2.0}},
+        {"name": "random", "metric": "loss", "max_trials": 1},
+        trainer=trainer,
+        max_concurrent_trials=1,
+    )
+    assert results.best_trial is not None
+    assert results.best_trial.value == 2.0
+
+
+def late_divergence(config: dict[str, Any]) -> None:
+    for loss in ("nan", "3.0", "-inf", "2.0", "-inf", "nan"):
+        train.report(loss=float(loss))
+
+
 def test_wrong_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="max_trials"):
         train.search(climb, SPACE, {"name": "random", "metric": "loss"})

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import inf, isnan
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli._alerts_table import alert_text
@@ -295,7 +295,7 @@ class EventFeed:
         return isinstance(time, (int, float)) and time >= self._max_time
 
     def _note_best(self, trial_id: int | None, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or isnan(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             return False
         if self._sign * value >= self._best:
             return False

@@ -44,7 +44,7 @@ def print_leaderboard(experiment: "Experiment", output: "Console") -> None:
 def why_no_best(experiment: "Experiment") -> str:
     """Return why no trial has a best value of the searched metric."""
     metric = experiment.metric
-    # The best leaves NaN out, the latest does not.
+    # The best leaves out what is not finite, the latest does not.
     told = [trial for trial in experiment.trials() if trial.data.latest_metric is not None]
     if not told:
         return f"No trial reported the metric `{metric}` in a validation."
@@ -52,7 +52,7 @@ def why_no_best(experiment: "Experiment") -> str:
     num_reports = sum(summary.count for summary in summaries if summary is not None)
     reports = "the only report" if num_reports == 1 else f"all {num_reports} reports"
     of = "" if experiment.data.num_trials == 1 else f" of {num_trials_text(len(told))}"
-    return f"The metric `{metric}` was NaN in {reports}{of}."
+    return f"The metric `{metric}` was NaN or infinite in {reports}{of}."
 
 
 def leaderboard_table(trials: "Sequence[Trial]", metric: str) -> "Table":

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from paceline.client._checkpoint import Checkpoint
@@ -214,7 +215,7 @@ class Trial:
         stored = [c for c in self.checkpoints() if c.state.value == "COMPLETED"]
         if not stored:
             raise NoCheckpointError(f"Trial {self.id} must have a checkpoint, but has none.")
-        measured = [c for c in stored if c.metric is not None and c.metric == c.metric]
+        measured = [c for c in stored if c.metric is not None and isfinite(c.metric)]
         if not measured:
             return max(stored, key=lambda c: c.steps_completed)
         sign = 1 if self.experiment().smaller_is_better else -1

@@ -1,5 +1,6 @@
 """Reporting what happens in training."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -366,7 +367,7 @@ class TrainContext:
         self._last = {group: (step, None) for group, step in found.items()}
 
     def _note_best(self, value: Any) -> None:
-        if isinstance(value, (int, float)) and value == value:
+        if isinstance(value, (int, float)) and math.isfinite(value):
             with self._lock:
                 best = self._best_here
                 self._best_here = float(value) if best is None else self._better(best, float(value))

@@ -1,6 +1,7 @@
 """A search under way: trials that wait, run, pause and end."""
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -334,7 +335,7 @@ class SearchRun:
         if value is None:
             return None
         time = _metric_number(metrics.get(self._time_name))
-        if time is None:
+        if time is None or not math.isfinite(time):
             # Without such a metric the reports count.
             time = float(trial.result.num_reports + 1)
         return Reported(request_id=trial.create.request_id, time=time, metric=value)
@@ -350,8 +351,10 @@ class SearchRun:
             return
         result.time = given.time
         sign = 1 if self._smaller_is_better else -1
-        if result.value is None or not sign * given.metric >= sign * result.value:
-            result.value = given.metric
+        best, new = result.value, given.metric
+        is_first = best is None or not math.isfinite(best)
+        if is_first or (math.isfinite(new) and sign * new < sign * (best or 0.0)):
+            result.value = new
 
 
 def exit_reason_of_trial(error: BaseException) -> ExitReason:

@@ -25,8 +25,10 @@ class Started(msgspec.Struct, frozen=True, tag="started", kw_only=True):
 class Reported(msgspec.Struct, frozen=True, tag="reported", kw_only=True):
     """Tell one validation result of a trial.
 
-    `time` is the trial's absolute training time, in the unit of the search's time metric.
-    `metric` is the searched metric as the trial reported it; NaN ranks behind every number.
+    `time` is the trial's absolute training time, in the unit of the search's time metric. A
+    report at a time that is not finite changes nothing.
+    `metric` is the searched metric as the trial reported it; what is not finite ranks behind every
+    finite number.
     """
 
     request_id: str

@@ -61,8 +61,8 @@ class Search:
     def apply(self, input: Input) -> list[Operation]:
         """Take one input and return the operations that follow from it.
 
-        A second exit of a trial, and its reports and progress after its stop or exit, change
-        nothing.
+        A second exit of a trial, its reports and progress after its stop or exit, and reports at a
+        time that is not finite change nothing.
 
         Raises:
             ValueError: If the search has not started, is started twice or knows no such trial.
@@ -227,6 +227,8 @@ class Search:
         if trial.is_stopped or trial.exit_reason is not None:
             return []
         time, metric = float(report.time), float(report.metric)
+        if not math.isfinite(time):
+            return []
         with self._guard("trained_share"):
             share = min(self._method.trained_share(time), 1.0)
         if share > trial.reached:

@@ -6,7 +6,7 @@ no clock and no files.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import isfinite
 from typing import NamedTuple
 
 
@@ -16,7 +16,8 @@ class Kept(NamedTuple):
     Attributes:
         uuid: Its name.
         steps_completed: The step that it holds.
-        score: How good it is, larger is better; None or NaN without a validation at its step.
+        score: How good it is, larger is better; None without a validation at its
+            step. One that is not finite is never among the best.
         num_bytes: The size of its files.
         stored_s: When it was stored, in seconds since the epoch.
     """
@@ -75,7 +76,7 @@ def best_of(checkpoints: Iterable[Kept], number: int) -> set[str]:
     scored = [
         (-kept.score, kept.steps_completed, kept.uuid)
         for kept in checkpoints
-        if kept.score is not None and not isnan(kept.score)
+        if kept.score is not None and isfinite(kept.score)
     ]
     return {uuid for _, _, uuid in sorted(scored)[:number]}
 

@@ -64,9 +64,10 @@ class SearchResults(Sequence[TrialResult]):
 
     @property
     def best_trial(self) -> TrialResult | None:
-        """The trial with the best value of the metric; None if none has reported it."""
-        ranked = self.ranked()
-        return ranked[0] if ranked and ranked[0].value is not None else None
+        """The trial with the best value of the metric; None if none has reported a finite one."""
+        best = next(iter(self.ranked()), None)
+        has_value = best is not None and best.value is not None and math.isfinite(best.value)
+        return best if has_value else None
 
     @property
     def best_config(self) -> dict[str, Any] | None:
@@ -81,12 +82,12 @@ class SearchResults(Sequence[TrialResult]):
         return None if best is None else best.checkpoint
 
     def ranked(self) -> list[TrialResult]:
-        """Return the trials, the best first, and those without a value last."""
+        """Return the trials, the best first, and those without a finite value last."""
 
         def key(trial: TrialResult) -> tuple[bool, float, int]:
             value = math.nan if trial.value is None else trial.value
             value = value if self.smaller_is_better else -value
-            is_bad = math.isnan(value)
+            is_bad = not math.isfinite(value)
             return is_bad, 0.0 if is_bad else value, trial.number
 
         return sorted(self._trials, key=key)

@@ -208,7 +208,7 @@ def test_a_strange_value_reaches_the_search_and_the_trial(
     assert bench.inputs(halving)[-1].items() >= given.items()
     trial = bench.trial(1)
     assert trial.latest_metric == encode_float(value)
-    assert trial.best_metric == (None if math.isnan(value) else value)
+    assert trial.best_metric == (value if math.isfinite(value) else None)
     assert repr(visible(bench, 1)[2]["loss"]) == repr(value)
     bench.check_replay(halving)
 
@@ -218,6 +218,7 @@ def test_a_strange_time_ends_no_search(bench: Any, halving: int, value: float) -
     attempt_id = bench.start(1)
     bench.validate(attempt_id, 2, loss=0.5, epochs=value)
     assert bench.state(halving) == "ACTIVE"
+    assert bench.trial(1).state == "ACTIVE"
     bench.check_replay(halving)
 
 
@@ -230,7 +231,10 @@ def test_a_strange_time_ends_no_search(bench: Any, halving: int, value: float) -
         (True, [math.nan], None, None),
         (True, [0.5, 0.5], 0.5, 1),
         (True, [3, 2], 2.0, 2),
-        (False, [-math.inf, -5.0], -5.0, 2),
+        (False, [-math.inf, -5.0, math.inf], -5.0, 2),
+        (True, [-math.inf, 5.0, math.inf], 5.0, 2),
+        (True, [-math.inf], None, None),
+        (False, [math.inf], None, None),
     ],
 )
 def test_the_best_metric_is_that_of_the_best_step(

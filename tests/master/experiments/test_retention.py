@@ -81,11 +81,10 @@ def test_a_nan_is_no_better_than_no_metric() -> None:
 
 
 @pytest.mark.parametrize("smaller_is_better", [True, False])
-def test_infinities_rank_as_numbers(smaller_is_better: bool) -> None:
-    candidates = [candidate(1, 1, math.inf), candidate(2, 1, 0.0), candidate(3, 1, -math.inf)]
-    best = 3 if smaller_is_better else 1
-    assert kept(candidates, 0, 1, 0, smaller_is_better=smaller_is_better) == {best}
-    assert kept(candidates, 0, 3, 0, smaller_is_better=smaller_is_better) == {1, 2, 3}
+def test_what_is_not_finite_is_never_among_the_best(smaller_is_better: bool) -> None:
+    values = [math.inf, 0.0, -math.inf, math.nan]
+    candidates = [candidate(number, 1, value) for number, value in enumerate(values, 1)]
+    assert kept(candidates, 0, 3, 0, smaller_is_better=smaller_is_better) == {2}
 
 
 def test_a_protected_checkpoint_is_kept_and_takes_nobodys_place() -> None:

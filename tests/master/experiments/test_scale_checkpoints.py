@@ -31,7 +31,7 @@ def test_a_checkpoint_carries_the_searched_metric_of_its_step(
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(math.nan, None), (math.inf, math.inf), (2, 2.0), (True, None), ("low", None)],
+    [(math.nan, None), (math.inf, None), (-math.inf, None), (2, 2.0), (True, None), ("low", None)],
 )
 def test_a_checkpoint_without_a_number_carries_none(
     bench: Any, value: Any, expected: float | None

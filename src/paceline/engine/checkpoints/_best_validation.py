@@ -1,6 +1,7 @@
 """Which validations deserve a checkpoint."""
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 
@@ -56,7 +57,7 @@ class BestValidation:
     def score(self, metrics: Mapping[str, Any]) -> float | None:
         """Return how good a validation is, larger is better; None if the metric cannot tell."""
         value = None if self.metric is None else _number(metrics.get(self.metric))
-        if value is None or value != value:
+        if value is None or not isfinite(value):
             return None
         return -value if self.is_smaller_better else value
 
@@ -75,7 +76,7 @@ class BestValidation:
                 f"The policy 'best' needs the metric {self.metric!r} to be a number, but the"
                 f" validation returned {metrics[self.metric]!r}. Hint: return a float."
             )
-        if value is None or value != value:
+        if value is None or not isfinite(value):
             return False
         is_better = self.best is None or (
             value < self.best if self.is_smaller_better else value > self.best

@@ -1,5 +1,6 @@
 """The best value of the searched metric, per trial and per experiment."""
 
+from math import isfinite
 from typing import Any
 
 from sqlalchemy import Row, select, update
@@ -81,7 +82,7 @@ def _update_experiment(
 
 
 def _is_better(value: float, best: float | None, is_smaller_better: bool) -> bool:
-    if value != value:  # NaN is never the best
+    if not isfinite(value):
         return False
     if best is None:
         return True

@@ -11,7 +11,7 @@ from paceline.master.store import Transaction, config_of, read_summary
 def describe_nan_metric(
     transaction: Transaction, trial: Row[Any], experiment: Row[Any]
 ) -> str | None:
-    """Say that the searched metric was never a number, if a trial reported it so."""
+    """Say that the searched metric was never finite, if a trial reported it so."""
     if trial.best_metric is not None or trial.latest_metric is None:
         return None
     metric = config_of(experiment).searcher.metric
@@ -20,8 +20,8 @@ def describe_nan_metric(
         return None
     reports = "the only report" if summary.count == 1 else f"all {summary.count} reports"
     return (
-        f"The searched metric `{metric}` was NaN in {reports}. Hint: look for a learning rate that"
-        " is too high, or a division by zero."
+        f"The searched metric `{metric}` was NaN or infinite in {reports}. Hint: look for a"
+        " learning rate that is too high, or a division by zero."
     )
 
 

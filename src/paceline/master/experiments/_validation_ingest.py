@@ -1,6 +1,7 @@
 """Ingest of validation reports: the best metric, and what the search is told."""
 
 import json
+from math import isfinite
 from typing import Any
 
 from sqlalchemy import Connection, Row
@@ -77,7 +78,9 @@ def _standing_metrics(connection: Connection, trial_id: int, step: int) -> dict[
 
 def _time_of(searcher: Searcher, metrics: dict[str, Any], step: int) -> float | None:
     reached = _number(metrics.get(searcher.time_name))
-    return float(step) if reached is None and searcher.time_name == BATCHES else reached
+    if reached is not None and isfinite(reached):
+        return reached
+    return float(step) if searcher.time_name == BATCHES else None
 
 
 def _number(value: Any) -> float | None:

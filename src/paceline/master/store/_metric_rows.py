@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from math import isnan
+from math import isfinite
 from operator import itemgetter
 from typing import Any
 
@@ -152,19 +152,19 @@ def read_series(
 def metric_at(
     connection: Connection, trial_id: int, group: str, key: str, step: int
 ) -> float | None:
-    """Return the visible value of a metric at a step; None if it is no number, or NaN."""
+    """Return the visible value of a metric at a step; None if it is no finite number."""
     return metric_numbers_at(connection, trial_id, group, key, {step}).get(step)
 
 
 def metric_numbers_at(
     connection: Connection, trial_id: int, group: str, key: str, steps: set[int]
 ) -> dict[int, float]:
-    """Return a metric's visible values at some steps, without NaN and what is no number."""
+    """Return a metric's visible values at some steps, without those that are no finite number."""
     found = _metric_values_at(connection, trial_id, group, {(step, key) for step in steps})
     return {
         step: float(value)
         for (step, _), value in found.items()
-        if type(value) in (int, float) and not isnan(value)
+        if type(value) in (int, float) and isfinite(value)
     }
 
 

@@ -61,7 +61,10 @@ class HalvingMethod(SearchMethod):
         return operations
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
-        """Decide at each rung that the trial has reached, once for each."""
+        """Decide at each rung that the trial has reached, once for each.
+
+        A metric that is not finite never passes a rung, not even an empty one.
+        """
         entrant = self._entrants[request_id]
         rung_before = entrant.rung
         value = metric if self._smaller_is_better else -metric
@@ -70,7 +73,8 @@ class HalvingMethod(SearchMethod):
             rung = self._rungs[entrant.rung]
             rank = rung.insert(request_id, value)
             is_top = entrant.rung == len(self._rungs) - 1
-            if is_top or rank >= keep_count(len(rung), self._divisor):
+            is_kept = math.isfinite(value) and rank < keep_count(len(rung), self._divisor)
+            if is_top or not is_kept:
                 entrant.fate = _Fate.STOPPED
                 return [Stop(request_id=request_id), *self._refill()]
             entrant.rung += 1

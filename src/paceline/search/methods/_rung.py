@@ -14,7 +14,8 @@ class Rung:
     """Hold a rung's entries in ranked order, where smaller values are better.
 
     Numbers are kept in two parallel lists, so that a search among 100,000 entries compares plain
-    floats. Entries without a number (NaN, or a trial that failed) rank behind all of them.
+    floats. Entries without a finite number (NaN, infinity, or a trial that failed) rank behind all
+    of them.
     """
 
     __slots__ = ("_ids", "_unranked", "_values", "units")
@@ -36,7 +37,7 @@ class Rung:
 
     def insert(self, request_id: str, value: float) -> int:
         """Insert an entry behind those that are equal or better and return its rank from 0."""
-        if math.isnan(value):
+        if not math.isfinite(value):
             self._unranked.append(request_id)
             return len(self) - 1
         rank = bisect_right(self._values, value)

@@ -8,6 +8,8 @@ import secrets
 import zlib
 from pathlib import Path
 
+from paceline._regular_files import read_regular
+
 TOKEN_PREFIX = "paceline_"  # noqa: S105 - what tokens begin with, no secret
 _NUM_RANDOM_BYTES = 32
 # A bit that changes can make a character that counts as none at the end, or one of the line end.
@@ -29,14 +31,20 @@ def make_secret(prefix: str = "") -> str:
     return f"{text}{zlib.crc32(text.encode()):08x}"
 
 
-def read_secret(path: Path) -> str:
+def read_secret(path: Path, *, is_named: bool = False) -> str:
     """Return the secret that a file has, without blanks around it; empty if there is none.
 
+    Args:
+        path: The file.
+        is_named: Whether somebody has named it: it may be the output of a program then, which is
+            waited for.
+
     Raises:
+        NotRegularFileError: Something else than a regular file is there.
         OSError: The file cannot be read.
         DamagedSecretError: It is damaged.
     """
-    data = path.read_bytes().strip()
+    data = (path.read_bytes() if is_named else read_regular(path)).strip()
     if not data or not _is_damaged(data):
         return data.decode()
     raise DamagedSecretError(

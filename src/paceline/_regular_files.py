@@ -93,6 +93,23 @@ def open_regular(path: Path | str, *, owners: Collection[int] | None = None) -> 
     return _checked(_open(os.fspath(path), _READ, None, os.fspath(path)), os.fspath(path), owners)
 
 
+def regular_opener(path: str, flags: int) -> int:
+    """Open a regular file for `open(path, mode, opener=regular_opener)`, without waiting for it.
+
+    Links are followed. A file that is made has mode 0600.
+
+    Raises:
+        NotRegularFileError: Something else is there.
+        OSError: The file cannot be opened.
+    """
+    flags |= os.O_NONBLOCK | os.O_NOCTTY
+    descriptor = _open(path, flags, None, path, mode=0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotRegularFileError(errno.EINVAL, "A regular file must be there", path)
+    return descriptor
+
+
 def read_regular(path: Path | str, *, max_bytes: int = 64 * 2**20) -> bytes:
     """Return the content of a regular file as `open_regular` opens it.
 
@@ -122,9 +139,9 @@ def read_limited(file: IO[bytes], max_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def _open(name: str, flags: int, directory: int | None, path: str) -> int:
+def _open(name: str, flags: int, directory: int | None, path: str, mode: int = 0o777) -> int:
     try:
-        return os.open(name, flags, dir_fd=directory)
+        return os.open(name, flags, mode, dir_fd=directory)
     except OSError as error:
         # ENXIO: a socket. ENOTDIR: a directory must be there, and a link or file is.
         if error.errno in (errno.ELOOP, errno.ENXIO) or (

@@ -13,6 +13,7 @@ import typer
 
 from paceline._network_interfaces import LOOPBACK, LOOPBACK_HOSTS
 from paceline._private_files import open_private
+from paceline._regular_files import NotRegularFileError, regular_opener
 from paceline._waiting import exit_code
 from paceline.cli._errors import CommandError
 from paceline.client import HOME_VARIABLE, MASTER_VARIABLE, MasterFile, read_master_file
@@ -80,6 +81,10 @@ def _make_log(home: Path, log: Path) -> None:
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         open_private(log, "ab").close()
+    except NotRegularFileError as error:
+        raise CommandError(
+            f"{str(log)!r} must be a regular file. Hint: move it away. The master makes a new one."
+        ) from error
     except OSError as error:
         raise CommandError(
             f"A home must be a directory that can be written to, but {str(home)!r} is not"
@@ -308,7 +313,7 @@ def _process(pid: int) -> "psutil.Process | None":
 
 def _last_words(log: Path, start: int) -> str:
     """Return what the master printed since `start`: its error, if it gave one."""
-    with log.open("rb") as file:
+    with open(log, "rb", opener=regular_opener) as file:
         # A log that has grown large begins anew.
         file.seek(start if start <= log.stat().st_size else 0)
         text = file.read().decode(errors="replace").strip()

@@ -273,13 +273,12 @@ def read_labels(texts: list[str]) -> dict[str, str]:
 def _check_token_file(path: Path) -> None:
     try:
         mode = path.expanduser().stat().st_mode
+        token = read_secret(path.expanduser())
     except OSError as error:
         raise CommandError(
             f"`--token-file` must be a file with a token, but {str(path)!r} cannot be read"
             f" ({error.strerror})."
         ) from error
-    try:
-        token = read_secret(path.expanduser())
     except DamagedSecretError as error:
         raise CommandError(f"{error} Hint: copy the token there again.") from error
     if not token:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from paceline._checked_secrets import DamagedSecretError, read_secret
+from paceline._regular_files import NotRegularFileError, read_regular
 from paceline._sealed_json import check_seal
 from paceline.client._errors import MasterUnreachableError
 
@@ -66,9 +67,9 @@ def read_master_file(home: Path) -> MasterFile | None:
     The file outlives a master that was killed, so a file is no proof that one answers.
     """
     try:
-        data = check_seal((home / "master.json").read_bytes())
+        data = check_seal(read_regular(home / "master.json"))
         return msgspec.json.decode(data, type=MasterFile)
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+    except (FileNotFoundError, NotADirectoryError, NotRegularFileError, msgspec.DecodeError):
         return None
 
 
@@ -106,7 +107,7 @@ def given_token() -> str | None:
     if not path:
         return None
     try:
-        return read_secret(Path(path).expanduser())
+        return read_secret(Path(path).expanduser(), is_named=True)
     except (OSError, DamagedSecretError) as error:
         raise MasterUnreachableError(
             f"`{TOKEN_FILE_VARIABLE}` must name a file with a token, but {path!r} cannot be read"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline._regular_files import regular_opener
 from paceline.journal._journal_records import (
     FORMAT_VERSION,
     AnyRecord,
@@ -107,7 +108,7 @@ class JournalReader:
     def _read_segment(self, entries: list[Entry], max_entries: int) -> bool:
         """Read one chunk; False when no further whole line is in this segment."""
         assert self._segment is not None
-        with self._segment.open("rb") as file:
+        with open(self._segment, "rb", opener=regular_opener) as file:
             file.seek(self._offset)
             chunk = file.read(_CHUNK_BYTES)
             end = chunk.rfind(b"\n")

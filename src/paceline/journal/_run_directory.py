@@ -12,6 +12,7 @@ from typing import IO
 import msgspec
 
 from paceline._atomic_files import write_atomically
+from paceline._regular_files import read_regular, regular_opener
 from paceline._sealed_json import check_seal, seal
 from paceline.journal._journal_reader import JournalReader
 from paceline.journal._run_info import RUN_FORMAT_VERSION, Control, RunInfo
@@ -103,7 +104,7 @@ class RunDirectory:
             RunVersionError: It has another format version.
         """
         try:
-            data = self._info_path.read_bytes()
+            data = read_regular(self._info_path)
             version = msgspec.json.decode(data)["version"]
             if version == RUN_FORMAT_VERSION:
                 check_seal(data)
@@ -167,7 +168,7 @@ class RunDirectory:
             msgspec.DecodeError: It is damaged.
         """
         try:
-            return msgspec.json.decode(check_seal(self.control_path.read_bytes()), type=Control)
+            return msgspec.json.decode(check_seal(read_regular(self.control_path)), type=Control)
         except FileNotFoundError:
             return Control()
 
@@ -201,7 +202,7 @@ class RunDirectory:
         if not self._begun_path.is_dir():
             return {}
         return {
-            path.name.removesuffix(_PART): path.read_text()
+            path.name.removesuffix(_PART): read_regular(path).decode()
             for path in sorted(self._begun_path.iterdir())
             if path.name.endswith(_PART) == is_part
         }
@@ -217,7 +218,8 @@ class RunDirectory:
     def read_launch_error(self) -> str | None:
         """Return why the workers have ended; None if no launcher has told it."""
         try:
-            return (self.path / _LAUNCH_ERROR_FILE).read_text(errors="replace").strip() or None
+            text = read_regular(self.path / _LAUNCH_ERROR_FILE).decode(errors="replace")
+            return text.strip() or None
         except OSError:
             return None
 
@@ -239,7 +241,7 @@ class RunDirectory:
 
         The operating system releases it when the process dies, however it dies.
         """
-        with self._lock_path.open("w") as file:
+        with open(self._lock_path, "w", opener=regular_opener) as file:
             is_ours = _try_lock(file, fcntl.LOCK_EX)
             _held.add(file)
             try:
@@ -256,7 +258,7 @@ class RunDirectory:
         """
         try:
             # It is there before the processes start, and nobody replaces it while they run.
-            file = self._info_path.open()
+            file = open(self._info_path, opener=regular_opener)  # noqa: SIM115 - closed below
         except OSError:
             # A machine that does not see the directory: another check names it.
             yield
@@ -304,7 +306,7 @@ class RunDirectory:
         of a file, and also None if the directory was copied without the times.
         """
         try:
-            return float(self._kept_beat_path(attempt).read_text())
+            return float(read_regular(self._kept_beat_path(attempt)))
         except FileNotFoundError:
             return self._present_beat()
         except (OSError, ValueError):
@@ -328,7 +330,7 @@ class RunDirectory:
 
     def _beating_host(self) -> str | None:
         try:
-            return self._heartbeat_path.read_text()
+            return read_regular(self._heartbeat_path).decode()
         except (OSError, ValueError):
             return None
 
@@ -380,7 +382,7 @@ os.register_at_fork(after_in_child=_drop_held)
 
 def _is_locked(path: Path, kind: int) -> bool:
     try:
-        with path.open("r") as file:
+        with open(path, opener=regular_opener) as file:
             return not _try_lock(file, kind)
     except FileNotFoundError:
         return False

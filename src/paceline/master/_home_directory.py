@@ -15,6 +15,7 @@ from paceline._checked_secrets import DamagedSecretError, make_secret, read_secr
 from paceline._private_files import open_private
 from paceline._sealed_json import seal
 from paceline.journal import write_atomically
+from paceline.master._home_entries import find_wrong_entries
 from paceline.master._lost_database import LostDatabaseError, check_for_lost_database
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class HomeInUseError(RuntimeError):
 
 
 class HomeUnusableError(RuntimeError):
-    """Raised when the home is no directory, or cannot be written to."""
+    """Raised when the home is no directory, cannot be written to, or has what must not be there."""
 
 
 class Home:
@@ -148,11 +149,13 @@ class Home:
 
         Raises:
             HomeInUseError: Another master has it.
-            HomeUnusableError: It is no directory, or cannot be written to.
+            HomeUnusableError: It is no directory, cannot be written to, or has something else in
+                the place of a file or directory.
         """
         with ExitStack() as stack:
             try:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                check_entries(self.path)
                 file = stack.enter_context(open_private(self.path / "master.lock", "w"))
                 directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError as error:
@@ -168,6 +171,20 @@ class Home:
                     " Hint: `paceline status` shows it, `paceline down` stops it."
                 )
             yield
+
+
+def check_entries(home: Path) -> None:
+    """Check that each file and directory of a home is one, before anything is opened.
+
+    Raises:
+        HomeUnusableError: Something is not.
+        OSError: The home cannot be looked at.
+    """
+    wrong = find_wrong_entries(home)
+    if wrong:
+        raise HomeUnusableError(
+            "\n".join(f"{str(home / one.name)!r} {one.problem}. Hint: {one.hint}." for one in wrong)
+        )
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline._regular_files import regular_opener
+
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MAX_BYTES = 10 * 1024 * 1024
 _WINDOW_S = 60.0
@@ -88,7 +90,7 @@ class _MasterLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def _rotate(self) -> None:
         # Copied and emptied, not renamed: whatever is printed without `logging` goes there as well.
         try:
-            with self._path.open("rb") as file:
+            with open(self._path, "rb", opener=regular_opener) as file:
                 file.seek(-_MAX_BYTES, os.SEEK_END)
                 self._path.with_name(f"{self._path.name}.1").write_bytes(file.read())
         finally:

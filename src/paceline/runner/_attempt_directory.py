@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from paceline._private_files import open_private
+from paceline._regular_files import read_regular, regular_opener
 from paceline._sealed_json import check_seal, seal
 from paceline.journal import RunDirectory, write_atomically
 from paceline.messages.attempts import AttemptEnd, AttemptSpec
@@ -20,7 +21,7 @@ NEWEST_NAME = "newest"
 def newest_attempt(root: Path) -> int:
     """Return the highest id of all attempts that were ever started below a directory, or 0."""
     try:
-        return int((root / NEWEST_NAME).read_bytes())
+        return int(read_regular(root / NEWEST_NAME))
     except (FileNotFoundError, ValueError):
         return 0
 
@@ -68,13 +69,13 @@ class AttemptDirectory:
 
     def read_spec(self) -> AttemptSpec:
         """Return the specification."""
-        data = (self.path / "attempt.json").read_bytes()
+        data = read_regular(self.path / "attempt.json")
         return msgspec.json.decode(check_seal(data), type=AttemptSpec)
 
     def read_end(self) -> AttemptEnd | None:
         """Return how the entrypoint ended, or None if that is not known."""
         try:
-            data = (self.path / "exit.json").read_bytes()
+            data = read_regular(self.path / "exit.json")
         except FileNotFoundError:
             return None
         return msgspec.json.decode(check_seal(data), type=AttemptEnd)
@@ -90,7 +91,7 @@ class AttemptDirectory:
 
     def read_secrets(self) -> dict[str, str]:
         """Return the secrets that were handed to this runner."""
-        data = (self.path / FILE_NAME).read_bytes()
+        data = read_regular(self.path / FILE_NAME)
         return msgspec.json.decode(check_seal(data), type=dict[str, str])
 
     def write_end(self, end: AttemptEnd) -> None:
@@ -150,7 +151,7 @@ class AttemptDirectory:
             msgspec.DecodeError: They are damaged.
         """
         try:
-            data = (self.path / "process.json").read_bytes()
+            data = read_regular(self.path / "process.json")
         except FileNotFoundError:
             return None
         noted = msgspec.json.decode(check_seal(data), type=_Process | tuple[int, float])
@@ -187,7 +188,7 @@ class AttemptDirectory:
         """Return the process id of the runner that holds the lock, None if nobody does."""
         lock_path = self.path / "runner.lock"
         try:
-            with lock_path.open("r") as file:
+            with open(lock_path, opener=regular_opener) as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except OSError:

@@ -1,9 +1,8 @@
 """Where an attempt on a node keeps its checkpoints."""
 
-from pathlib import Path
-
 import msgspec
 
+from paceline._regular_files import read_regular
 from paceline.journal import RunDirectory, RunInfo
 from paceline.messages.attempts import AttemptSpec, StorageMark
 
@@ -45,6 +44,6 @@ def sends_checkpoints(spec: AttemptSpec, run: RunDirectory) -> bool:
 
 def _is_seen(mark: StorageMark) -> bool:
     try:
-        return Path(mark.path).read_text() == mark.text
+        return read_regular(mark.path).decode() == mark.text
     except (OSError, UnicodeDecodeError):
         return False

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from paceline._environment_settings import integer_setting
+from paceline._regular_files import regular_opener
 
 _MIB = 1024 * 1024
 # What `tarfile` reads at once besides a file's content: names and other facts of a member.
@@ -99,7 +100,7 @@ def open_archive(path: Path, limits: ArchiveLimits) -> Iterator[tarfile.TarFile]
         tarfile.TarError: It is none.
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_opener) as file:
         start = file.read(8)
         file.seek(0)
         opener = next((found for magic, found in _OPENERS if start.startswith(magic)), None)

@@ -20,6 +20,7 @@ from paceline._certificates import (
     tls_error_of,
 )
 from paceline._checked_secrets import read_secret
+from paceline._regular_files import read_regular
 from paceline._sealed_json import check_seal
 from paceline.messages.attempts import AttemptSpec, MasterAddress
 
@@ -255,7 +256,7 @@ def _open(scheme: str, place: str, certificate: str | None) -> http.client.HTTPC
 
 
 def _address_in(home: Path, token: str | None = None) -> MasterAddress:
-    address: dict[str, Any] = json.loads(check_seal((home / "master.json").read_bytes()))
+    address: dict[str, Any] = json.loads(check_seal(read_regular(home / "master.json")))
     return MasterAddress(
         url=address["url"],
         token=token or read_secret(home / "token"),
@@ -264,7 +265,7 @@ def _address_in(home: Path, token: str | None = None) -> MasterAddress:
 
 
 def _address_of(file: Path, token: str | None) -> MasterAddress:
-    address = msgspec.json.decode(check_seal(file.read_bytes()), type=MasterAddress)
+    address = msgspec.json.decode(check_seal(read_regular(file)), type=MasterAddress)
     return msgspec.structs.replace(address, token=token or address.token)
 
 

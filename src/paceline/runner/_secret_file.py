@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from paceline._regular_files import read_regular
 from paceline._sealed_json import check_seal
 
 FILE_NAME = "secrets.json"
@@ -23,7 +24,7 @@ def read_secret_file(path: Path) -> dict[int, dict[str, str]]:
         SecretFileError: The file is damaged, or cannot be read.
     """
     try:
-        stored: Any = json.loads(check_seal(path.read_bytes()))
+        stored: Any = json.loads(check_seal(read_regular(path)))
         return {int(number): dict(found) for number, found in stored["experiments"].items()}
     except FileNotFoundError:
         return {}

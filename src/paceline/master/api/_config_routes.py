@@ -107,7 +107,7 @@ def _context_path(master: Master, experiment_id: int) -> Path | None:
     with master.database.read() as connection:
         digest = experiment_row(connection, experiment_id).context_digest
     path = master.home.contexts_path / f"{digest}.tar.gz"
-    return path if digest is not None and path.exists() else None
+    return path if digest is not None and path.is_file() else None
 
 
 @lru_cache(maxsize=32)

@@ -69,6 +69,6 @@ def read_context(digest: Digest, master: MasterOf, identity: IdentityOf) -> File
     if attempt_id is not None and not master.attempt_tokens.has_code(attempt_id, digest):
         raise ApiError(403, "scope_too_low", f"Attempt {attempt_id} runs other code than {digest}.")
     path = master.home.contexts_path / f"{digest}.tar.gz"
-    if not path.exists():
+    if not path.is_file():
         raise ApiError(404, "not_found", f"There is no context {digest}.")
     return FileResponse(path, media_type="application/gzip")

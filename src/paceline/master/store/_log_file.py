@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from paceline._private_files import open_private
+from paceline._regular_files import regular_opener
 from paceline._sealed_json import check_line, seal_line
 from paceline.master.store._log_filter import LogFilter, StoredLine, line_id
 from paceline.master.store._log_index import (
@@ -69,7 +70,7 @@ class LogFile:
         """Count what is there, and complete the index, unless that was done."""
         if not self._is_loaded:
             if self._path.exists():
-                with self._path.open("rb") as file:
+                with _open_to_read(self._path) as file:
                     self._count(file)
                     if self.num_lines:
                         self._check_index(file)
@@ -80,7 +81,7 @@ class LogFile:
         if member not in self._last_sequences:
             found = -1
             if self.num_lines:
-                with self._path.open("rb") as file:
+                with _open_to_read(self._path) as file:
                     found = self._newest_sequence(file, member)
             self._last_sequences[member] = found
         return self._last_sequences[member]
@@ -133,7 +134,7 @@ class LogFile:
         if start >= end:
             return
         block = start // BLOCK_LINES
-        with self._path.open("rb") as file:
+        with _open_to_read(self._path) as file:
             file.seek(self._starts[block])
             for number in range(block * BLOCK_LINES, end):
                 line = file.readline()
@@ -182,7 +183,7 @@ class LogFile:
             return
         may_pass = needles.blocks(self._index_path, blocks)
         order = range(start // BLOCK_LINES, len(starts) - 1)
-        with self._path.open("rb") as file:
+        with _open_to_read(self._path) as file:
             for number in reversed(order) if newest_first else order:
                 known = blocks[number] if number < len(blocks) else None
                 content = b""
@@ -222,7 +223,10 @@ class LogFile:
 
     def _check_index(self, file: BinaryIO) -> None:
         """Read the index, and make what is missing or not of these lines; count damaged ones."""
-        found = self._index_path.read_bytes() if self._index_path.exists() else b""
+        found = b""
+        if self._index_path.exists():
+            with _open_to_read(self._index_path) as index:
+                found = index.read()
         bounds = [*self._starts, self._size]
         records = []
         for number, (begin, end) in enumerate(pairwise(bounds)):
@@ -253,7 +257,7 @@ class LogFile:
     def _extend_index(self) -> None:
         bounds = [*self._starts, self._size]
         made = []
-        with self._path.open("rb") as file:
+        with _open_to_read(self._path) as file:
             for number in range(len(self._blocks), self.num_lines // BLOCK_LINES):
                 file.seek(bounds[number])
                 made.append(self._record_of(number, file.read(bounds[number + 1] - bounds[number])))
@@ -279,6 +283,10 @@ class LogFile:
                 if sequence >= 0 and sequence // _LINES_OF_MEMBER == member:
                     return sequence
         return -1
+
+
+def _open_to_read(path: Path) -> BinaryIO:
+    return open(path, "rb", opener=regular_opener)
 
 
 def numbered_of_member(entry: LogEntry, member: int) -> LogEntry:
@@ -312,7 +320,7 @@ def _parse_log_line(line: bytes) -> _Fields:
 def num_damaged_lines(path: Path) -> int:
     """Return how many whole lines of an attempt's log are damaged; nothing is changed."""
     num_damaged = 0
-    with path.open("rb") as file:
+    with _open_to_read(path) as file:
         for line in file:
             try:
                 if line.endswith(b"\n"):

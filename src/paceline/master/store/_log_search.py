@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from paceline._regular_files import regular_opener
 from paceline.master.store._log_filter import LogFilter, levels_from
 from paceline.master.store._log_index import (
     DIGEST_BYTES,
@@ -49,7 +50,7 @@ class LogNeedles:
         if not self._groups or not any(passing):
             return passing
         # Read in pieces, not mapped: a file that somebody cuts off must not end the process.
-        with suppress(OSError), index_path.open("rb") as file:
+        with suppress(OSError), open(index_path, "rb", opener=regular_opener) as file:
             for start in range(0, len(blocks), _RECORDS_AT_ONCE):
                 records = file.read(_RECORDS_AT_ONCE * RECORD_BYTES)
                 found = self._among(records, blocks[start : start + _RECORDS_AT_ONCE])

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._regular_files import regular_opener
+
 _HEADER = struct.Struct(">8I")
 _FRAME = struct.Struct(">6I")
 _MAGIC = 0x377F0682
@@ -27,7 +29,7 @@ def find_log_damage(database: Path) -> str | None:
     """
     path = database.with_name(f"{database.name}-wal")
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular_opener) as file:
             header = file.read(_HEADER.size)
             if len(header) < _HEADER.size:
                 return None

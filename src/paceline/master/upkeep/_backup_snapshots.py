@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from paceline._regular_files import regular_opener
 from paceline.storage import FileEntry
 
 BACKUP_VERSION = 1
@@ -115,7 +116,8 @@ def read_backup_content(path: Path) -> Content:
         BackupError: It is missing, damaged, or of another format version.
     """
     try:
-        data = (path / CONTENT_NAME).read_bytes()
+        with open(path / CONTENT_NAME, "rb", opener=regular_opener) as file:
+            data = file.read()
         version: Any = msgspec.json.decode(data, type=dict[str, Any])["version"]
     except (OSError, msgspec.DecodeError, KeyError) as error:
         raise _unreadable(path, error) from error

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline._regular_files import regular_opener
 from paceline.journal import frame_line
 from paceline.master.store import RecordedRow, decode_row, encode_row
 from paceline.master.upkeep._line_files import whole_lines
@@ -32,7 +33,7 @@ def read_record(path: Path) -> Iterator[tuple[int, RecordedRow | None]]:
 
     A last line without its end is being written, or was cut off: it is left out.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_opener) as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield number, _parse_record(line[:-1])
@@ -60,7 +61,7 @@ def append_recovery_rows(
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
     end = whole_lines(path) if path.exists() and not anew else 0
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600), "r+b") as file:
+    with os.fdopen(regular_opener(str(path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC), "r+b") as file:
         file.truncate(end)
         file.seek(end)
         for row in rows:

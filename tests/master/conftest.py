@@ -1,5 +1,7 @@
 """A master behind its real server, with its parts at hand."""
 
+import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ from paceline.master._connection_limits import ConnectionLimits
 from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.master._server import _listen_for_master, _Server
+
+_DETACH = 2
 
 
 class ServedMaster:
@@ -131,6 +135,27 @@ def make_master(tmp_path: Path) -> Iterator[Callable[..., ServedMaster]]:
 def master(make_master: Callable[..., ServedMaster]) -> ServedMaster:
     """Return a served master with two slots."""
     return make_master()
+
+
+@pytest.fixture
+def hanging_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a mounted directory that never answers, like a file server that is away."""
+    if os.geteuid() != 0 or not Path("/dev/fuse").exists():
+        pytest.skip("NOT TESTED: a disk that hangs needs root and /dev/fuse")
+    disk = tmp_path / "hanging_disk"
+    disk.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    server = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    if libc.mount(b"hangs", bytes(disk), b"fuse", 0, options) != 0:
+        os.close(server)
+        pytest.skip("NOT TESTED: a disk that hangs needs the right to mount a FUSE file system")
+    try:
+        yield disk
+    finally:
+        # Whoever waits gets an error.
+        os.close(server)
+        libc.umount2(bytes(disk), _DETACH)
 
 
 class Reads:

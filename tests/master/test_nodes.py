@@ -1,9 +1,11 @@
 """Nodes: registration, polls, placement, losses; runners are played by the tests."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 from sqlalchemy import select
 
 import paceline
+from paceline.master.experiments import _storage_calls
 from paceline.master.nodes import NodeRefusedError, Nodes, work_for
 from paceline.master.store import tables
 from paceline.messages.node_runners import PROTOCOL, NodeFacts, NodePoll
@@ -1074,3 +1077,49 @@ def test_the_log_tells_which_nodes_come_leave_and_are_lost(
     lost.work()
     assert told() == ["The node lost is back."]
     assert told() == []
+
+
+def of_storage(place: Path) -> dict[str, Any]:
+    return {"checkpoint_storage": {"type": "directory", "path": str(place)}}
+
+
+def start_with_storages(
+    master: Any, join: Callable[..., FakeRunner], first: Path, second: Path
+) -> list[int]:
+    """Return the attempts that a node gets: of one trial in each of two storages."""
+    runner = join("box", 2)
+    single = {"name": "single", "metric": "loss"}
+    for place in (first, second):
+        master.create(searcher=single, hyperparameters={}, **of_storage(place))
+    run(master)
+    return runner.take()
+
+
+def test_a_storage_that_hangs_keeps_no_other_experiment_waiting_and_is_named(
+    hanging_disk: Path,
+    tmp_path: Path,
+    master: Any,
+    join: Callable[..., FakeRunner],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_storage_calls, "_SILENT_S", 0.0)
+    assert start_with_storages(master, join, hanging_disk / "a", tmp_path / "b") == [2]
+    problems = master.http.get("/status").json()["problems"]
+    assert [text for text in problems if f"{hanging_disk}/a' has not answered for" in text]
+    # The attempt gives its slots back, and its trial is tried again.
+    run(master)
+    first = attempts(master)[0]
+    assert (first.state, first.exit["reason"]) == ("ENDED", "start_failed")
+    assert "does not answer" in first.exit["detail"]
+    assert master.http.get("/trials/1").json()["state"] == "ACTIVE"
+
+
+def test_a_fifo_in_the_place_of_a_mark_is_replaced(
+    tmp_path: Path, master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    storage = tmp_path / "a"
+    storage.mkdir()
+    mark = storage / f".paceline-{master.home.cluster_id}"
+    os.mkfifo(mark)
+    assert start_with_storages(master, join, storage, tmp_path / "b") == [1, 2]
+    assert mark.is_file()

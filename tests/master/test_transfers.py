@@ -1,7 +1,9 @@
 """Checkpoints that travel between a node and its master: pieces, resumption, and who may do so."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +30,7 @@ from paceline.runner import AttemptDirectory, _fetch_checkpoint, _send_pieces, _
 from paceline.runner._fetch_checkpoint import fetch_checkpoint
 from paceline.runner._master_link import MasterLink, RefusedByMasterError, UnreachableError
 from paceline.runner._ship_checkpoints import CheckpointShipper, without_checkpoint
-from paceline.storage import CheckpointCorruptError, DirectoryStorage
+from paceline.storage import CheckpointCorruptError, DirectoryStorage, IncomingCheckpoint
 
 FILES = {
     0: {"model": b"0123456789" * 5, "deep/er/state": b"abc", "empty": b""},
@@ -392,6 +394,58 @@ def test_an_attempt_that_ended_sends_nothing_and_leaves_nothing(node: Node, serv
     assert code(node.offer("one")) == (409, "attempt_over")
     assert node.piece("one", "model", 10, b"0123456789").status_code == 409
     assert not list(storage_of(served).root.iterdir())
+
+
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Have checkpoints wait before they are moved in; yield "it waits" and "go on"."""
+    waits, go_on = threading.Event(), threading.Event()
+    commit = IncomingCheckpoint.commit
+
+    def slow(incoming: IncomingCheckpoint) -> None:
+        waits.set()
+        assert go_on.wait(60)
+        commit(incoming)
+
+    monkeypatch.setattr(IncomingCheckpoint, "commit", slow)
+    yield waits, go_on
+    go_on.set()
+
+
+def test_a_storage_that_is_slow_to_take_a_checkpoint_holds_no_transaction(
+    node: Node, served: Any, moving: tuple[threading.Event, threading.Event]
+) -> None:
+    waits, go_on = moving
+    node.store("one")
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(node.shipper().ship_rest)
+        assert waits.wait(60)
+        assert served.core.database.write(lambda _: 3).result(60) == 3
+        go_on.set()
+        sending.result(60)
+    assert row(served, "one")["state"] == "COMPLETED"
+
+
+def test_an_attempt_that_is_lost_while_its_checkpoint_is_moved_in_leaves_nothing(
+    node: Node, served: Any, moving: tuple[threading.Event, threading.Event]
+) -> None:
+    waits, go_on = moving
+    node.store("one")
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(node.shipper().ship_rest)
+        assert waits.wait(60)
+        end = AttemptEnd(
+            reason=ExitReason.RUNNER_LOST, code=None, signal=None, time=0.0, detail=None
+        )
+        served.core.database.write(
+            lambda transaction: end_runner(served.core.changes, transaction, 1, 0, end)
+        ).result()
+        go_on.set()
+        assert sending.exception(60) is None or isinstance(
+            sending.exception(), RefusedByMasterError
+        )
+    assert served.http.get("/checkpoints/one").status_code == 404
+    assert not (storage_of(served).root / "one").exists()
 
 
 def test_a_piece_that_is_written_after_its_checkpoint_was_stored_goes_with_the_attempt(

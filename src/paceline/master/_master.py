@@ -43,7 +43,7 @@ from paceline.master.store import (
     settle_cluster_id,
 )
 from paceline.master.upkeep import Recorder
-from paceline.messages.attempts import MasterAddress
+from paceline.messages.attempts import MasterAddress, StorageMark
 from paceline.messages.node_runners import LOCAL_NAME, NodeFacts
 from paceline.runner import SECRET_FILE_NAME
 from paceline.runner.node import describe_machine
@@ -114,6 +114,7 @@ class Master:
             wake=self._wake,
         )
         self.lost_nodes = LostNodes(self.nodes)
+        self._marks = StorageMarks(home.cluster_id)
         node = self._own_node()
         self.searches = Searches()
         self.kept_names = NameCache()
@@ -159,8 +160,14 @@ class Master:
             token_of=self.attempt_tokens.token_of,
             secrets_of=self.secrets.of,
             place_of=self._place_of,
-            mark_of=StorageMarks(self.home.cluster_id).mark,
+            mark_of=self._mark_storage,
         )
+
+    def _mark_storage(self, storage: str) -> StorageMark | None:
+        if "://" in storage:
+            return None
+        calls = self.changes.storage_calls
+        return calls.poll("mark", storage, lambda: self._marks.mark(storage))
 
     def _make_executor(self, kind: type[Executor], address: MasterAddress) -> Executor:
         context = ExecutorContext(

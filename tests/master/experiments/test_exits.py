@@ -190,6 +190,16 @@ def test_a_deleted_checkpoint_is_not_resumed_from(bench: Any) -> None:
     assert (row.resumed_from, row.resumed_steps) == ("old", 10)
 
 
+def test_a_storage_that_hangs_holds_no_transaction(bench: Any, hanging_disk: Path) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    bench.checkpoint(attempt_id, 10, "old")
+    place = {"storage": str(hanging_disk)}
+    bench.write(lambda t: t.connection.execute(tables.checkpoints.update().values(**place)))
+    bench.end(attempt_id, code=1)
+    assert bench.attempt(bench.start(1)).resumed_from == "old"
+
+
 @pytest.mark.parametrize(("has_others", "resumed"), [(True, ("old", 10)), (False, ("new", 20))])
 def test_a_checkpoint_whose_files_are_gone_is_not_resumed_from(
     bench: Any, tmp_path: Path, has_others: bool, resumed: tuple[str, int]

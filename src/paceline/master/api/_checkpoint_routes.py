@@ -17,6 +17,7 @@ from paceline.master.api._row_helpers import MasterOf, RecordsOf, checkpoint_row
 from paceline.master.experiments import (
     delete_files,
     delete_matching_files,
+    in_own_thread,
     note_deleted_files,
 )
 from paceline.master.store import Transaction, checkpoint_views, tables
@@ -51,7 +52,9 @@ async def delete_checkpoint(
     view = await asyncio.to_thread(read_checkpoint, uuid, master)
     await write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
     try:
-        left = await asyncio.to_thread(_delete_checkpoint_files, view, glob)
+        left = await asyncio.wrap_future(
+            in_own_thread(lambda: _delete_checkpoint_files(view, glob))
+        )
         if left != view.resources:
             await write_rows(
                 master, lambda transaction: note_deleted_files(transaction.connection, uuid, left)

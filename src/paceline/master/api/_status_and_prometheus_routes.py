@@ -96,6 +96,7 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
         f" cannot be stored: {one.why}."
         for one in master.transfers.waiting.all()
     ]
+    problems += [one.text for one in master.changes.storage_calls.silent()]
     if master.database.failure is not None:
         problems.append(str(master.database.failure))
     free = master.sizes.free_bytes()

@@ -15,7 +15,7 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
-from paceline.master.experiments import RefusedError
+from paceline.master.experiments import RefusedError, in_own_thread
 from paceline.master.nodes import OFFERS_AT_ONCE, PIECES_AT_ONCE
 from paceline.messages.attempts import CheckpointOffer, PieceReply, ShardOffer, runner_id
 from paceline.runner import is_shortage
@@ -179,7 +179,8 @@ async def _do_transfer(
 
     `stored` is the checkpoint that it stores, or a part of.
     """
-    task = asyncio.ensure_future(asyncio.to_thread(job))
+    # Not one of the few threads that answer other requests: the storage may hang.
+    task = asyncio.wrap_future(in_own_thread(job))
     while not task.done():
         master.leases.renew(runner_id(attempt_id, member))
         await asyncio.wait({task}, timeout=_RENEWAL_S)

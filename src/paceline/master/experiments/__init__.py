@@ -45,6 +45,11 @@ from paceline.master.experiments._state_transitions import (
     SearchEnd,
     TransitionError,
 )
+from paceline.master.experiments._storage_calls import (
+    StorageCalls,
+    StoragePendingError,
+    in_own_thread,
+)
 from paceline.master.experiments._stored_search_views import MAX_RUNG_ENTRIES, SearchViews, thinned
 from paceline.master.experiments._stored_searches import (
     Searches,
@@ -77,6 +82,8 @@ __all__ = [
     "SearchViews",
     "Searches",
     "StateChanges",
+    "StorageCalls",
+    "StoragePendingError",
     "TransitionError",
     "Unmanaged",
     "check_not_over",
@@ -88,6 +95,7 @@ __all__ = [
     "edit_experiment",
     "end_attempt",
     "end_runner",
+    "in_own_thread",
     "load_search",
     "loss_of",
     "missing_methods",

@@ -44,7 +44,8 @@ class Node:
     """The master's own machine; what gives an attempt its place, its token and its secrets.
 
     `devices` has one entry per slot, "cpu" or a GPU's id. `place_of` gives the place of another
-    node by its id, None if there is none. `mark_of` marks a storage directory for nodes.
+    node by its id, None if there is none. `mark_of` marks a storage directory for nodes, or raises
+    `StoragePendingError` while that takes.
     """
 
     home: Path
@@ -100,6 +101,9 @@ def build_launch(connection: Connection, node: Node, attempt_id: int, member: in
     """Return what starts an attempt on one of its nodes.
 
     It depends on the database and the nodes alone.
+
+    Raises:
+        StoragePendingError: A storage directory has not been marked yet; ask again.
     """
     placed = _read_placed(connection, node, attempt_id, member)
     return Launch(

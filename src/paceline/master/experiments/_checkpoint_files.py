@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select, update
 
+from paceline.master.experiments._storage_calls import StorageCalls
 from paceline.master.store import tables
 from paceline.messages.states import CheckpointState
 from paceline.storage import (
@@ -72,18 +73,23 @@ def note_deleted_files(connection: Connection, uuid: str, resources: Mapping[str
     )
 
 
-def is_checkpoint_gone(connection: Connection, uuid: str) -> bool:
+def is_checkpoint_gone(connection: Connection, uuid: str, calls: StorageCalls) -> bool:
     """Tell whether the files of a checkpoint in a directory are gone.
 
-    A directory with nothing in it may be one that is not mounted, which tells nothing.
+    A directory with nothing in it may be one that is not mounted, which tells nothing; neither does
+    one that does not answer.
     """
     checkpoints = tables.checkpoints
     query = select(checkpoints.c.storage).where(checkpoints.c.uuid == uuid)
     place = connection.execute(query).scalar()
     if place is None or "://" in place:
         return False
+    root = Path(place)
+
+    def is_gone() -> bool:
+        return any(root.iterdir()) and not DirectoryStorage(root).exists(uuid)
+
     try:
-        has_any = any(Path(place).iterdir())
-        return has_any and not DirectoryStorage(Path(place)).exists(uuid)
+        return calls.ask(place, is_gone, default=False)
     except (OSError, CheckpointError):
         return False

@@ -32,6 +32,7 @@ from paceline.master.experiments._state_changes import (
     StateChanges,
     experiments_without_live_trials,
 )
+from paceline.master.experiments._storage_calls import StoragePendingError
 from paceline.master.scheduling import (
     NodeSlots,
     PolicyName,
@@ -284,12 +285,15 @@ class Reconciler:
         elif time.monotonic() < self._next_runner.get(runner.id, 0.0):
             return
         else:
-            self._num_runners[runner.id] = num_before + 1
-            self._next_runner[runner.id] = time.monotonic() + start_delay_after(num_before + 1)
             try:
                 with self._database.read() as connection:
                     launch = build_launch(connection, self._node, runner.attempt_id, runner.member)
+                self._num_runners[runner.id] = num_before + 1
+                self._next_runner[runner.id] = time.monotonic() + start_delay_after(num_before + 1)
                 self._executor.start(launch)
+            except StoragePendingError:
+                # The next pass asks again; nothing else waits for the storage.
+                return
             except Exception as error:
                 logger.exception("Attempt %d cannot be started.", runner.attempt_id)
                 reason, kind = judge_start(error)

@@ -43,7 +43,7 @@ def usable_checkpoint(
     """
     connection = transaction.connection
     while (latest := latest_checkpoint(connection, trial_id, changes.being_deleted)) is not None:
-        if not is_checkpoint_gone(connection, latest[0]):
+        if not is_checkpoint_gone(connection, latest[0], changes.storage_calls):
             break
         note_deleted_files(connection, latest[0], {})
         changes.note(

@@ -19,6 +19,7 @@ from paceline.master.experiments._state_transitions import (
     search_exit,
     stopping_state,
 )
+from paceline.master.experiments._storage_calls import StorageCalls
 from paceline.master.experiments._stored_search_views import store_search_view
 from paceline.master.experiments._stored_searches import Searches
 from paceline.master.experiments._trial_failures import counted_trial_states, describe_failure
@@ -68,6 +69,7 @@ class StateChanges:
         # the other: then no trial may start from these any more. After a crash, they are deleted
         # again, or their files are gone.
         self.being_deleted: set[str] = set()
+        self.storage_calls = StorageCalls()
 
     # ---- reading -------------------------------------------------------------------------
 

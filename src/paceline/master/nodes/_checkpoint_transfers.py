@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Row, select
 from paceline import faults
 from paceline.journal import CheckpointStored
 from paceline.master.experiments import (
+    NotFoundError,
     RefusedError,
     StateChanges,
     check_not_over,
@@ -74,7 +75,7 @@ class Transfers:
         self.pieces = asyncio.Semaphore(PIECES_AT_ONCE)
         self.offers = asyncio.Semaphore(OFFERS_AT_ONCE)
         self.waiting = WaitingCheckpoints(database, changes)
-        self._uploads = OpenUploads(database, cluster_id, default_storage)
+        self._uploads = OpenUploads(database, cluster_id, default_storage, changes.storage_calls)
 
     def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
         """Return what is missing of a checkpoint, or store it if nothing is.
@@ -271,13 +272,24 @@ class Transfers:
 
         def job(transaction: Transaction) -> None:
             attempt = read_attempt(transaction.connection, attempt_id)
-            # Whoever has lost the attempt meanwhile must leave nothing there.
             check_not_over(attempt)
-            incoming.commit()
-            faults.reach("master.checkpoint.moved_in")
             store_checkpoint(self._changes, transaction, attempt, stored)
 
-        self._database.write(job).result()
+        with self._database.read() as connection:
+            check_not_over(read_attempt(connection, attempt_id))
+        # Before the transaction: all that is stored would wait for a storage that hangs.
+        with self._changes.storage_calls.noted(storage.url):
+            incoming.commit()
+        faults.reach("master.checkpoint.moved_in")
+        try:
+            self._database.write(job).result()
+        except (NotFoundError, RefusedError):
+            # Whoever has lost the attempt meanwhile must leave nothing there.
+            with self._database.read() as connection:
+                is_stored = _row_of(connection, manifest.uuid) is not None
+            if not is_stored:
+                delete_files(storage.url, manifest.uuid)
+            raise
         self._uploads.close(attempt_id, manifest.uuid)
 
     def _shrink(self, row: Row[Any], files: CheckpointFiles) -> None:

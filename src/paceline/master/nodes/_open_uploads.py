@@ -5,7 +5,12 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select
 
-from paceline.master.experiments import RefusedError, StateChanges, checkpoint_root
+from paceline.master.experiments import (
+    RefusedError,
+    StateChanges,
+    StorageCalls,
+    checkpoint_root,
+)
 from paceline.master.store import Database, config_of, tables
 from paceline.messages.attempts import CheckpointFiles, ShardOffer
 from paceline.messages.states import LIVE_ATTEMPTS
@@ -24,12 +29,16 @@ class OpenUploads:
         database: The master's database.
         cluster_id: The identity of the master's home, by which its uploads are told from others.
         default_storage: Where checkpoints go unless the configuration says otherwise.
+        calls: Calls storages that may hang.
     """
 
-    def __init__(self, database: Database, cluster_id: str, default_storage: str) -> None:
+    def __init__(
+        self, database: Database, cluster_id: str, default_storage: str, calls: StorageCalls
+    ) -> None:
         self._database = database
         self._cluster_id = cluster_id
         self._default_storage = default_storage
+        self._calls = calls
         self._lock = threading.Lock()
         # By attempt, checkpoint and member, in the order in which they were begun.
         self._open: dict[tuple[int, str, int], IncomingCheckpoint] = {}
@@ -106,12 +115,22 @@ class OpenUploads:
                         given_up.forget()
 
     def forget(self, attempt_id: int) -> None:
-        """Remove what an attempt that has ended did not send to the end."""
+        """Remove what an attempt that has ended did not send to the end.
+
+        Where the storage does not answer now, that comes with a later call.
+        """
         with self._lock:
-            root = self._roots.pop(attempt_id, None)
-        if root is not None:
+            root = self._roots.get(attempt_id)
+        if root is None:
+            return
+        is_done = True
+        try:
             # A piece may also have been written when its checkpoint was stored already.
-            self._sweep(root)
+            is_done = self._calls.ask(str(root), lambda: self._sweep(root), default=False)
+        finally:
+            if is_done:
+                with self._lock:
+                    self._roots.pop(attempt_id, None)
 
     def attempts(self) -> set[int]:
         """Return the attempts that may have sent files, also to an earlier master."""
@@ -140,10 +159,11 @@ class OpenUploads:
         with self._lock:
             self._roots = roots | self._roots
         self._knows_earlier = True
-        self._sweep(DirectoryStorage(self._default_storage).root)
+        root = DirectoryStorage(self._default_storage).root
+        self._calls.ask(str(root), lambda: self._sweep(root), default=False)
 
-    def _sweep(self, root: Path) -> None:
-        """Remove what attempts that have ended did not send to the end, from a storage."""
+    def _sweep(self, root: Path) -> bool:
+        """Remove what attempts that have ended did not send to the end, from a storage; True."""
         prefix = f"{self._cluster_id}-"
         with self._database.read() as connection:
             live = ids_of_live_attempts(connection)
@@ -160,6 +180,7 @@ class OpenUploads:
                 if place != root or number in live
             }
         forget_incoming(root, is_wanted)
+        return True
 
 
 def ids_of_live_attempts(connection: Connection) -> set[int]:

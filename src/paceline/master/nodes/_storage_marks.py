@@ -5,6 +5,7 @@ import secrets
 from pathlib import Path
 
 from paceline._atomic_files import replacing_atomically
+from paceline._regular_files import NotRegularFileError, read_regular
 from paceline.messages.attempts import StorageMark
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class StorageMarks:
         path = Path(storage) / self._name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists() or path.read_text() != self._text:
+            if not self._is_in(path):
                 # Everybody may read it, as runners of other users must. The text opens nothing: who
                 # knows it can only make a directory on another machine pass for this one.
                 with replacing_atomically(path) as part:
@@ -48,3 +49,9 @@ class StorageMarks:
             )
             return None
         return StorageMark(str(path), self._text)
+
+    def _is_in(self, path: Path) -> bool:
+        try:
+            return read_regular(path).decode(errors="replace") == self._text
+        except (FileNotFoundError, NotRegularFileError):
+            return False

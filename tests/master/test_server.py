@@ -189,6 +189,50 @@ def test_a_shutdown_request_closes_streams_and_ends_the_process(
     assert not (home / "master.json").exists()
 
 
+HANGING = """
+import sys, time
+from pathlib import Path
+from paceline.master import _server, serve
+from paceline.master.experiments import Reconciler
+from paceline.master.store import Database
+_server._END_S = 1.0
+_server.RUNNER_GRACE_S = 0.0
+def hang(_):
+    if (Path(sys.argv[1]) / "master.json").exists():
+        print("hangs", flush=True)
+        time.sleep(1e6)
+if sys.argv[2] == "database-writer":
+    Database._look_at_files = hang
+else:
+    Reconciler._watch_attempts = hang
+serve(Path(sys.argv[1]), port=0, num_slots=1)
+"""
+
+
+@pytest.mark.parametrize(("thread", "code"), [("reconciler", 0), ("database-writer", 1)])
+def test_a_signal_ends_a_master_whatever_hangs(home: Path, thread: str, code: int) -> None:
+    """The first thread waits for a storage that is away, the second for the disk of the home."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, str(home), thread],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "hangs\n"
+        # The first one gives attempts 30 s, the second one none.
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == code, told
+    assert "The master did not end within 1 s of its own, and is ended now." in told
+    assert f"{thread}: hang (" in told
+
+
 def test_homes_are_prepared_once(home: Path) -> None:
     assign_slots = Home(home)
     assign_slots.prepare()

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _FILE_POLL_S = 0.05
 _DEFAULT_PORT = 8080
 _DRAIN_S = 30
+_THREADS_END_S = 2.0
 
 
 def up(
@@ -150,6 +152,19 @@ def up(
     except (TypeError, ValueError) as error:
         # The host, the number of slots, the runs and the executor are checked where they are used.
         raise CommandError(str(error)) from error
+    _leave_hanging_threads()
+
+
+def _leave_hanging_threads() -> None:
+    """End this process, whose master has ended, without waiting for threads that hang."""
+    deadline = time.monotonic() + _THREADS_END_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
 
 
 def _load_serve() -> Callable[..., None]:
@@ -341,8 +356,6 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
 
 def status(json: Json = False) -> None:
     """Show whether a master runs, its load, its sizes and its problems."""
-    import time
-
     from paceline.cli._connection import connect
     from paceline.cli._console_output import format_duration, print_facts, print_json
     from paceline.client import MasterUnreachableError, home_directory

@@ -28,6 +28,7 @@ from paceline.master._connection_limits import (
     limits_of_process,
     raise_file_limit,
 )
+from paceline.master._end_limit import EndLimit
 from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.master._master_log import logging_to_master_log
@@ -36,7 +37,7 @@ from paceline.master.api import create_app
 from paceline.master.executors import executor_named
 from paceline.master.experiments import DEFAULT_LEASE_S, Leases
 from paceline.master.starters import POOL_FILE, read_pool_file
-from paceline.messages.master_info import Shutdown
+from paceline.messages.master_info import RUNNER_GRACE_S, Shutdown
 from paceline.messages.node_runners import LOCAL_NAME
 from paceline.runner import ArchiveLimits
 from paceline.runner.node import describe_machine, find_slots
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 # Where this machine reaches a master that listens on all of its addresses.
 _ALL_ADDRESSES = {"": LOOPBACK, "0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - no binding
 _CLOSE_CONNECTIONS_S = 2
+# For its own end, once the attempts have left.
+_END_S = 12.0
 _SWITCH_INTERVAL_S = 0.001
 
 
@@ -191,7 +194,8 @@ def _serve(master: Master, listener: socket.socket, host: str, url: str, tls: _T
         version = paceline.__version__
         master.home.write_address(url, port, version, certificate, master.url, host)
 
-    server = _Server(master, announce, tls=tls)
+    limit = EndLimit(master)
+    server = _Server(master, announce, tls=tls, limit=limit)
     try:
         master.start()
         # What is loaded by now stays, and need not be looked through again and again.
@@ -200,13 +204,14 @@ def _serve(master: Master, listener: socket.socket, host: str, url: str, tls: _T
     finally:
         master.home.remove_address()
         master.close()
+        limit.lift()
 
 
 class _Server(uvicorn.Server):
     """A server that drains the attempts before it stops.
 
     It calls `announce` once it accepts connections and handles signals: a signal before that ends
-    the process at once and leaves the attempts running.
+    the process at once and leaves the attempts running. With a limit, the process ends in time.
     """
 
     def __init__(
@@ -215,6 +220,7 @@ class _Server(uvicorn.Server):
         announce: Callable[[], None],
         limits: ConnectionLimits | None = None,
         tls: _Tls | None = None,
+        limit: EndLimit | None = None,
     ) -> None:
         app = create_app(master, self.shut_down)
         config = ConnectionConfig(
@@ -232,6 +238,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._master = master
         self._announce = announce
+        self._limit = limit
         self._is_stopping = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -253,6 +260,7 @@ class _Server(uvicorn.Server):
     def shut_down(self, wanted: Shutdown) -> None:
         """Stop the server, in a thread of its own, after the attempts have left or at once."""
         self._is_stopping = True
+        self._set_limit(0.0 if wanted.keep_trials else wanted.timeout_s + RUNNER_GRACE_S)
         threading.Thread(target=self._drain, args=(wanted,), name="shutdown", daemon=True).start()
 
     def _drain(self, wanted: Shutdown) -> None:
@@ -264,7 +272,12 @@ class _Server(uvicorn.Server):
         finally:
             self._stop()
 
+    def _set_limit(self, drain_s: float) -> None:
+        if self._limit is not None:
+            self._limit.set(drain_s + _END_S)
+
     def _stop(self) -> None:
+        self._set_limit(0.0)
         self._master.is_closing = True
         self._master.events.notify()
         self._master.controls.notify_all()

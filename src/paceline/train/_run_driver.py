@@ -223,6 +223,9 @@ class RunDriver(GroupRun):
             has_dataset=request.has_dataset,
             state=request.state,
         )
+        return self._hand_over(job)
+
+    def _hand_over(self, job: Job) -> PendingCall:
         return self._group.run(job, self._follower.follow)
 
     def _deal(self) -> Any:
@@ -294,7 +297,15 @@ class RunDriver(GroupRun):
                 return
             # It was told to make room, and has ended early.
             raise core.PreemptedError
-        self.results = Results(
+        self.results = self._results_of(outcomes)
+        if not any(outcome.is_stopped for outcome in outcomes):
+            check_saves(self._busy(outcomes), self._num_lacking, self.results)
+        warn_of_reports(outcomes)
+        warn_of_tuples(self.results)
+        self._end(None)
+
+    def _results_of(self, outcomes: Sequence[RankOutcome]) -> Results:
+        return Results(
             [outcome.value for outcome in outcomes],
             run_dir=self._run.path,
             attempt=self._opened.attempt,
@@ -304,18 +315,17 @@ class RunDriver(GroupRun):
             num_restarts=self._policy.num_losses,
             report_lags_s=self._follower.lags_s,
         )
-        if not any(outcome.is_stopped for outcome in outcomes):
-            check_saves(self._busy(outcomes), self._num_lacking, self.results)
-        warn_of_reports(outcomes)
-        warn_of_tuples(self.results)
-        self._end(None)
 
     def _busy(self, outcomes: Sequence[RankOutcome]) -> Sequence[RankOutcome]:
         """Return the outcomes of the ranks that have shards; the others may skip loops."""
         return outcomes[: self._spec.num_shards]
 
-    def _settle(self, outcomes: Sequence[RankOutcome]) -> int:
+    def _settle(self, outcomes: Sequence[RankOutcome], function: str = "settle") -> int:
         """Wait until the checkpoints are committed that all ranks have saved.
+
+        Args:
+            outcomes: What came of the run on each rank.
+            function: What the chief is to call.
 
         Returns:
             How many of them lack parts all the same.
@@ -323,7 +333,7 @@ class RunDriver(GroupRun):
         if not any(outcome.num_pending for outcome in outcomes):
             return 0
         num_saves = min(outcome.num_saves for outcome in self._busy(outcomes))
-        call = self._group.ask("settle", (num_saves, _SETTLE_S), ranks=[0])
+        call = self._group.ask(function, (num_saves, _SETTLE_S), ranks=[0])
         num_pending: int = (call.wait() or [0])[0]
         return num_pending - (outcomes[0].num_saves - num_saves)
 

@@ -8,6 +8,7 @@ from paceline.core import Tracker
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._config import CheckpointStrategy
 from paceline.train._run_callbacks import TrainingCallback
+from paceline.workers.runs import Instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +16,7 @@ class RunRequest:
     """Arguments of `Trainer.run`.
 
     Attributes:
-        function: The train function.
+        function: The train function, or the instance of a class to make.
         config: What it is given.
         dataset: What `get_dataset` returns in it.
         has_dataset: Whether there is one.
@@ -28,7 +29,7 @@ class RunRequest:
         is_stepwise: Whether the function waits at each report until it may go on.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | Instance
     config: dict[str, Any] | None
     dataset: Any
     has_dataset: bool

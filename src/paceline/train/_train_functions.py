@@ -24,7 +24,7 @@ _ALONE = RankInfo()
 
 
 def in_worker() -> bool:
-    """Tell whether this process works for a run of a `Trainer`."""
+    """Tell whether this is called in a worker of a `Trainer`."""
     return current_session() is not None
 
 

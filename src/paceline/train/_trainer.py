@@ -12,6 +12,7 @@ from paceline import core
 from paceline._argument_checks import check_dictionary
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._chosen_settings import chosen_settings
+from paceline.train._class_run import ClassRun
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
 from paceline.train._given_dataset import given_dataset
 from paceline.train._results import Results
@@ -30,7 +31,7 @@ from paceline.train._trainer_arguments import (
 )
 from paceline.train._trainer_workers import TrainerWorkers
 from paceline.workers import WorkerOutput, check_ray_data, checked_resources
-from paceline.workers.runs import make_group
+from paceline.workers.runs import Instance, make_group
 
 
 class Trainer(TrainerWorkers):
@@ -122,6 +123,9 @@ class Trainer(TrainerWorkers):
         self._num_runs = 0
         self._driver: RunDriver | None = None
         self._iterator: RunIterator | None = None
+        self._class_run: ClassRun | None = None
+        self._instance: Instance | None = None
+        self._class_callbacks: Sequence[TrainingCallback | core.Tracker | str] | None = None
         # Calls of several threads wait for each other; a run that goes on refuses them.
         self._turn = threading.RLock()
 
@@ -335,38 +339,11 @@ class Trainer(TrainerWorkers):
         with self._turn, ExitStack() as lock:
             self._check_idle()
             opened = self._open_run(config, run_dir, seed, lock)
-            core.check_given_storage(self._given_storage, opened.info)
             driver = RunDriver(self._group, request, opened, self._output, self._storage)
             driver.start(lock.pop_all())
             self._driver = driver
             self._iterator = iterator = RunIterator(driver, ranks, self._forget_iterator)
         return iterator
-
-    def _open_run(
-        self,
-        config: dict[str, Any] | None,
-        directory: Path | None,
-        seed: int | None,
-        lock: ExitStack,
-    ) -> core.OpenedRun:
-        self._num_runs += 1
-        is_named = directory is not None
-        directory = directory or self._run_dir
-        if directory is not None and self._num_runs > 1 and not is_named:
-            directory = directory.with_name(f"{directory.name}-{self._num_runs}")
-        number = core.next_run_number()
-        with core.resuming_by(", or pass its directory as run_dir= of the trainer"):
-            opened = self._group.decide(
-                lambda: core.open_run(
-                    number=number,
-                    directory=directory,
-                    storage=self._storage,
-                    seed=seed,
-                    hparams=config,
-                    lock=lock,
-                )
-            )
-        return core.join_run(opened, lock, is_chief=self._group.is_chief)
 
     def _forget_iterator(self) -> None:
         self._iterator = None

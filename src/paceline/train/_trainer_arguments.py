@@ -130,6 +130,15 @@ def instance_of_arguments(
     return Instance(kind, args, kwargs)
 
 
+def check_class_callbacks(instance: Instance | None, callbacks: Any) -> None:
+    if callbacks and instance is None:
+        raise TypeError(
+            "`callbacks` of `start` follow the run of a class, but no class was given. Hint:"
+            " start(SomeClass, callbacks=[...]), or run(train_func, callbacks=[...])."
+        )
+    split_callbacks(callbacks)
+
+
 def check_trainer_alone(*, is_joined: bool) -> None:
     """Require that this process is no worker itself, unless its trainer has joined the others.
 

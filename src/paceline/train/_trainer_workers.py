@@ -1,14 +1,29 @@
 """The workers of a trainer: started and ended, described, and called by the class API."""
 
+import random
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from paceline import core
+from paceline.storage import CheckpointStorage
+from paceline.train._class_run import ClassRun
+from paceline.train._config import CheckpointStrategy
+from paceline.train._run_callbacks import TrainingCallback
+from paceline.train._run_driver import RunDriver
 from paceline.train._run_iterator import RunIterator
-from paceline.train._trainer_arguments import check_trainer_alone, instance_of_arguments
+from paceline.train._run_request import RunRequest
+from paceline.train._trainer_arguments import (
+    check_class_callbacks,
+    check_trainer_alone,
+    instance_of_arguments,
+    split_callbacks,
+)
 from paceline.train._trainer_table import html_of, table_of, title_of
 from paceline.workers import WorkerOutput
-from paceline.workers.runs import GroupSettings, TrainGroup
+from paceline.workers.runs import GroupSettings, Instance, TrainGroup
 
 _Self = TypeVar("_Self", bound="TrainerWorkers")
 
@@ -24,6 +39,18 @@ class TrainerWorkers:
     _iterator: RunIterator | None
     # Calls of several threads wait for each other; a run that goes on refuses them.
     _turn: threading.RLock
+    _run_dir: Path | None
+    _given_storage: core.GivenStorage
+    _storage: CheckpointStorage | None
+    _num_runs: int
+    # The last run.
+    _driver: RunDriver | None
+    # The class that `start` was given, who follows its run, and that run while it goes on.
+    _instance: Instance | None
+    _class_callbacks: Sequence[TrainingCallback | core.Tracker | str] | None
+    _class_run: ClassRun | None
+    # Of the data order of functions that are executed outside of a run; the same on all ranks.
+    _seed: int | None = None
 
     def __str__(self) -> str:
         """Return a table of the workers, their nodes, devices and resources."""
@@ -87,18 +114,25 @@ class TrainerWorkers:
         train_cls: Callable[..., Any] | None = None,
         *args: Any,
         initialization_hook: Callable[[], Any] | None = None,
+        callbacks: Sequence[TrainingCallback | core.Tracker | str] | None = None,
         **kwargs: Any,
     ) -> None:
         """Start the workers, unless `run` is to do so.
+
+        With a class this begins a run, which goes on until `shutdown`: in the class and in what
+        `execute` calls, the functions of `paceline.train` are those of the run. New workers after
+        a loss make new instances; `train.load_checkpoint()` gives them what was saved last.
 
         Args:
             train_cls: A class of which each worker makes an instance, for `execute`.
             args: What it is made with; `start(cls, (1, 2), {"name": 3})` is `start(cls, 1, 2,
                 name=3)`.
             initialization_hook: Called by each worker first, whenever workers are started.
+            callbacks: Who follows the run of the class; see `run`.
             kwargs: What it is made with.
 
         Raises:
+            TypeError: `callbacks` are given without a class, or are none.
             RuntimeError: The workers are running; as `WorkersLostError` if they were lost too
                 often, as `NotEnoughWorkersError` if there were too few for too long.
             Exception: What the hook or the class raised.
@@ -109,9 +143,15 @@ class TrainerWorkers:
                 raise RuntimeError(
                     "The workers must not be started twice, but they are running. Hint: shutdown()."
                 )
+            instance = instance_of_arguments(train_cls, args, kwargs)
+            check_class_callbacks(instance, callbacks)
+            self._end_class_run()
             self._settings.hook = initialization_hook
-            self._settings.instance = instance_of_arguments(train_cls, args, kwargs)
-            self._group.form_with_retries(self._max_retries)
+            self._instance, self._class_callbacks = instance, callbacks
+            if instance is None:
+                self._group.form_with_retries(self._max_retries)
+            else:
+                self._class_run = self._begin_class_run(instance)
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers, in bounded time; a run that is not finished is given up.
@@ -121,8 +161,64 @@ class TrainerWorkers:
         """
         if self._iterator is not None:
             self._iterator.close()
-        self._group.stop(force=force)
-        self._output.close()
+        try:
+            self._end_class_run(is_forced=force)
+        finally:
+            self._group.stop(force=force)
+            self._output.close()
+
+    def _end_class_run(self, *, is_forced: bool = False) -> None:
+        run, self._class_run = self._class_run, None
+        if run is not None:
+            run.finish(core.GivenUpError("The workers were ended by force.") if is_forced else None)
+
+    def _begin_class_run(self, instance: Instance) -> ClassRun:
+        own, trackers = split_callbacks(self._class_callbacks)
+        request = RunRequest(
+            function=instance,
+            config=None,
+            dataset=None,
+            has_dataset=False,
+            checkpoint=None,
+            state=None,
+            strategy=CheckpointStrategy(),
+            callbacks=own if self._group.is_chief else [],
+            trackers=trackers if self._group.is_chief else [],
+            max_retries=self._max_retries,
+        )
+        with ExitStack() as lock:
+            opened = self._open_run(None, None, None, lock)
+            self._driver = run = ClassRun(self._group, request, opened, self._output, self._storage)
+            run.start(lock.pop_all())
+        return run
+
+    def _open_run(
+        self,
+        config: dict[str, Any] | None,
+        directory: Path | None,
+        seed: int | None,
+        lock: ExitStack,
+    ) -> core.OpenedRun:
+        self._num_runs += 1
+        is_named = directory is not None
+        directory = directory or self._run_dir
+        if directory is not None and self._num_runs > 1 and not is_named:
+            directory = directory.with_name(f"{directory.name}-{self._num_runs}")
+        number = core.next_run_number()
+        with core.resuming_by(", or pass its directory as run_dir= of the trainer"):
+            opened = self._group.decide(
+                lambda: core.open_run(
+                    number=number,
+                    directory=directory,
+                    storage=self._storage,
+                    seed=seed,
+                    hparams=config,
+                    lock=lock,
+                )
+            )
+        opened = core.join_run(opened, lock, is_chief=self._group.is_chief)
+        core.check_given_storage(self._given_storage, opened.info)
+        return opened
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -135,6 +231,9 @@ class TrainerWorkers:
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function in every worker and return what it returned, in rank order.
 
+        In the function, the functions of `paceline.train` know the worker's place among the others.
+        Reports and checkpoints belong to the run of a class, and are refused without one.
+
         Args:
             function: What to call; it is given the worker's instance first, if `start` was given
                 a class.
@@ -142,6 +241,7 @@ class TrainerWorkers:
             kwargs: Keyword arguments.
 
         Raises:
+            IncompleteCheckpointError: Ranks have saved unequally many checkpoints.
             Exception: What the function raised on the rank that failed first.
         """
         return self._execute(function, args, kwargs, None)
@@ -192,12 +292,18 @@ class TrainerWorkers:
     ) -> list[Any]:
         with self._turn:
             self._check_idle()
+            if self._instance is not None:
+                if self._class_run is None or self._class_run.is_finished:
+                    self._class_run = self._begin_class_run(self._instance)
+                return self._class_run.call(function, args, kwargs, ranks)
             if not self._group.is_alive:
                 self._group.form_with_retries(self._max_retries)
-            call = self._group.ask(
-                "call_with_instance", (function, args, kwargs), func=function, ranks=ranks
+            if self._seed is None:
+                self._seed = self._group.decide(lambda: random.SystemRandom().randrange(1 << 32))
+            arguments = (function, args, kwargs, self._seed)
+            return (
+                self._group.ask("call_function", arguments, func=function, ranks=ranks).wait() or []
             )
-            return call.wait() or []
 
     def _check_idle(self) -> None:
         if self._iterator is not None:

@@ -40,6 +40,7 @@ class ElasticGroup(ABC):
 
     Attributes:
         can_restart: Whether workers can be started again; the driver's own process cannot.
+        num_formed: How often workers were started and set up.
     """
 
     can_restart = True
@@ -55,6 +56,7 @@ class ElasticGroup(ABC):
         self._told_leaving: Sequence[int] = ()
         self._num_last = 0
         self._made_pool: WorkerPool | None = None
+        self.num_formed = 0
 
     @abstractmethod
     def _make_pool(self) -> WorkerPool:
@@ -260,6 +262,7 @@ class ElasticGroup(ABC):
             # What may never be set up must take no calls.
             pool.stop(grace_s=0.0)
             raise
+        self.num_formed += 1
 
     def submit(
         self,

@@ -71,6 +71,7 @@ class JoinedGroup(ElasticGroup):
         self.join()
         self._set_up()
         self._is_set_up = True
+        self.num_formed += 1
         return 0.0
 
     def stop(self, *, force: bool = False) -> None:

@@ -64,6 +64,35 @@ def loose_session(*, begins: bool) -> LooseSession:
     return _loose[0]
 
 
+class PlaceSession(LooseSession):
+    """Session of functions that workers execute outside of a run: a place, but no record."""
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Refuse a report, which nobody would see."""
+        _refuse_outside_of_run("train.report", self.rank_info.rank)
+
+    def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
+        """Refuse a checkpoint, which nobody would find."""
+        _refuse_outside_of_run("train.save_checkpoint", self.rank_info.rank)
+
+    def load(self, files_to: Path | None) -> None:
+        """Return None, as nothing was stored."""
+
+    def restore_random_state(self) -> None:
+        """Do nothing, as nothing was loaded."""
+
+    def should_preempt(self) -> bool:
+        """Return False, as nothing can be stored."""
+        return False
+
+
+def _refuse_outside_of_run(name: str, rank: int) -> None:
+    raise RuntimeError(
+        f"`{name}` must be called in a run, but rank {rank} executes a function without one. Hint:"
+        " trainer.run(function), or trainer.start(SomeClass) before trainer.execute(function)."
+    )
+
+
 class RankSession(LooseSession):
     """One generation of a run in this process, from `begin` to `finish`.
 
@@ -191,9 +220,17 @@ class RankSession(LooseSession):
         """Put back the generators of the checkpoint that was loaded, unless they are."""
         self._state.restore_random_state()
 
+    def settle_own_parts(self) -> None:
+        """Wait until this rank's parts of checkpoints are stored."""
+        self._checkpoints.settle()
+
+    def await_commits(self, num_expected: int, timeout_s: float) -> None:
+        """Wait for the checkpoints that all ranks have saved."""
+        self._checkpoints.await_commits(num_expected, timeout_s)
+
     def settle(self, num_expected: int, timeout_s: float) -> None:
         """Wait for the checkpoints that all ranks have saved, and end."""
-        self._checkpoints.await_commits(num_expected, timeout_s)
+        self.await_commits(num_expected, timeout_s)
         self._close(None)
 
     def finish(self, error: BaseException | None) -> None:

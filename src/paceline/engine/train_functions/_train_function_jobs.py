@@ -3,7 +3,8 @@
 import inspect
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from paceline.core import DistributedContext, launched_place
 from paceline.engine.devices._data_to_device import release_device_memory
 from paceline.engine.devices._device_and_process_group import suitable_backend, use_own_device
-from paceline.engine.train_functions._rank_session import RankSession
+from paceline.engine.train_functions._rank_session import LooseSession, PlaceSession, RankSession
 from paceline.workers import RankInfo, end_without_shutdown, join_process_group, prepare_joined
 from paceline.workers.runs import (
     Instance,
@@ -33,7 +34,10 @@ class _Worker:
     def __init__(self) -> None:
         self.rank_info = RankInfo()
         self.device = torch.device("cpu")
+        # Of the class API: the instance, and the run in which it was made.
         self.instance: Any = None
+        self.instance_session: RankSession | None = None
+        self.place_session: PlaceSession | None = None
         self.open_session: RankSession | None = None
         self.distributed: DistributedContext | None = None
 
@@ -45,25 +49,21 @@ def set_up(
     config: TorchConfig,
     gpus_per_worker: float | None,
     hook: Callable[[], Any] | None,
-    instance: Instance | None,
 ) -> WorkerFacts:
-    """Run the user's hook, join the others, and make the instance of a class if one is wanted."""
+    """Run the user's hook, and join the others."""
     become_pool_worker()
     if hook is not None:
         hook()
     method = "env://"
     if config.init_method == "tcp":
         method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return _set_up_job_worker(
-        config, gpus_per_worker, instance, RankInfo.from_environment(), method
-    )
+    return _set_up_job_worker(config, gpus_per_worker, RankInfo.from_environment(), method)
 
 
 def set_up_joined(
     config: TorchConfig,
     gpus_per_worker: float | None,
     hook: Callable[[], Any] | None,
-    instance: Instance | None,
     distributed: DistributedContext,
 ) -> WorkerFacts:
     """Do what `set_up` does in a process that an outer launcher has started."""
@@ -83,7 +83,7 @@ def set_up_joined(
     )
     # A store that torchrun hosts is told of by the environment.
     method = "env://" if launched.launcher == "torchrun" else f"tcp://{address}:{port}"
-    facts = _set_up_job_worker(config, gpus_per_worker, instance, rank_info, method)
+    facts = _set_up_job_worker(config, gpus_per_worker, rank_info, method)
     end_without_shutdown()
     return facts
 
@@ -91,7 +91,6 @@ def set_up_joined(
 def _set_up_job_worker(
     config: TorchConfig,
     gpus_per_worker: float | None,
-    instance: Instance | None,
     rank_info: RankInfo,
     method: str,
 ) -> WorkerFacts:
@@ -99,7 +98,6 @@ def _set_up_job_worker(
     _worker.device = device = use_own_device(rank_info.local_rank, gpus_per_rank=gpus_per_worker)
     if not dist.is_initialized():
         _join_ranks_of_job(config, rank_info, device, method, gpus_per_worker)
-    _worker.instance = None if instance is None else instance.make()
     return WorkerFacts(socket.gethostname(), os.getpid(), str(device), rank_info.node_rank)
 
 
@@ -145,13 +143,7 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcom
         torch.backends.cudnn.benchmark = benchmark
     session.finish(None)
     _worker.open_session = session if session.num_pending else None
-    return RankOutcome(
-        value,
-        session.reporter.num_reports,
-        session.num_saves,
-        session.num_pending,
-        is_preempted=session.is_preempted,
-    )
+    return _outcome_of(session, value)
 
 
 def settle(num_expected: int, timeout_s: float) -> int:
@@ -163,18 +155,62 @@ def settle(num_expected: int, timeout_s: float) -> int:
     return session.num_pending
 
 
-def call_with_instance(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function with the instance of this worker, if there is one."""
-    if _worker.instance is None:
+def call_function(function: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
+    """Call a function outside of a run, with this worker's place among the others."""
+    if _worker.place_session is None:
+        _worker.place_session = PlaceSession(_worker.rank_info, _worker.device, seed)
+    with _working_for(_worker.place_session):
         return function(*args, **kwargs)
-    return function(_worker.instance, *args, **kwargs)
 
 
-def set_up_in_driver(hook: Callable[[], Any] | None, instance: Instance | None) -> None:
+def make_instance(job: Job, on_report: Callable[[], None] | None = None) -> None:
+    """Make the instance of a class, in a run that goes on until `end_instance`."""
+    release_device_memory()
+    session = RankSession(job, _worker.rank_info, _worker.device, on_report, _worker.distributed)
+    instance: Instance = job.function
+    try:
+        with _working_for(session):
+            _worker.instance = instance.make()
+    except BaseException as error:
+        session.finish(error)
+        raise
+    _worker.instance_session = session
+
+
+def call_with_instance(function: Callable[..., Any], args: Any, kwargs: Any) -> RankOutcome:
+    """Call a function with the instance of this worker."""
+    session = _worker.instance_session
+    assert session is not None
+    with _working_for(session):
+        value = function(_worker.instance, *args, **kwargs)
+    session.settle_own_parts()
+    return _outcome_of(session, value)
+
+
+def await_commits(num_expected: int, timeout_s: float) -> int:
+    """Wait for the checkpoints of which all instances have stored their part, as `settle` does."""
+    session = _worker.instance_session
+    assert session is not None
+    session.await_commits(num_expected, timeout_s)
+    return session.num_pending
+
+
+def end_instance() -> RankOutcome:
+    """End the run of the instance."""
+    session, _worker.instance_session, _worker.instance = _worker.instance_session, None, None
+    assert session is not None
+    session.finish(None)
+    _worker.open_session = session if session.num_pending else None
+    return _outcome_of(session, None)
+
+
+def set_up_in_driver(hook: Callable[[], Any] | None, gpus_per_worker: float | None) -> None:
     """Do the user's part of `set_up` in the driver's own process."""
     if hook is not None:
         hook()
-    _worker.instance = None if instance is None else instance.make()
+    _worker.rank_info = RankInfo()
+    _worker.device = use_own_device(0, gpus_per_rank=gpus_per_worker)
+    _worker.place_session = None
 
 
 def run_in_driver(
@@ -184,6 +220,25 @@ def run_in_driver(
     _worker.rank_info = RankInfo()
     _worker.device = use_own_device(0, gpus_per_rank=gpus_per_worker)
     return run_job(job, on_report)
+
+
+@contextmanager
+def _working_for(session: LooseSession) -> Iterator[None]:
+    enter_session(session)
+    try:
+        yield
+    finally:
+        leave_session()
+
+
+def _outcome_of(session: RankSession, value: Any) -> RankOutcome:
+    return RankOutcome(
+        value,
+        session.reporter.num_reports,
+        session.num_saves,
+        session.num_pending,
+        is_preempted=session.is_preempted,
+    )
 
 
 def _working_directory() -> str | None:

@@ -6,7 +6,6 @@ from typing import Any
 
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._worker_resources import WorkerSettings
-from paceline.workers.runs._run_spec import Instance
 from paceline.workers.runs._torch_and_elastic_config import ElasticConfig, TorchConfig
 
 
@@ -24,7 +23,6 @@ class GroupSettings(WorkerSettings):
         preload: Modules besides that they need at once.
         elastic: How to deal with workers that come and go.
         hook: Called by each of them before anything else.
-        instance: What each of them makes.
     """
 
     functions: str
@@ -33,4 +31,3 @@ class GroupSettings(WorkerSettings):
     preload: Sequence[str] = ()
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     hook: Callable[[], Any] | None = None
-    instance: Instance | None = None

@@ -49,12 +49,20 @@ class OuterLauncherRunGroup(JoinedGroup, TrainGroup):
 
     def run(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
         """Run a train function here, and return the end of all ranks."""
+        self._check_storage(job)
+        return self.ask("run_job", (job, on_report))
+
+    def make_instances(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
+        """Make the instance of a class here, beside those of all ranks."""
+        self._check_storage(job)
+        return self.ask("make_instance", (job, on_report))
+
+    def _check_storage(self, job: Job) -> None:
         distributed, spec = self.joined_pool.distributed, job.spec
         if not spec.storage_per_node:
             check_shared_storage(storage_from(spec.storage), distributed)
         # None begins to write before all know what was there already.
         distributed.allgather(None)
-        return self.ask("run_job", (job, on_report))
 
     def _make_pool(self) -> WorkerPool:
         return JoinedPool(timeout_s=self.settings.config.timeout_s)
@@ -67,7 +75,6 @@ class OuterLauncherRunGroup(JoinedGroup, TrainGroup):
                 settings.config,
                 settings.resources.gpus,
                 settings.hook,
-                settings.instance,
                 self.joined_pool.distributed,
             ),
         )

@@ -86,6 +86,15 @@ class TrainGroup(ElasticGroup):
         """
         return self.ask("run_job", (job,), func=job.function)
 
+    def make_instances(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
+        """Have the workers make the instance of a class, in a run until they are to end it.
+
+        Args:
+            job: The instance, and where it reports.
+            on_report: See `run`.
+        """
+        return self.ask("make_instance", (job,), func=job.function.kind)
+
     def ask(
         self,
         name: str,
@@ -117,7 +126,7 @@ class TrainGroup(ElasticGroup):
 
     def _set_up(self) -> None:
         settings = self.settings
-        arguments = (settings.config, settings.resources.gpus, settings.hook, settings.instance)
+        arguments = (settings.config, settings.resources.gpus, settings.hook)
         call = self.ask("set_up", arguments, func=settings.hook)
         self.facts = call.wait() or ()
 
@@ -162,8 +171,12 @@ class InlineGroup(TrainGroup):
         arguments = (job, self.settings.resources.gpus, on_report)
         return self.ask("run_in_driver", arguments)
 
+    def make_instances(self, job: Job, on_report: Callable[[], None]) -> PendingCall:
+        """Make the instance of a class here."""
+        return self.ask("make_instance", (job, on_report))
+
     def try_form(self) -> float:
-        """Call the hook and make the instance, anew if that was done before; return 0."""
+        """Call the hook, anew if that was done before; return 0."""
         self.stop()
         return super().try_form()
 
@@ -173,7 +186,7 @@ class InlineGroup(TrainGroup):
     def _set_up(self) -> None:
         settings = self.settings
         try:
-            self.ask("set_up_in_driver", (settings.hook, settings.instance)).wait()
+            self.ask("set_up_in_driver", (settings.hook, settings.resources.gpus)).wait()
         except BaseException:
             # The next start calls the hook again.
             self.stop()

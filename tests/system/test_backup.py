@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.client import ApiError, Client
 from paceline.master.upkeep import Backup, restore
 
 STORED = Path(__file__).parents[1] / "stored"
@@ -29,23 +30,29 @@ def test_a_lost_home_goes_on_from_its_backup(
     shutil.copy(STORED / "trial.py", tmp_path / "code")
     master = make_master(1).start()
     client = master.client()
+    kept, revoked = (client.create_token(name, scope="read") for name in ("kept", "revoked"))
     held = client.create_experiment(config_of("held"), tmp_path / "code")
     while not list(held.checkpoints()):
         time.sleep(0.05)
     backup = Backup(master.home, tmp_path / "backups", checkpoints=has_checkpoints)
     with backup.hold():
         made = backup.make()
+    client.revoke_token(revoked.id)
     master.close()
-    shutil.rmtree(master.home)
+    old = master.home.rename(tmp_path / "old")
     if not has_checkpoints:
         assert sorted(made.content.left_out) == [
-            "1 checkpoints (see `--checkpoints`)",
+            "1 checkpoint (see `--checkpoints`)",
             "attempt_key (a secret)",
             "token (a secret)",
         ]
-    restored = restore(tmp_path / "backups", master.home)
+    restored = restore(tmp_path / "backups", master.home, old_home=old)
     assert (restored.damaged, restored.num_lost_checkpoints) == ([], int(not has_checkpoints))
     client = master.start().client()
+    with Client(client.url, kept.secret) as other:
+        assert other.list_experiments()
+    with Client(client.url, revoked.secret) as other, pytest.raises(ApiError, match="revoked"):
+        other.list_experiments()
     (held,) = client.list_experiments()
     if not has_checkpoints:
         deadline = time.monotonic() + 60

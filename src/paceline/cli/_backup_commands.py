@@ -9,7 +9,7 @@ from paceline.cli._command_options import Home, Json, home_of
 from paceline.cli._errors import CommandError, report_error
 
 if TYPE_CHECKING:
-    from paceline.master.upkeep import Backup, BackupResult, RestoreResult
+    from paceline.master.upkeep import Backup, BackupResult, RestoredAccess, RestoreResult
 
 _DAMAGED = 3
 _EVERY_S = 60.0
@@ -126,13 +126,34 @@ def restore(
             metavar="FROM",
         ),
     ],
+    old_home: Annotated[
+        Path | None,
+        typer.Option(
+            "--old-home",
+            metavar="DIR",
+            help="Home of before, if it is there: tokens that were revoked since the backup stay"
+            " revoked, and passwords are those that it has.",
+        ),
+    ] = None,
+    keep_tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep-tokens",
+            metavar="NAME",
+            help="Without --old-home: a token that stays valid, or `all`. Can be repeated. The"
+            " others are revoked.",
+        ),
+    ] = None,
+    keep_passwords: Annotated[
+        bool, typer.Option("--keep-passwords", help="Without --old-home: keep passwords.")
+    ] = False,
     home: Home = None,
     json: Json = False,
 ) -> None:
     """Make an empty or missing home from a backup.
 
-    The exit code is 0 if all files are as they were backed up, and 3 if some are damaged or
-    missing. These are named, and the rest is restored.
+    All browsers are signed out. The exit code is 0 if all files are as they were backed up, and 3
+    if some are damaged or missing. These are named, and the rest is restored.
 
     To go back to an earlier version, name the database copy that the upgrade has kept, such as
     master.version-5.sqlite. It replaces the database of its home.
@@ -140,11 +161,23 @@ def restore(
     from paceline.master.upkeep import restore as restore_home
 
     if source.expanduser().is_file():
+        if old_home or keep_tokens or keep_passwords:
+            raise CommandError(
+                "`--old-home`, `--keep-tokens` and `--keep-passwords` must come with a backup, but"
+                f" {str(source)!r} is a copy of the database. Hint: leave them out; the database of"
+                " its home tells what is kept."
+            )
         _restore_copy(source.expanduser().absolute(), json=json)
         return
     directory = home_of(home)
     try:
-        result = restore_home(source.expanduser(), directory)
+        result = restore_home(
+            source.expanduser(),
+            directory,
+            old_home=old_home and old_home.expanduser(),
+            keep_tokens=keep_tokens or (),
+            keep_passwords=keep_passwords,
+        )
     except OSError as error:
         raise CommandError(
             f"The home cannot be written ({error}). Hint: once that is mended, run it again."
@@ -158,14 +191,51 @@ def _restore_copy(copy: Path, *, json: bool) -> None:
     from paceline.cli._console_output import print_json
     from paceline.master.upkeep import restore_copy
 
-    moved_to = restore_copy(copy)
+    moved_to, access = restore_copy(copy)
     if json:
-        print_json({"backup": str(copy), "home": str(copy.parent), "set_aside": str(moved_to)})
+        found = {"backup": str(copy), "home": str(copy.parent), "set_aside": str(moved_to)}
+        print_json(found | _access_as_json(access))
         return
     typer.echo(
         f"Restored {copy.name} as the database of {copy.parent}. The newer one is in {moved_to}.\n"
         "Start the earlier version of Paceline with `paceline up --set-aside`."
     )
+    _tell_access(access)
+
+
+def _access_as_json(access: "RestoredAccess") -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "tokens": [asdict(token) for token in access.tokens],
+        "voided_passwords": access.voided_passwords,
+    }
+
+
+def _tell_access(access: "RestoredAccess") -> None:
+    """Say which tokens and passwords open the restored home, and which do not any more."""
+    import time
+
+    from paceline.cli._console_output import format_duration
+
+    for is_kept, title in ((True, "Tokens that stay valid"), (False, "Tokens that are revoked")):
+        found = [
+            f"  {token.name} (scope {token.scope}, made"
+            f" {format_duration(time.time() - token.created_at)} ago)"
+            for token in access.tokens
+            if token.is_kept is is_kept
+        ]
+        if found:
+            typer.echo("\n".join((f"{title}:", *found)))
+    if access.voided_passwords:
+        typer.echo(
+            f"Without a password until one is set again: {', '.join(access.voided_passwords)}."
+        )
+    if access.old_home is None and any(not token.is_kept for token in access.tokens):
+        typer.echo(
+            "One of them may have been revoked since the backup: make new ones with `paceline token"
+            " create`."
+        )
 
 
 def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
@@ -182,6 +252,7 @@ def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
                 "left_out": content.left_out,
                 "damaged": result.damaged,
                 "num_lost_checkpoints": result.num_lost_checkpoints,
+                **_access_as_json(result.access),
             }
         )
         return
@@ -196,6 +267,7 @@ def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
             "Neither in the backup nor in the home, and so counted as deleted:"
             f" {result.num_lost_checkpoints} of the checkpoints."
         )
+    _tell_access(result.access)
     for text in result.damaged:
         report_error(f"In the backup, {text}.")
     typer.echo("Start the master with `paceline up`.")

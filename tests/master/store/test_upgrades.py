@@ -315,7 +315,7 @@ def test_the_copy_of_before_an_upgrade_leads_back(tmp_path: Path, version: int) 
     Database(path).close()
     upgraded = content()
     assert upgraded != before
-    moved_to = restore_copy(copy_of_version(path, version))
+    moved_to, _ = restore_copy(copy_of_version(path, version))
     assert content() == before
     assert not copy_of_version(path, version).exists()
     path = moved_to / "master.sqlite"

@@ -48,6 +48,8 @@ class SignIns:
             transaction.connection.execute(
                 delete(sign_ins).where(sign_ins.c.digest == _digest(secret))
             )
+            # A power cut must not open it again.
+            transaction.force()
 
         self._database.write(job).result()
 

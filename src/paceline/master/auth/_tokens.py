@@ -143,6 +143,8 @@ class Tokens:
                 .where(columns.id == token_id, columns.revoked_at.is_(None))
                 .values(revoked_at=now)
             )
+            # A power cut must not bring it back to life.
+            transaction.force()
             transaction.after_commit(lambda: self._forget(digest, now))
             return True
 

@@ -11,6 +11,7 @@ from paceline.master.upkeep._home_restore import (
     restore_copy,
 )
 from paceline.master.upkeep._recovery_writer import Recorder
+from paceline.master.upkeep._restored_access import RestoredAccess
 
 __all__ = [
     "Backup",
@@ -21,6 +22,7 @@ __all__ = [
     "Finding",
     "Recorder",
     "RestoreResult",
+    "RestoredAccess",
     "check",
     "find_backup",
     "fix",

@@ -3,9 +3,10 @@
 import os
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from paceline import faults
@@ -20,6 +21,12 @@ from paceline.master.upkeep._backup_snapshots import (
     read_backup_content,
 )
 from paceline.master.upkeep._files_to_back_up import CHECKPOINTS, DATABASE
+from paceline.master.upkeep._restored_access import (
+    RestoredAccess,
+    check_kept_names,
+    read_old_access,
+    settle_access,
+)
 from paceline.messages.states import AttemptState, CheckpointState
 from paceline.storage import copy_file, sync_directory, sync_tree
 
@@ -31,24 +38,42 @@ class RestoreResult:
     """What was restored: the backup, its content, and the files that were damaged in it.
 
     `num_lost_checkpoints` counts those that neither the backup nor the home has: they are deleted
-    for the restored database, so that trials do not start from them.
+    for the restored database, so that trials do not start from them. `access` says which tokens and
+    passwords open the restored home.
     """
 
     path: Path
     content: Content
     damaged: list[str] = field(default_factory=list)
     num_lost_checkpoints: int = 0
+    access: RestoredAccess = field(default_factory=lambda: RestoredAccess(old_home=None))
 
 
-def restore(source: Path, home: Path) -> RestoreResult:
+def restore(
+    source: Path,
+    home: Path,
+    *,
+    old_home: Path | None = None,
+    keep_tokens: Collection[str] = (),
+    keep_passwords: bool = False,
+) -> RestoreResult:
     """Make a home from a backup.
 
     The database comes last, so a restore that was cut off is never taken for a home. It is made
-    good by a second one.
+    good by a second one. All browsers are signed out.
+
+    Args:
+        source: A backup, or a directory of backups, whose newest is taken.
+        home: The home to make: missing, empty, or with checkpoints only.
+        old_home: The home of before, which tells the tokens that were revoked since the backup and
+            the passwords of now.
+        keep_tokens: Without it: the names of the tokens that go on to open the home, or ``all``.
+            The others are revoked, as one of them may have been since the backup.
+        keep_passwords: Without it: whether passwords are kept.
 
     Raises:
-        BackupError: There is no whole backup, the home is not empty, or the backup is newer than
-            this version.
+        BackupError: There is no whole backup, the home is not empty, the backup is newer than this
+            version, the old home is none, or the backup has not the tokens to be kept.
         DatabaseDamagedError: The backup's database is damaged.
         HomeInUseError: A master serves the home.
     """
@@ -61,26 +86,35 @@ def restore(source: Path, home: Path) -> RestoreResult:
             f" one has {tables.SCHEMA_VERSION}). Hint: restore it with that version."
         )
     _check_empty(home)
+    old = None if old_home is None else read_old_access(old_home)
+    if old is not None and (keep_tokens or keep_passwords):
+        raise BackupError(
+            "`--keep-tokens` and `--keep-passwords` must come without `--old-home`, which says"
+            " what is kept. Hint: leave them out."
+        )
+    check_kept_names(path / DATABASE, keep_tokens)
     place = Home(home)
     result = RestoreResult(path=path, content=content)
     with place.hold(), _marked_as_restoring(place.path):
         for name, file in sorted(content.files.items()):
             if name != DATABASE:
                 _copy_from_backup(path / name, place.path / name, name, file, result)
-        _restore_database(path, place.path, result)
+        settle = partial(settle_access, old=old, keep=keep_tokens, keep_passwords=keep_passwords)
+        _restore_database(path, place.path, result, settle)
     return result
 
 
-def restore_copy(copy: Path) -> Path:
+def restore_copy(copy: Path) -> tuple[Path, RestoredAccess]:
     """Put the copy that an upgrade has kept in the place of its home's database.
 
     The files that came after the upgrade stay: a master of the earlier version moves them away.
+    Tokens that were revoked since stay so, passwords are those of now, and browsers are signed out.
 
     Args:
         copy: The copy, such as ``master.version-5.sqlite`` in the home.
 
     Returns:
-        The directory that has the newer database now.
+        The directory that has the newer database now, and which tokens and passwords are kept.
 
     Raises:
         BackupError: It is no such copy.
@@ -96,10 +130,16 @@ def restore_copy(copy: Path) -> Path:
         )
     with Home(home).hold():
         check_copy(copy)
+        try:
+            old = read_old_access(home)
+        except BackupError:
+            old = None
+        with closing(sqlite3.connect(copy)) as connection, connection:
+            access = settle_access(connection, old)
         moved_to = move_lost_files_aside(home, files_of(database))
         os.replace(copy, database)
         sync_directory(home)
-    return moved_to
+    return moved_to, access
 
 
 def _check_empty(home: Path) -> None:
@@ -139,7 +179,12 @@ def _copy_from_backup(
     target.chmod(0o400 if name.startswith(f"{CHECKPOINTS}/") else 0o600)
 
 
-def _restore_database(path: Path, home: Path, result: RestoreResult) -> None:
+def _restore_database(
+    path: Path,
+    home: Path,
+    result: RestoreResult,
+    settle: Callable[[sqlite3.Connection], RestoredAccess],
+) -> None:
     """Copy the database, have it name this home, and put it in its place."""
     target = home / DATABASE
     part = target.with_name(f".{DATABASE}.part")
@@ -153,6 +198,7 @@ def _restore_database(path: Path, home: Path, result: RestoreResult) -> None:
     with closing(sqlite3.connect(part)) as connection:
         with connection:
             _move_checkpoints(connection, home, result)
+            result.access = settle(connection)
             # Those beside the backup may be newer than its database.
             connection.execute("DELETE FROM meta WHERE key = ?", (RECORDS_BEGUN,))
         running = connection.execute(

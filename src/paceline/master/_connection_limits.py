@@ -22,6 +22,8 @@ from paceline.master.auth import sender_at
 _WANTED_FILES = 16_384
 _MAX_STRANGERS = 128
 _MAX_DROPPED = 1024
+# Of a request line with all headers, which are kept until they are complete.
+MAX_HEADER_BYTES = 64 * 1024
 _SHARED = ("127.0.0.1", "::1")
 # Connections that wait to be accepted: more come at once than are accepted in a turn of the loop.
 QUEUE_LENGTH = 1024
@@ -288,6 +290,7 @@ class ConnectionConfig(uvicorn.Config):
             http=Connection,
             loop="asyncio",
             ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             # A header must not choose the address by which a sender is told from others.
             proxy_headers=False,
             backlog=limits.num_accepts_per_turn,

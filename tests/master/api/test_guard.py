@@ -187,7 +187,9 @@ def test_the_token_opens(
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "",
-     "10.0.0.1", "[::2]:80", "0.0.0.0"],
+     "10.0.0.1", "[::2]:80", "0.0.0.0", "127.0.0.1:21510@evil", "[::1]evil.com", "127.0.0.1:",
+     "127.0.0.1:port", "localhost:80:80", "localhost/", "[localhost]", "[::1", "[::1]:80]",
+     "localhost:123456"],
 )  # fmt: skip
 def test_another_host_is_refused_even_with_the_token_and_on_public_paths(
     master: Any, request_raw: Callable[..., httpx.Response], host: str
@@ -198,7 +200,9 @@ def test_another_host_is_refused_even_with_the_token_and_on_public_paths(
         check_problem(reply, 403, "wrong_host")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8080", "[::1]:99", "127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost:8080", "LocalHost", "[::1]:99", "[::1]", "127.0.0.1:1"]
+)
 def test_names_of_loopback_are_accepted(
     request_raw: Callable[..., httpx.Response], host: str
 ) -> None:

@@ -3,6 +3,7 @@
 import re
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,31 @@ def test_the_documentation_of_the_api_runs_nothing_and_loads_nothing(master: Any
     for path, methods in master.http.get("/openapi.json").json()["paths"].items():
         for method in methods:
             assert f'{method.upper()}</span><code>{path}</code><span class="scope">' in page
+
+
+def test_headers_that_are_slow_to_read_hold_nobody_up(master: Any) -> None:
+    """The standard library needs seconds for each such cookie, as its parser is quadratic."""
+    cookie = b'Cookie: a="' + rb"\"" * 30_000
+    ask = b"GET /api/v1/health HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n" % cookie
+    with ExitStack() as stack:
+        ends = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", master.port), timeout=60))
+            for _ in range(15)
+        ]
+        for end in ends:
+            end.sendall(ask)
+        assert all(end.recv(100).startswith(b"HTTP/1.1 200 OK") for end in ends)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"x": "a" * 66_000}, {f"x-{number}": "a" for number in range(101)}],
+    ids=["long", "many"],
+)
+@pytest.mark.parametrize("path", ["/", f"{PREFIX}/health", f"{PREFIX}/slots"])
+def test_headers_have_a_limit(master: Any, path: str, headers: dict[str, str]) -> None:
+    reply = master.http.get(f"http://127.0.0.1:{master.port}{path}", headers=headers)
+    # What is incomplete at the limit is not read to its end.
+    assert reply.status_code in (400, 431)
+    check(reply)
+    assert master.http.get("/health").status_code == 200

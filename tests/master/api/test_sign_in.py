@@ -213,6 +213,30 @@ def test_a_cookie_made_elsewhere_opens_nothing(
     assert browse().get("/slots", headers=[(b"cookie", sent)]).status_code == 401
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        b'prefs={"theme":"dark"}',
+        b"x=a b",
+        "n=caf\u00e9".encode(),
+        b"n=caf\xe9",
+        b'open="a',
+        b"=; ;;novalue",
+        b"$Version=1; a[b]=c,d",
+        b"a=%s" % (b'"' + rb"\"" * 20_000),
+    ],
+)
+def test_cookies_of_other_programs_sign_nobody_out(
+    master: Any, browse: Callable[[], httpx.Client], other: bytes
+) -> None:
+    browser = browse()
+    sign_in(master, browser)
+    own = cookie_of(dict(browser.cookies)).encode()
+    browser.cookies.clear()
+    for sent in (other + b"; " + own, own + b"; " + other, other + b";" + own + b"; z=1"):
+        assert browser.get("/slots", headers=[(b"cookie", sent)]).status_code == 200
+
+
 def test_a_sign_in_outlives_the_master(
     make_master: Callable[..., Any], browse: Callable[[], httpx.Client]
 ) -> None:

@@ -4,16 +4,16 @@ What does not lie below `/api` is the web UI's: its files are no secret, and no 
 """
 
 import asyncio
+import re
 import secrets
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from typing import Annotated
 
 from fastapi import Depends, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline._network_interfaces import LOOPBACK_HOSTS
-from paceline.master._connection_limits import Connection
+from paceline.master._connection_limits import MAX_HEADER_BYTES, Connection
 from paceline.master._master import Master
 from paceline.master.api._problem_answers import problem
 from paceline.master.api._scopes import PREFIX, ROUTES, RouteScope, Scopes
@@ -21,6 +21,10 @@ from paceline.master.auth import ADMIN, SignIns, Throttle
 
 PUBLIC_PATHS = frozenset(PREFIX + route.partition(" ")[2] for route in ROUTES[RouteScope.PUBLIC])
 _MAX_WRONG_TOKENS = 300
+_MAX_HEADERS = 100
+_HOST = re.compile(
+    r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        refusal = _refuse_size(scope["headers"])
+        # FastAPI reads all cookies of a request with the standard library's parser, which needs
+        # quadratic time for some.
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"cookie"]
         # No page of another site gets past the certificate, whatever it calls this host.
         is_open = self._is_open and (self._has_tls or _has_token(headers))
-        refusal = _refuse_origin(headers, scope["scheme"], is_open=is_open)
+        refusal = refusal or _refuse_origin(headers, scope["scheme"], is_open=is_open)
         if refusal is None and not _is_api(scope["path"]):
             await self._web(scope, receive, send)
             return
@@ -135,7 +143,7 @@ class _Identification:
     def __init__(self, master: Master) -> None:
         self._master = master
         self._sign_ins: SignIns = master.sign_ins
-        self._cookie_name = cookie_name(master)
+        self._cookie_name = cookie_name(master).encode()
 
     async def __call__(self, headers: dict[bytes, bytes]) -> AccessIdentity | Response | None:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
@@ -176,17 +184,32 @@ class _Identification:
         return AccessIdentity(f"attempt {attempt_id}", None, RouteScope.ATTEMPT, attempt_id)
 
     def _cookie(self, headers: dict[bytes, bytes]) -> str | None:
-        try:
-            cookies = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
-        except CookieError:
-            return None
-        found = cookies.get(self._cookie_name)
-        return None if found is None else found.value
+        """Return the value of our cookie; others' may hold anything, and are not looked into."""
+        found = None
+        for part in headers.get(b"cookie", b"").split(b";"):
+            name, _, value = part.partition(b"=")
+            if name.strip() == self._cookie_name:
+                found = value.strip().decode("latin-1")
+        return found
 
 
 def _has_token(headers: dict[bytes, bytes]) -> bool:
     """Tell whether a request carries a token, which no browser adds by itself."""
     return headers.get(b"authorization", b"").lower().startswith(b"bearer ")
+
+
+def _refuse_size(headers: list[tuple[bytes, bytes]]) -> Response | None:
+    """Refuse headers whose reading would hold up others, see also `MAX_HEADER_BYTES`."""
+    num_bytes = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) <= _MAX_HEADERS and num_bytes <= MAX_HEADER_BYTES:
+        return None
+    return problem(
+        431,
+        "headers_too_large",
+        f"A request must have at most {_MAX_HEADERS} headers with {MAX_HEADER_BYTES} bytes, but"
+        f" has {len(headers)} with {num_bytes} bytes. Hint: a browser sends the cookies of all"
+        " programs on this machine; delete those of others.",
+    )
 
 
 def _refuse_origin(
@@ -251,7 +274,7 @@ def _is_api(path: str) -> bool:
     return path.lstrip("/").partition("/")[0].lower() == "api"
 
 
-def _name_of(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
+def _name_of(host: str) -> str | None:
+    """Return the name or address of a Host header, None if it has another form."""
+    found = _HOST.fullmatch(host)
+    return None if found is None else (found[1] or found[2]).lower()

@@ -26,6 +26,7 @@ _TITLES = {
     413: "Too large",
     422: "Invalid",
     429: "Too many requests",
+    431: "Headers too large",
     500: "Internal error",
     503: "Not available",
 }

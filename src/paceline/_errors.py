@@ -15,6 +15,13 @@ class PicklableError(Exception):
         return rebuilt_error, (type(self), self.args, dict(vars(self)))
 
 
+class CollectiveMismatchError(RuntimeError):
+    """Raised when ranks wait in a collective operation that the others do not take part in.
+
+    No rank was lost: the program itself must have all ranks make the same calls.
+    """
+
+
 def text_of(error: BaseException) -> str:
     """Return the text of an exception, or as Python does that there is none.
 

@@ -205,6 +205,7 @@ distributed.close()
         assert int(output) < 20
 
 
+MISMATCH = "paceline._errors.CollectiveMismatchError: All ranks must make the same calls"
 # Ranks begin at different times on a busy machine; the short timeout counts once all are there.
 CALLS = """
 import os, sys, time
@@ -241,6 +242,58 @@ def test_rank_that_never_comes_is_named_after_the_timeout(
         assert exit_code == 1
         assert "DistributedTimeoutError" in errors
         assert f"Missing ranks: {', '.join(map(str, missing))}." in errors
+
+
+@pytest.mark.parametrize("alone", [0, 2])
+@pytest.mark.parametrize("operation", ["gather", "allgather", "broadcast", "broadcast_local"])
+def test_a_call_that_one_rank_makes_alone_is_named(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any], operation: str, alone: int
+) -> None:
+    code = f"""
+from paceline import core
+def evaluate(distributed):
+    # What the others pass to another call must not be taken for this one's values.
+    values = {"[(1.0, 2)]" if operation.startswith("broadcast") else "(1.0, 2)"}
+    for loss, weight in distributed.{operation}(values) or []:
+        pass
+with core.init(
+    distributed=core.DistributedContext.from_torch_distributed(timeout_s=600)
+) as context:
+    if context.distributed.rank == {alone}:
+        evaluate(context.distributed)
+    for _ in range(3):
+        context.preempt.should_preempt()
+        context.distributed.allgather_local(None)
+"""
+    results = finish_ranks(start_ranks(code))
+    assert [exit_code for exit_code, _, _ in results] == [1, 1, 1]
+    named = [errors for _, _, errors in results if "\n" + MISMATCH in errors]
+    assert named, results
+    for _, _, errors in results:
+        assert f"rank {alone} called `distributed.{operation}` (ranks.py:6 in evaluate)" in errors
+        assert "called `should_preempt` (ranks.py:14 in <module>)" in errors
+
+
+def test_ranks_may_make_one_call_from_different_places(
+    start_ranks: Callable[..., Any], finish_ranks: Callable[..., Any]
+) -> None:
+    code = """
+from paceline import core
+def lead(distributed):
+    return distributed.broadcast("chief"), distributed.gather(0)
+def follow(distributed):
+    return distributed.broadcast(None), distributed.gather(distributed.rank)
+distributed = core.DistributedContext.from_torch_distributed(timeout_s=600)
+print(lead(distributed) if distributed.rank == 0 else follow(distributed))
+distributed.close()
+"""
+    results = finish_ranks(start_ranks(code + LEAVE))
+    assert [exit_code for exit_code, _, _ in results] == [0, 0, 0], results
+    assert [output.strip() for _, output, _ in results] == [
+        "('chief', [0, 1, 2])",
+        "('chief', None)",
+        "('chief', None)",
+    ]
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -32,6 +32,7 @@ from paceline.core._enums import (
 )
 from paceline.core._environment import describe_source
 from paceline.core._errors import (
+    CollectiveMismatchError,
     DistributedError,
     DistributedPeerError,
     DistributedTimeoutError,
@@ -105,6 +106,7 @@ __all__ = [
     "CheckpointContext",
     "CheckpointParts",
     "ClusterInfo",
+    "CollectiveMismatchError",
     "Context",
     "ControlFile",
     "DistributedContext",

@@ -2,10 +2,18 @@
 
 import pickle
 import socket
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from paceline._errors import CollectiveMismatchError
 from paceline._listening import PortReservation
 from paceline._network_interfaces import LOOPBACK
+from paceline.core._call_names import (
+    CallName,
+    check_same_call,
+    name_of_call,
+    split_message,
+)
 from paceline.core._key_value_store import KeyValueStore
 from paceline.core._launched_place import LaunchedPlace, launched_place
 from paceline.core._rank_checks import check_address, check_place, check_timeout
@@ -18,8 +26,9 @@ DEFAULT_TIMEOUT_S = 600.0
 class DistributedContext:
     """Tell a process its place among the ranks, and exchange small values between them.
 
-    All ranks (of a node, for the `_local` calls) make the same calls in the same order. Values
-    are pickled: they travel between an attempt's own processes only.
+    All ranks (of a node, for the `_local` calls) make the same calls in the same order. Each
+    message has the name of its call: if ranks make different calls, `CollectiveMismatchError` names
+    these and the ranks. Values are pickled: they travel between an attempt's own processes only.
 
     Args:
         rank: This process among all, from 0.
@@ -312,33 +321,36 @@ class DistributedContext:
 
     @property
     def _node_prefix(self) -> str:
-        return f"node{self.cross_rank}/"
+        # On one node, all calls are counted together, so that different ones meet and are named.
+        return "" if self.cross_size == 1 else f"node{self.cross_rank}/"
 
     def _gather(self, call: str, prefix: str, rank: int, size: int, value: T) -> list[T] | None:
         if size == 1:
             return [value]
-        base = self._next_base(prefix)
-        gathered = self._collect(call, base, rank, size, value)
+        base, name = self._next_base(prefix), name_of_call(call)
+        gathered = self._collect(name, base, rank, size, value)
         # The answer makes it a barrier, and so that nobody runs ahead of a missing rank.
-        self._spread(call, base, rank, size, b"")
+        self._spread(name, base, rank, size, b"")
         return None if gathered is None else [_loads(item) for item in gathered]
 
     def _allgather(self, call: str, prefix: str, rank: int, size: int, value: T) -> list[T]:
         if size == 1:
             return [value]
-        base = self._next_base(prefix)
-        gathered = self._collect(call, base, rank, size, value)
+        base, name = self._next_base(prefix), name_of_call(call)
+        gathered = self._collect(name, base, rank, size, value)
         answer = b"" if gathered is None else pickle.dumps(gathered)
-        return [_loads(item) for item in _loads(self._spread(call, base, rank, size, answer))]
+        return [_loads(item) for item in _loads(self._spread(name, base, rank, size, answer))]
 
     def _broadcast(self, call: str, prefix: str, rank: int, size: int, value: T) -> T:
         if size == 1:
             return value
-        base = self._next_base(prefix)
+        base, name = self._next_base(prefix), name_of_call(call)
         if rank == 0:
-            self._spread(call, base, rank, size, pickle.dumps(value))
+            self._spread(name, base, rank, size, pickle.dumps(value))
             return value
-        answer: T = _loads(self._spread(call, base, rank, size, b""))
+        # The chief may be in a call for which it waits for this rank.
+        self._open_transport().set(f"{base}/{rank}", name.encode())
+        answer: T = _loads(self._spread(name, base, rank, size, b""))
         return answer
 
     def _next_base(self, prefix: str) -> str:
@@ -347,44 +359,58 @@ class DistributedContext:
         return f"{prefix}{number}"
 
     def _collect(
-        self, call: str, base: str, rank: int, size: int, value: object
+        self, name: CallName, base: str, rank: int, size: int, value: object
     ) -> list[bytes] | None:
         transport = self._open_transport()
         keys = [f"{base}/{other}" for other in range(size)]
-        transport.set(keys[rank], pickle.dumps(value))
+        transport.set(keys[rank], name.encode() + pickle.dumps(value))
         if rank != 0:
             return None
-        transport.wait(keys, explain=lambda: self._explain(call, transport.missing(keys)))
-        gathered = transport.get(keys)
+        transport.wait(keys, explain=lambda: self._explain(name, transport.missing(keys)))
+        gathered = [split_message(message) for message in transport.get(keys)]
+        self._check_same(name, {other: told for other, (told, _) in enumerate(gathered)})
         transport.delete(keys)
-        return gathered
+        return [data for _, data in gathered]
 
-    def _spread(self, call: str, base: str, rank: int, size: int, answer: bytes) -> bytes:
+    def _spread(self, name: CallName, base: str, rank: int, size: int, answer: bytes) -> bytes:
         transport = self._open_transport()
         key, count_key = f"{base}/all", f"{base}/read"
         if rank == 0:
-            transport.set(key, answer)
+            transport.set(key, name.encode() + answer)
             return answer
         # The chief is missing, unless it waits for others itself: then those are.
         keys = [f"{base}/{other}" for other in range(size)]
         transport.wait(
-            [key], explain=lambda: self._explain(call, self._blocking(transport, call, keys))
+            [key], explain=lambda: self._explain(name, self._blocking(transport, name, keys))
         )
-        answer = transport.get([key])[0]
+        told, answer = split_message(transport.get([key])[0])
+        self._check_same(name, {0: told})
         if transport.add(count_key) == size - 1:
-            transport.delete([key, count_key])
+            is_broadcast = name.operation.startswith("broadcast")
+            transport.delete([key, count_key, *(keys[1:] if is_broadcast else ())])
         return answer
 
-    def _blocking(self, transport: KeyValueStore, call: str, keys: list[str]) -> list[int]:
-        missing = [] if call.startswith("broadcast") else transport.missing(keys)
+    def _check_same(self, name: CallName, others: Mapping[int, CallName]) -> None:
+        """Raise if others make another call, and tell the ranks that wait for this one."""
+        is_local = name.operation.endswith("_local")
+        try:
+            check_same_call(name, self.local_rank if is_local else self.rank, others)
+        except CollectiveMismatchError as error:
+            self._open_transport().fail(error)
+            raise
+
+    def _blocking(self, transport: KeyValueStore, name: CallName, keys: list[str]) -> list[int]:
+        is_broadcast = name.operation.startswith("broadcast")
+        missing = [] if is_broadcast else transport.missing(keys)
         return missing if 0 < len(missing) < len(keys) else [0]
 
-    def _explain(self, call: str, missing: list[int]) -> str:
-        noun = "Missing local ranks" if call.endswith("_local") else "Missing ranks"
+    def _explain(self, name: CallName, missing: list[int]) -> str:
+        noun = "Missing local ranks" if name.operation.endswith("_local") else "Missing ranks"
         return (
-            f"All ranks must call `distributed.{call}` within {self.timeout_s:g} s, but rank"
-            f" {self.rank} waited in vain. {noun}: {', '.join(map(str, missing))}. Hint: see the"
-            " output of those ranks; all ranks must make the same calls in the same order."
+            f"All ranks must call `distributed.{name.operation}` within {self.timeout_s:g} s, but"
+            f" rank {self.rank} waited in vain in {name.told}. {noun}:"
+            f" {', '.join(map(str, missing))}. Hint: see the output of those ranks; all ranks must"
+            " make the same calls in the same order."
         )
 
     def _open_transport(self) -> KeyValueStore:

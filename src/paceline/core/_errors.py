@@ -6,7 +6,10 @@ GivenUpError (a RuntimeError)
 DistributedError (a RuntimeError)
 ├── DistributedTimeoutError (also a TimeoutError)
 └── DistributedPeerError
+CollectiveMismatchError (a RuntimeError)
 """
+
+from paceline._errors import CollectiveMismatchError as CollectiveMismatchError
 
 
 class NotOfferedError(NotImplementedError):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from paceline._errors import CollectiveMismatchError as CollectiveMismatchError
 from paceline._errors import PicklableError
 
 _TEXT_CHARACTERS = 200
@@ -46,13 +47,6 @@ class WorkerFailedError(PicklableError, RuntimeError):
         self.rank = rank
         self.exit_code = exit_code
         self.signal = signal
-
-
-class CollectiveMismatchError(RuntimeError):
-    """Raised when ranks wait in a collective operation that the others do not take part in.
-
-    No rank was lost: the program itself must have all ranks make the same calls.
-    """
 
 
 class ResourcesError(ValueError):

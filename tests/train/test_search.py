@@ -217,6 +217,28 @@ def late_divergence(config: dict[str, Any]) -> None:
         train.report(loss=float(loss))
 
 
+def evaluate_apart(config: dict[str, Any]) -> None:
+    """Report as a library does that has one name for the metric of training and of validation."""
+    from paceline.integrations._library_reports import report_of_library
+
+    for epoch in range(1, 9):
+        report_of_library({"loss": -config["lr"], "epochs": epoch}, {}, evaluates=True)
+        evaluated = {"loss": config["lr"], "epochs": epoch}
+        report_of_library({"epochs": epoch}, evaluated, evaluates=True)
+
+
+def test_what_a_library_evaluates_is_judged_alone(trainer: train.Trainer) -> None:
+    results = train.search(
+        evaluate_apart,
+        {"lr": {"type": "double", "minval": 1.0, "maxval": 2.0}},
+        asha(mode="aggressive"),
+        trainer=trainer,
+        max_concurrent_trials=1,
+    )
+    assert all(trial.value == trial.config["lr"] for trial in results)
+    assert results.best_config == min((trial.config for trial in results), key=lambda c: c["lr"])
+
+
 def test_wrong_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="max_trials"):
         train.search(climb, SPACE, {"name": "random", "metric": "loss"})

@@ -73,7 +73,7 @@ from paceline.core._run_summaries import (
     summarize_run,
 )
 from paceline.core._run_time_shares import time_shares_of_run
-from paceline.core._search_decision import DECISION_TIMEOUT_S
+from paceline.core._search_decision import DECISION_TIMEOUT_S, SearchDecision
 from paceline.core._searcher_context import SearcherContext, SearcherOperation
 from paceline.core._send_to_trackers import TrackingGroup
 from paceline.core._sharded_checkpoint_checks import failing_together
@@ -131,6 +131,7 @@ __all__ = [
     "ProfilerContext",
     "RunState",
     "RunSummary",
+    "SearchDecision",
     "SearcherContext",
     "SearcherOperation",
     "SignalWatch",

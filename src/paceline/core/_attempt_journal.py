@@ -132,12 +132,28 @@ def _environment_to_record() -> dict[str, Any] | None:
 
 
 def record_metrics(
-    journal: JournalWriter, group: str, steps_completed: int, metrics: dict[str, Any]
+    journal: JournalWriter,
+    group: str,
+    steps_completed: int,
+    metrics: dict[str, Any],
+    validation: bool | dict[str, Any] = False,
 ) -> int:
-    """Record metrics that are encoded, and return the number of the record."""
+    """Record metrics that are encoded, and return the number of the record.
+
+    Args:
+        journal: The journal.
+        group: The group of the metrics.
+        steps_completed: The step.
+        metrics: The metrics.
+        validation: What of them counts as a validation too, see `MetricsReported`.
+    """
     return journal.append(
         MetricsReported(
-            time=time.time(), group=group, steps_completed=steps_completed, metrics=metrics
+            time=time.time(),
+            group=group,
+            steps_completed=steps_completed,
+            metrics=metrics,
+            validation=validation,
         )
     )
 

@@ -65,16 +65,19 @@ class SearchDecision:
             self._pending = (self._generation, sequence)
             self._pending_step = steps_completed
 
-    def wait(self, is_over: Callable[[], bool]) -> None:
+    def wait(self, is_over: Callable[[], bool]) -> bool:
         """Wait until the newest report is decided on, for `DECISION_TIMEOUT_S` at most.
 
         Args:
             is_over: Tells whether there is nothing to wait for any more, such as after a signal.
+
+        Returns:
+            Whether there was a report to wait for.
         """
         with self._lock:
             pending, self._pending = self._pending, None
         if pending is None or self._is_silent():
-            return
+            return False
         deadline = time.monotonic() + DECISION_TIMEOUT_S
         while not is_over() and (self._control.read().judged or (-1, -1)) < pending:
             if time.monotonic() >= deadline:
@@ -86,8 +89,9 @@ class SearchDecision:
                     self._pending_step,
                     DECISION_TIMEOUT_S,
                 )
-                return
+                break
             time.sleep(_POLL_S)
+        return True
 
     def _is_silent(self) -> bool:
         """Tell whether nothing has come from the runner since a decision failed to come."""

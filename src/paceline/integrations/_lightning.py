@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import train
+from paceline.integrations._library_reports import report_of_library
 from paceline.integrations._required_library import required_library
 
 required_library("lightning.pytorch", "prepare_lightning", "lightning")
@@ -78,7 +79,8 @@ def prepare_lightning(
     """Have a Lightning trainer report, save checkpoints of the run, and go on from the last one.
 
     Metrics that the model logs are reported at the end of each epoch, and every
-    `log_every_n_steps` steps. `fit` without `ckpt_path` goes on from the run's checkpoint. When the
+    `log_every_n_steps` steps; those of a validation once. A search judges what is validated, and
+    all metrics if nothing is. `fit` without `ckpt_path` goes on from the run's checkpoint. When the
     run is to make room, a checkpoint is saved after the present step, and training ends.
 
     Args:
@@ -202,6 +204,10 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         self._every_n_steps = every_n_steps
         self._start_step = self._saved_step = -1
         self._is_reported = False
+        # The tensors of the last validation. Lightning keeps them beside those of training.
+        self._evaluated: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
+        self._fresh: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         # The model is with its worker, and no iteration has begun.
@@ -214,8 +220,21 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         _end_iterations(trainer.val_dataloaders)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._known = dict(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         _end_iterations(trainer.val_dataloaders)
+        is_fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if is_fitting and trainer.global_step != self._start_step:
+            known, found = self._known, trainer.callback_metrics
+            self._fresh = {name: new for name, new in found.items() if new is not known.get(name)}
+            self._evaluated |= self._fresh
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._fresh:
+            self._is_reported = False
+            self._report(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
@@ -226,11 +245,7 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
             self._report(trainer)
         every = self._every_n_steps
         is_due = every is not None and step % every == 0
-        is_preempted = train.should_preempt()
-        if (is_due or is_preempted) and step != self._saved_step:
-            self._save(trainer)
-        if is_preempted:
-            trainer.should_stop = True
+        self._save_or_leave(trainer, is_due=is_due and step != self._saved_step)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.global_step == self._start_step:
@@ -238,15 +253,32 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         self._is_reported = False
         self._report(trainer)
         every = self._every_n_epochs
-        if every is not None and (trainer.current_epoch + 1) % every == 0:
+        is_due = every is not None and (trainer.current_epoch + 1) % every == 0
+        self._save_or_leave(trainer, is_due=is_due)
+
+    def _save_or_leave(self, trainer: pl.Trainer, *, is_due: bool) -> None:
+        """Save if it is due, and if the run is to make room, which ends training."""
+        is_preempted = train.should_preempt()
+        if is_due or (is_preempted and trainer.global_step != self._saved_step):
             self._save(trainer)
+        if is_preempted:
+            trainer.should_stop = True
 
     def _report(self, trainer: pl.Trainer) -> None:
         if self._is_reported:
             return
         self._is_reported = True
-        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        train.report({**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step})
+        place = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        metrics = {
+            name: value.item()
+            for name, value in trainer.callback_metrics.items()
+            if self._evaluated.get(name) is not value
+        }
+        fresh = {name: value.item() for name, value in self._fresh.items()}
+        self._fresh = {}
+        report_of_library(
+            metrics | place, fresh and fresh | place, evaluates=trainer.enable_validation
+        )
 
     def _save(self, trainer: pl.Trainer) -> None:
         self._report(trainer)

@@ -57,6 +57,7 @@ class TrainTrainable(tune.Trainable):
         self._start: train.Checkpoint | None = None
         self._known: dict[int, dict[str, Any]] = {}
         self._last: dict[str, Any] = {}
+        self._evaluated: dict[str, Any] = {}
         self._told_uuid: str | None = None
 
     def step(self) -> dict[str, Any]:
@@ -65,17 +66,23 @@ class TrainTrainable(tune.Trainable):
         if run is None:
             run = self._run = self._begin()
         report = next(run, None)
-        result: dict[str, Any] = dict(self._last if report is None else report)
+        result = self._last if report is None else self._result_of(report)
         if report is None:
             # What the function raised is raised here.
             run.get_results()
-            result |= {DONE: True, RESULT_DUPLICATE: True}
+            result = {**result, DONE: True, RESULT_DUPLICATE: True}
         self._last = result
         latest = run.latest_checkpoint
         if latest is not None and latest.uuid != self._told_uuid:
             self._told_uuid = latest.uuid
             result = {**result, SHOULD_CHECKPOINT: True}
         return result
+
+    def _result_of(self, report: train.Report) -> dict[str, Any]:
+        """Return the report; a library's with what it has evaluated last, as Tune needs that."""
+        if isinstance(report.validation, dict):
+            self._evaluated |= report.validation
+        return {**report, **({} if report.validation is True else self._evaluated)}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Copy the function's newest checkpoint, or note where it is if others can reach that."""
@@ -123,6 +130,7 @@ class TrainTrainable(tune.Trainable):
     def _begin_anew(self) -> None:
         self._start, self._known = None, {}
         self._last, self._told_uuid = {}, None
+        self._evaluated = {}
 
     def _begin(self) -> train.StepwiseRun:
         return self._own.run_stepwise(

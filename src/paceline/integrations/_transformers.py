@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import train
+from paceline.integrations._library_reports import report_of_library
 from paceline.integrations._required_library import required_library
 
 required_library("transformers", "prepare_transformers", "transformers")
@@ -15,12 +16,15 @@ required_library("transformers", "prepare_transformers", "transformers")
 import transformers  # noqa: E402  # after the check that it is there
 
 _KEY = "transformers"
+_EVALUATED = "eval_"
 
 
 def prepare_transformers(trainer: Any) -> Any:
     """Have a trainer of Transformers report, save checkpoints of the run, and go on from the last.
 
     What it logs is reported, and what it saves becomes a checkpoint of the run, as its `args` say.
+    A search judges what it evaluates, which has names with `eval_`; all that it logs if `args` has
+    no `eval_strategy`.
     `train()` without `resume_from_checkpoint` goes on from the run's checkpoint. When the run is
     to make room, a checkpoint is saved after the present step, and training ends. Of the trainer's
     own directories only the newest is kept, unless `save_total_limit` says otherwise.
@@ -73,9 +77,17 @@ class _TransformersCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self, files: Any) -> None:
         self._files = files
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> Any:
         numbers = {name: value for name, value in (logs or {}).items() if _is_number(value)}
-        train.report({**numbers, "step": state.global_step, "epoch": state.epoch})
+        row = {**numbers, "step": state.global_step, "epoch": state.epoch}
+        is_evaluated = any(name.startswith(_EVALUATED) for name in numbers)
+        report_of_library(
+            {} if is_evaluated else row,
+            row if is_evaluated else {},
+            evaluates=args.eval_strategy != transformers.IntervalStrategy.NO,
+        )
+        # A search may end the trial here.
+        return self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
         if train.should_preempt():

@@ -40,12 +40,17 @@ class AttemptStarted(Record, frozen=True, kw_only=True, tag="attempt_started"):
     restart_causes: tuple[str, ...] = ()
 
 
-class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics"):
-    """Metrics of one group at one step."""
+class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics", omit_defaults=True):
+    """Metrics of one group at one step.
+
+    `validation` tells what of a train function's report counts as a validation too, for searches:
+    all of it if True, nothing if False, else these metrics.
+    """
 
     group: str
     steps_completed: int
     metrics: dict[str, Any]
+    validation: bool | dict[str, Any] = False
 
 
 class ProgressReported(Record, frozen=True, kw_only=True, tag="progress"):

@@ -175,10 +175,23 @@ class SearchRun:
                 self._num_idle -= 1
             return None
 
-    def take_report(self, trial: SearchTrial, number: int, metrics: Mapping[str, Any]) -> NextMove:
-        """Give a report to the search, and return what the trial is to do; it may wait for that."""
+    def take_report(
+        self,
+        trial: SearchTrial,
+        number: int,
+        metrics: Mapping[str, Any],
+        judged: Mapping[str, Any],
+    ) -> NextMove:
+        """Give a report to the search, and return what the trial is to do; it may wait for that.
+
+        Args:
+            trial: Who reports.
+            number: The number of the report.
+            metrics: The report.
+            judged: What of it the search judges.
+        """
         with self._changed:
-            given = self._input_of(trial, metrics)
+            given = self._input_of(trial, judged)
             if given is not None:
                 self._journal.add(given, number, metrics)
             self._note(trial, number, dict(metrics), given)

@@ -20,7 +20,11 @@ _LOOK_S = 0.2
 
 
 class StepwiseTrial(Protocol):
-    """A trial that runs: it waits at each of its reports, which are mappings with a `number`."""
+    """A trial that runs: it waits at each of its reports.
+
+    A report is a mapping. It has a `number`, and `validation` tells what of it the search judges:
+    all, nothing, or these metrics.
+    """
 
     def __next__(self) -> Any:
         """Let it go on, and return its next report."""
@@ -77,7 +81,7 @@ class TrialThread(threading.Thread):
             move = (
                 NextMove.END
                 if report is None
-                else self._search.take_report(trial, report.number, report)
+                else self._search.take_report(trial, report.number, report, _judged_metrics(report))
             )
             if move is not NextMove.GO_ON:
                 break
@@ -94,6 +98,13 @@ class TrialThread(threading.Thread):
         told = error.__cause__ or error
         logger.warning("Trial %d has failed: %s", trial.result.number, told)
         self._search.end(trial, exit_reason_of_trial(error), error)
+
+
+def _judged_metrics(report: Any) -> Any:
+    validation = report.validation
+    if isinstance(validation, bool):
+        return report if validation else {}
+    return validation
 
 
 def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTrial]]) -> None:

@@ -22,6 +22,7 @@ class Report(dict[str, Any]):
         time: When, in seconds since the epoch.
         generation: How often the workers had been replaced.
         lag_s: How long it took to the driver, in seconds.
+        validation: What of it a search judges: all, nothing, or these metrics.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Report(dict[str, Any]):
         time: float = 0.0,
         generation: int = 0,
         lag_s: float = 0.0,
+        validation: dict[str, Any] | bool = True,
     ) -> None:
         super().__init__(metrics)
         self.rank = rank
@@ -40,6 +42,7 @@ class Report(dict[str, Any]):
         self.time = time
         self.generation = generation
         self.lag_s = lag_s
+        self.validation = validation
 
     def __repr__(self) -> str:
         return f"Report({super().__repr__()}, rank={self.rank}, number={self.number})"
@@ -160,6 +163,7 @@ class Results(list[Any]):
 
 def report_of(key: JournalKey, record: MetricsReported, lag_s: float = 0.0) -> Report:
     """Return what a journal's record tells."""
+    judged = record.validation
     return Report(
         decode_value(record.metrics),
         rank=key.rank,
@@ -167,4 +171,5 @@ def report_of(key: JournalKey, record: MetricsReported, lag_s: float = 0.0) -> R
         time=record.time,
         generation=key.generation,
         lag_s=lag_s,
+        validation=judged if isinstance(judged, bool) else decode_value(judged),
     )

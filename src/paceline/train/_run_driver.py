@@ -179,6 +179,7 @@ class RunDriver(GroupRun):
         if start is None and opened.latest_checkpoint is not None:
             start = Checkpoint.stored(self._storage, opened.latest_checkpoint)
         strategy = request.strategy
+        judged = opened.info.judged_metrics
         return RunSpec(
             run_id=opened.info.run_id,
             run_dir=str(opened.path),
@@ -195,6 +196,7 @@ class RunDriver(GroupRun):
             kept=self._follower.kept,
             is_stepwise=request.is_stepwise,
             storage_per_node=self._is_stored_per_node,
+            judged_metrics=None if judged is None else tuple(judged),
         )
 
     def _count_shards(self) -> int:

@@ -1,6 +1,7 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import update
 
@@ -21,7 +22,7 @@ from paceline.journal import (
 )
 from paceline.master.experiments import NotFoundError, RefusedError
 from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
-from paceline.master.store import Transaction, read_rows, tables, time_shares
+from paceline.master.store import Transaction, read_rows, read_summary, tables, time_shares
 from paceline.messages.attempts import Mark, RecordBatch
 
 
@@ -561,3 +562,38 @@ def test_the_time_of_a_trial_is_divided_over_its_attempts(bench: Any) -> None:
         (first, "start"), (first, "checkpoint"), (first, "report"),
         (second, "start"), (second, "end"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("validation", "judged"), [(True, 0.9), ({"loss": 0.2, "epochs": 2}, 0.2), (False, None)]
+)
+def test_a_train_functions_report_counts_as_validation_as_far_as_it_says_so(
+    bench: Any, halving: int, validation: Any, judged: float | None
+) -> None:
+    """The report has `loss` too, which counts only where nothing was evaluated apart from it."""
+    attempt_id = bench.start(1)
+    report = bench.metrics("training", 2, loss=0.9, epochs=2)
+    told = msgspec.structs.replace(report, validation=validation)
+    for rank in (2, 0):
+        bench.send(attempt_id, told, rank=rank)
+    given = [each for each in bench.inputs(halving) if each["type"] == "reported"]
+    assert [each["metric"] for each in given] == ([] if judged is None else [judged])
+    assert bench.trial(1).best_metric == judged
+    with bench.database.read() as connection:
+        groups = read_summary(connection, 1)
+    assert groups["training"]["loss"].last == 0.9
+    assert ("validation" in groups) == (judged is not None)
+    kinds = [*bench.events("metrics"), *bench.events("validation")]
+    assert len(kinds) == (3 if isinstance(validation, dict) else 2)
+    bench.check_replay(halving)
+
+
+def test_what_a_train_function_reports_without_the_searched_metric_is_judged_by_none(
+    bench: Any, halving: int
+) -> None:
+    attempt_id = bench.start(1)
+    report = bench.metrics("training", 1, train_loss=0.9)
+    bench.send(attempt_id, msgspec.structs.replace(report, validation=True))
+    assert bench.events("validation") == []
+    assert [event["group"] for event in bench.events("metrics")] == ["training"]
+    assert bench.inputs(halving)[-1]["type"] == "started"

@@ -21,8 +21,8 @@ class PreemptionCheck:
     """Tell all ranks at the same call that the run is to make room.
 
     A signal to any rank counts, and the chief looks every half second for what the driver or the
-    master says. The ranks tell each other at calls that they have agreed on before; all other
-    calls cost nothing.
+    master says, and after a report for what a search of the master decides on it. The ranks tell
+    each other at calls that they have agreed on before; all other calls cost nothing.
 
     Args:
         spec: The run.
@@ -30,11 +30,19 @@ class PreemptionCheck:
         device: Where the process group communicates.
         is_script: Whether this process is the user's script. SIGTERM to another worker is how its
             driver ends it, as after the error of a rank.
+        decision: Knows the chief's newest report that a search judges.
     """
 
     def __init__(
-        self, spec: RunSpec, rank_info: RankInfo, device: torch.device, *, is_script: bool
+        self,
+        spec: RunSpec,
+        rank_info: RankInfo,
+        device: torch.device,
+        *,
+        is_script: bool,
+        decision: core.SearchDecision,
     ) -> None:
+        self._decision = decision
         self._run = run = RunDirectory(Path(spec.run_dir))
         self._rank_info = rank_info
         self._device = device
@@ -72,8 +80,13 @@ class PreemptionCheck:
 
     def _look(self) -> None:
         self._is_wanted = self._is_wanted or self._signals.has_come
+        if self._is_wanted or self._rank_info.rank != 0:
+            return
+        is_decided = self._decision.wait(self._is_told)
         now = time.monotonic()
-        if self._rank_info.rank == 0 and now >= self._next_look_s:
+        if is_decided or now >= self._next_look_s:
             self._next_look_s = now + _LOOK_INTERVAL_S
-            is_told = self._control.read().should_preempt or is_to_move(self._run)
-            self._is_wanted = self._is_wanted or is_told
+            self._is_wanted = self._is_told() or is_to_move(self._run)
+
+    def _is_told(self) -> bool:
+        return self._signals.has_come or self._control.read().should_preempt

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +37,7 @@ class RankReporter:
         directory: Where the journal goes.
         groups: The names of the groups for metrics and for times.
         first_report: The number after which reports begin, unless `begin` says otherwise.
+        decision: Hears of the reports that a search judges.
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
         restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
@@ -51,11 +52,13 @@ class RankReporter:
         *,
         groups: tuple[str, str],
         first_report: int,
+        decision: core.SearchDecision,
         on_report: Callable[[], None] | None,
         restart_causes: Sequence[str] = (),
         is_parent_told: bool = True,
     ) -> None:
         self.journal = JournalWriter(directory)
+        self._decision = decision
         self._throughput = StepThroughput()
         self._position = Position()
         self.num_reports = 0
@@ -88,15 +91,27 @@ class RankReporter:
             if not self._has_begun:
                 self._begin(steps_completed, resumed_from)
 
-    def report(self, metrics: dict[str, Any]) -> int:
-        """Record metrics, see `train.report`, and return the number of the report."""
+    def report(self, metrics: dict[str, Any], validation: Mapping[str, Any] | bool = True) -> int:
+        """Record metrics, see `train.report`, and return the number of the report.
+
+        Args:
+            metrics: The metrics.
+            validation: What of the chief's report a search judges: all, nothing, or these metrics.
+        """
         encoded = encode_metrics(metrics)
+        judged = self._key.rank == 0 and (
+            validation if isinstance(validation, bool) else encode_metrics(dict(validation))
+        )
         with self._lock:
             if not self._has_begun:
                 self._begin(None, None)
             self.num_reports = number = self.num_reports + 1
-            self.last_metrics = encoded
-            record_metrics(self.journal, self._group, number, encoded)
+            # A library reports the parts of its metrics apart.
+            self.last_metrics = encoded if validation is True else self.last_metrics | encoded
+            sequence = record_metrics(self.journal, self._group, number, encoded, judged)
+            if judged:
+                told = encoded if judged is True else judged
+                self._decision.reported(sequence, number, told)
             now = perf_counter()
             if now >= self._look_at:
                 self._look_at = now + _LOOK_INTERVAL_S

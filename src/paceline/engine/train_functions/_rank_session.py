@@ -1,7 +1,7 @@
 """One generation of a run as a worker sees it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from paceline.engine.train_functions._rank_checkpoints import RankCheckpoints
 from paceline.engine.train_functions._rank_reporter import RankReporter
 from paceline.engine.train_functions._rank_state import RankState
 from paceline.engine.train_functions._user_loop import UserLoop
-from paceline.journal import JournalKey
+from paceline.journal import JournalKey, RunDirectory
 from paceline.storage import CheckpointStorage, RetentionRules
 from paceline.workers import RankInfo
 from paceline.workers.runs import METRICS_GROUP, TIMINGS_GROUP, Job, ReportGate, RunAccess, RunSpec
@@ -123,6 +123,7 @@ class RankSession(LooseSession):
         # The driver of a pool has begun the run, and is the parent of its workers.
         is_parent_told = on_report is not None or distributed is not None
         self._spec: RunSpec = spec
+        self._decision = self._make_decision()
         self.reporter = self._make_reporter(on_report, is_parent_told=is_parent_told)
         self._checkpoints = self._make_checkpoints(storage)
         self._writer = TrainCheckpointWriter(
@@ -141,6 +142,14 @@ class RankSession(LooseSession):
         self._is_script = on_report is not None
         seed_everything(spec.seed, rank_info.rank)
 
+    def _make_decision(self) -> core.SearchDecision:
+        run = RunDirectory(Path(self._spec.run_dir))
+        # On a node that does not see the run directory, nobody tells of decisions.
+        judged = self._spec.judged_metrics if run.control_path.parent.exists() else None
+        return core.SearchDecision(
+            control=core.ControlFile(run), generation=self._spec.generation, metrics=judged
+        )
+
     def _make_reporter(
         self, on_report: Callable[[], None] | None, *, is_parent_told: bool
     ) -> RankReporter:
@@ -151,6 +160,7 @@ class RankSession(LooseSession):
             self._access.journal_path,
             groups=(METRICS_GROUP, TIMINGS_GROUP),
             first_report=spec.first_report,
+            decision=self._decision,
             on_report=on_report,
             restart_causes=spec.restart_causes,
             is_parent_told=is_parent_told,
@@ -176,8 +186,12 @@ class RankSession(LooseSession):
 
     # ---- reports and checkpoints ---------------------------------------------------------
 
-    def report(self, metrics: dict[str, Any]) -> None:
+    def report(self, metrics: dict[str, Any], validation: Mapping[str, Any] | bool = True) -> None:
         """Record metrics; see `train.report`.
+
+        Args:
+            metrics: The metrics.
+            validation: What of them a search judges, see `RankReporter.report`.
 
         Raises:
             StoppedError: The driver of a stepwise run ends it at this report.
@@ -186,7 +200,7 @@ class RankSession(LooseSession):
             # Whoever stops the run at this report goes on from what was saved before it.
             self._checkpoints.settle()
             self._checkpoints.await_commits(self.num_saves, _COMMIT_S)
-        number = self.reporter.report(metrics)
+        number = self.reporter.report(metrics, validation)
         if self._gate is not None:
             self._gate.wait(number)
 
@@ -272,7 +286,11 @@ class RankSession(LooseSession):
         """Tell whether the run is to make room; see `train.should_preempt`."""
         if self._preemption is None:
             self._preemption = PreemptionCheck(
-                self._spec, self.rank_info, self.device, is_script=self._is_script
+                self._spec,
+                self.rank_info,
+                self.device,
+                is_script=self._is_script,
+                decision=self._decision,
             )
         return self._preemption.is_due()
 

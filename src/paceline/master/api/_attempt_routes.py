@@ -48,7 +48,7 @@ async def store_records(
     master.leases.renew(runner_id(attempt_id, member))
     body = await _decode(request, RecordRequest)
     has_validations = any(
-        getattr(record, "group", None) == "validation"
+        getattr(record, "group", None) == "validation" or getattr(record, "validation", False)
         for batch in body.batches
         for _, record in batch.records
     )

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline import faults
@@ -99,8 +100,11 @@ class RecordIngest:
             marks[batch.generation, batch.rank] = fresh[-1][0]
             whose = f"rank {batch.rank} (generation {batch.generation})"
             take_lost_records(self._changes, transaction, attempt, whose, mark, fresh)
-            self._take(transaction, attempt, batch.rank, [record for _, record in fresh])
-            _take_times(connection, attempt.id, batch, [record for _, record in fresh])
+            records = _with_validations(
+                connection, attempt, batch.rank, [record for _, record in fresh]
+            )
+            self._take(transaction, attempt, batch.rank, records)
+            _take_times(connection, attempt.id, batch, records)
         faults.reach("master.records.stored")
         return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
 
@@ -149,7 +153,7 @@ class RecordIngest:
                     _emit_newest(transaction, attempt, rank, untold)
                     take_validation(self._changes, transaction, attempt, record)
                 else:
-                    untold.setdefault(record.group, []).append(record)
+                    _note_untold(untold, record)
             elif isinstance(record, CheckpointStored):
                 store_checkpoint(self._changes, transaction, attempt, record)
             elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
@@ -257,6 +261,33 @@ class RecordIngest:
             )
 
 
+def _with_validations(
+    connection: Connection, attempt: Row[Any], rank: int, records: list[AnyRecord]
+) -> list[AnyRecord]:
+    """Return records with a validation beside each report of a train function that counts as one.
+
+    Other ranks than the chief are not judged, and a run without this master has no search: their
+    reports stay what they are. A report whose `validation` is still True is told as the validation
+    beside it.
+    """
+    if not any(isinstance(each, MetricsReported) and each.validation for each in records):
+        return records
+    experiment = StateChanges.experiment(connection, attempt.experiment_id)
+    is_judged = rank == CHIEF and experiment.external_id is None
+    metric = config_of(experiment).searcher.metric
+    found: list[AnyRecord] = []
+    for record in records:
+        if not isinstance(record, MetricsReported) or not record.validation:
+            found.append(record)
+            continue
+        is_whole = record.validation is True
+        judged = record.metrics if record.validation is True else record.validation
+        found.append(replace(record, validation=is_judged and is_whole and metric in judged))
+        if is_judged:
+            found.append(replace(record, group="validation", metrics=judged, validation=is_whole))
+    return found
+
+
 def _take_times(
     connection: Connection, attempt_id: int, batch: RecordBatch, records: list[AnyRecord]
 ) -> None:
@@ -264,6 +295,11 @@ def _take_times(
     for record in records:
         if isinstance(record, TimeSpent) and batch.rank == CHIEF:
             add_time_mark(connection, attempt_id, batch.generation, record)
+
+
+def _note_untold(untold: dict[str, list[MetricsReported]], record: MetricsReported) -> None:
+    if record.validation is not True:
+        untold.setdefault(record.group, []).append(record)
 
 
 def _emit_newest(

@@ -21,6 +21,9 @@ def take_validation(
     connection = transaction.connection
     trial = changes.trial(connection, attempt.trial_id)
     searcher = config_of(changes.experiment(connection, attempt.experiment_id)).searcher
+    if report.validation is True and searcher.metric not in report.metrics:
+        # A train function may report much besides what is searched for.
+        return
     transaction.emit(
         "validation",
         attempt.experiment_id,

@@ -74,6 +74,8 @@ class RunSpec:
         is_stepwise: Whether the function waits at each report until its driver lets it go on.
         storage_per_node: Whether `storage` is a directory of this node alone.
         restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
+        judged_metrics: The metrics that a master's search needs to judge a report; None without
+            such a search.
     """
 
     run_id: str
@@ -92,6 +94,7 @@ class RunSpec:
     is_stepwise: bool = False
     storage_per_node: bool = False
     restart_causes: tuple[str, ...] = ()
+    judged_metrics: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

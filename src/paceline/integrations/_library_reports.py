@@ -1,0 +1,27 @@
+"""Reports of libraries that tell training and evaluation apart."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline import train
+from paceline.workers.runs import current_session
+
+
+def report_of_library(
+    metrics: Mapping[str, Any], evaluated: Mapping[str, Any], *, evaluates: bool
+) -> None:
+    """Report metrics of training, what was evaluated, or both.
+
+    A search judges what was evaluated. If a library evaluates nothing, it judges all reports.
+
+    Args:
+        metrics: Metrics of training, and where it stands.
+        evaluated: Metrics of an evaluation since the last report, and where it took place.
+        evaluates: Whether the library evaluates at all.
+    """
+    session = current_session()
+    if session is None:
+        train.report({**evaluated, **metrics})
+    else:
+        validation = (dict(evaluated) or False) if evaluates or evaluated else True
+        session.report({**evaluated, **metrics}, validation)

@@ -19,6 +19,7 @@ from paceline.storage._errors import (
     CheckpointVersionError,
     CheckpointWriteError,
     StorageNotInstalledError,
+    failing_store_of,
 )
 from paceline.storage._incoming_checkpoint import IncomingCheckpoint, forget_incoming
 from paceline.storage._manifest import (
@@ -49,7 +50,7 @@ from paceline.storage._storage_from_setting import (
 )
 from paceline.storage._storage_registry import added_schemes, is_added_scheme, scheme_of
 from paceline.storage._stored_object import StoredObject
-from paceline.storage._upload import FileSender
+from paceline.storage._upload import FileSender, UploadLimits
 
 __all__ = [
     "MANIFEST_NAME",
@@ -72,6 +73,7 @@ __all__ = [
     "ShardDone",
     "StorageNotInstalledError",
     "StoredObject",
+    "UploadLimits",
     "UuidList",
     "added_schemes",
     "best_of",
@@ -85,6 +87,7 @@ __all__ = [
     "digest_stream",
     "directory_of_checkpoint",
     "done_name",
+    "failing_store_of",
     "forget_incoming",
     "glob_selector",
     "is_added_scheme",

@@ -37,7 +37,7 @@ class AzureStorage(BucketStorage):
         with self._errors(f"{len(keys)} blobs must be removed", writes=True):
             try:
                 if keys:
-                    obstore.delete(self._client, list(keys))
+                    self._tried(lambda client: obstore.delete(client, list(keys)))
             except (NotFoundError, FileNotFoundError) as error:
                 if self._missing in str(error):
                     raise
@@ -47,7 +47,7 @@ class AzureStorage(BucketStorage):
 
     def _remove_one(self, key: str) -> None:
         try:
-            obstore.delete(self._client, key)
+            self._tried(lambda client: obstore.delete(client, key))
         except (NotFoundError, FileNotFoundError) as error:
             if self._missing in str(error):
                 raise

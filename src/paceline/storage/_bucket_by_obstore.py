@@ -1,15 +1,14 @@
 """Checkpoints in a bucket or container, reached by obstore."""
 
-import html
 import logging
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import obstore
@@ -22,6 +21,7 @@ from obstore.exceptions import (
 )
 from obstore.store import AzureStore, S3Store
 
+from paceline.storage._bucket_error_words import part_of, words_of
 from paceline.storage._errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -29,6 +29,11 @@ from paceline.storage._errors import (
 )
 from paceline.storage._manifest import FileEntry
 from paceline.storage._object_storage_base import ObjectStorage
+from paceline.storage._patient_calls import (
+    MACHINE_CREDENTIALS,
+    PatientCalls,
+    may_pass,
+)
 from paceline.storage._shard_upload import ShardUpload
 from paceline.storage._stored_object import StoredObject
 from paceline.storage._upload import (
@@ -43,23 +48,22 @@ from paceline.storage._upload import (
 logger = logging.getLogger(__name__)
 
 Client: TypeAlias = S3Store | AzureStore
+_Result = TypeVar("_Result")
 
 # A file's parts are sent at once; the largest file is 10,000 of them, which all stores allow.
 _PART_BYTES = 8 * 1024 * 1024
 _LARGEST_PARTS = 10_000
 _PARTS_AT_ONCE = 8
 _CONNECT = timedelta(seconds=10)
-_MAX_RETRIES = 8
-# For how long a part is tried again, in times of what one try may take.
+# `PatientCalls` repeats requests, so that the client for them does not. Another client repeats the
+# parts of a file, which is read once, and takes up streams where they broke off, with growing
+# pauses, until their time is over.
+_MANY_RETRIES = 10_000
+# For how long a request is repeated, in times of what one try may take.
 _RETRY_FACTOR = 2
-_PART = re.compile(r"[?&]partNumber=(\d+)")
-_BEGINNING = re.compile(r"[?&]uploads\b")
-# Where machines of a cloud ask for the credentials that they were given, on all clouds.
-_MACHINE_CREDENTIALS = "//169.254.169.254/"
-# The answer of a store that refuses a request, and what it says there.
-_XML = re.compile(r"<\?xml|<Error>")
-_SAID = re.compile(r"<(?:Code|Message)>(.*?)</", re.DOTALL)
-_STORE_NAME = re.compile(r"^Generic \w+ error: ")
+# For how long it is repeated, and what one try may take, where others wait.
+_HURRIED_S = 5.0
+_HURRIED_TRY_S = 10.0
 
 
 class BucketStorage(ObjectStorage):
@@ -87,7 +91,9 @@ class BucketStorage(ObjectStorage):
     def __init__(self, bucket: str, prefix: str = "") -> None:
         self._bucket = bucket
         self._prefix = prefix
-        self._made: tuple[int, Client] | None = None
+        self._made: tuple[int, tuple[Client, Client]] | None = None
+        self._calls = PatientCalls(self.url)
+        self._is_hurried = False
         # What is being stored, by the directory of its other files.
         self._uploads: dict[Path, ShardUpload] = {}
 
@@ -116,6 +122,15 @@ class BucketStorage(ObjectStorage):
     def is_remote(self) -> bool:
         """Whether every machine with credentials reaches it, as it does."""
         return True
+
+    def watch(self, on_trouble: Callable[[str | None], None] | None) -> None:
+        """Have a function told while the store does not answer."""
+        self._calls.on_trouble = on_trouble
+
+    def in_a_hurry(self) -> "BucketStorage":
+        """Return this storage, which from now on gives up soon if the store does not answer."""
+        self._is_hurried, self._made = True, None
+        return self
 
     @abstractmethod
     def _make_client(self, options: Any) -> Client:
@@ -164,17 +179,20 @@ class BucketStorage(ObjectStorage):
 
     def _put_upload(self, key: str, upload: FileUpload | MemoryUpload) -> FileEntry:
         with self._errors(f"{key!r} ({upload.size} bytes) must be stored", upload=upload):
-            source: Any = upload
-            if isinstance(upload, MemoryUpload) and upload.num_parts == 1:
+            if upload.num_parts == 1:
                 # An iterator would be sent in parts, which takes three requests.
-                source = b"".join(upload)
+                data = upload.read() if isinstance(upload, FileUpload) else b"".join(upload)
+                self._tried(lambda client: obstore.put(client, key, data))
+                return upload.entry()
+            source: Any = upload
             obstore.put(
-                self._client,
+                self._clients[1],
                 key,
                 source,
                 chunk_size=_part_bytes(upload.size),
                 max_concurrency=_PARTS_AT_ONCE,
             )
+            self._calls.note_answer()
             return upload.entry()
 
     @property
@@ -182,33 +200,39 @@ class BucketStorage(ObjectStorage):
         return True
 
     def _put_new(self, key: str, data: bytes) -> None:
-        with self._errors(f"{key!r} must be stored", writes=True):
+        def put(client: Client) -> None:
             try:
-                obstore.put(self._client, key, data, mode="create")
+                obstore.put(client, key, data, mode="create")
             except AlreadyExistsError:
                 # A request may have succeeded whose response was lost, so that it was repeated.
-                if bytes(obstore.get(self._client, key).bytes()) != data:
+                if bytes(obstore.get(client, key).bytes()) != data:
                     raise FileExistsError(f"In {self.url}, {key!r} is there already.") from None
+
+        with self._errors(f"{key!r} must be stored", writes=True):
+            self._tried(put)
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects, many at once."""
         with self._errors(f"{len(keys)} objects must be removed", writes=True):
             if keys:
-                obstore.delete(self._client, list(keys))
+                self._tried(lambda client: obstore.delete(client, list(keys)))
 
     # ---- reading -------------------------------------------------------------------------
 
     def read(self, key: str, offset: int, size: int) -> bytes:
         """Return a piece of an object."""
-        with self._errors(f"{key!r} must be read"):
+
+        def read(client: Client) -> bytes:
             try:
-                found = obstore.get_range(self._client, key, start=offset, length=size)
-            except (GenericError, ValueError):
+                return bytes(obstore.get_range(client, key, start=offset, length=size))
+            except (GenericError, ValueError) as error:
                 # There is nothing beyond the end.
-                if offset < obstore.head(self._client, key)["size"]:
+                if may_pass(error) or offset < obstore.head(client, key)["size"]:
                     raise
                 return b""
-            return bytes(found)
+
+        with self._errors(f"{key!r} must be read"):
+            return self._tried(read)
 
     def read_unchanged(self, key: str, offset: int, size: int, mark: str) -> bytes:
         """Return a piece of an object that has an ETag."""
@@ -217,20 +241,27 @@ class BucketStorage(ObjectStorage):
         options: Any = {"range": (offset, offset + size), "if_match": mark}
         with self._errors(f"{key!r} must be read"):
             try:
-                return bytes(obstore.get(self._client, key, options=options).bytes())
+                return self._tried(lambda c: bytes(obstore.get(c, key, options=options).bytes()))
             except PreconditionError as error:
                 raise CheckpointCorruptError(f"In {self.url}, {key!r} was changed.") from error
+
+    def _read_whole(self, key: str) -> bytes | None:
+        with suppress(FileNotFoundError), self._errors(f"{key!r} must be read"):
+            return self._tried(lambda client: bytes(obstore.get(client, key).bytes()))
+        return None
 
     def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
         """Yield an object in one request."""
         with self._errors(f"{key!r} must be read"):
-            for chunk in obstore.get(self._client, key).stream(min_chunk_size=size):
+            for chunk in obstore.get(self._clients[1], key).stream(min_chunk_size=size):
                 yield memoryview(chunk)
 
     def objects(self, prefix: str) -> Sequence[StoredObject]:
         """Return the objects whose keys begin with a prefix, which is empty or ends in a slash."""
         with self._errors(f"the {self._kind} must be listed"):
-            found = [each for page in obstore.list(self._client, prefix) for each in page]
+            found = self._tried(
+                lambda client: [each for page in obstore.list(client, prefix) for each in page]
+            )
         return [
             StoredObject(
                 each["path"],
@@ -244,20 +275,37 @@ class BucketStorage(ObjectStorage):
     # ---- the client ----------------------------------------------------------------------
 
     @property
-    def _client(self) -> Client:
-        """The client of this process: a forked one needs its own."""
+    def _clients(self) -> tuple[Client, Client]:
+        """The clients of this process for requests, and for parts and streams.
+
+        A forked process needs its own.
+        """
         if self._made is None or self._made[0] != os.getpid():
-            part = timedelta(seconds=min(UploadLimits.from_environment()))
-            options = {
-                "client_options": {"timeout": part, "connect_timeout": _CONNECT},
-                "retry_config": {
-                    "max_retries": _MAX_RETRIES,
-                    "retry_timeout": _RETRY_FACTOR * part,
-                },
-            }
             with self._errors(f"the {self._kind} must be opened"):
-                self._made = os.getpid(), self._make_client(options)
+                self._made = os.getpid(), (self._new_client(0), self._new_client(_MANY_RETRIES))
         return self._made[1]
+
+    def _new_client(self, max_retries: int) -> Client:
+        retries = {
+            "max_retries": max_retries,
+            "retry_timeout": timedelta(seconds=self._patience_s),
+        }
+        client_options = {"timeout": timedelta(seconds=self._try_s), "connect_timeout": _CONNECT}
+        return self._make_client({"client_options": client_options, "retry_config": retries})
+
+    def _tried(self, function: Callable[[Client], _Result]) -> _Result:
+        """Call a function with a client until the store answers, or has not for too long."""
+        client = self._clients[0]
+        return self._calls.call(lambda: function(client), self._try_s, self._patience_s)
+
+    @property
+    def _try_s(self) -> float:
+        limit = min(UploadLimits.from_environment())
+        return min(limit, _HURRIED_TRY_S) if self._is_hurried else limit
+
+    @property
+    def _patience_s(self) -> float:
+        return _HURRIED_S if self._is_hurried else _RETRY_FACTOR * self._try_s
 
     @contextmanager
     def _errors(
@@ -284,7 +332,11 @@ class BucketStorage(ObjectStorage):
             # The client's own text has many lines, of which the last ones tell nothing new.
             logger.debug("%s", error)
             cause = None if isinstance(error, BaseError) else error
-            raise kind(f"In {self.url}, {must}, but {reason}") from cause
+            raised = kind(f"In {self.url}, {must}, but {reason}")
+            if may_pass(error):
+                raised.failing_store = self.url
+                self._calls.note_trouble(raised)
+            raise raised from cause
 
     def _reason(self, error: Exception, upload: Upload | None) -> str:
         """Return what a store has said, of which part, and what to do."""
@@ -299,14 +351,14 @@ class BucketStorage(ObjectStorage):
                 f"there is no such {self._kind} ({self._missing}). Hint: make the {self._kind}, or"
                 " correct the URL (`checkpoint_storage` for checkpoints)."
             )
-        reason = _words_of(text) or repr(error)
+        reason = words_of(text) or repr(error)
         cause, hint = self._cause_and_hint(text)
-        place = "" if upload is None else f"{_part_of(text, upload)}: "
+        place = "" if upload is None else f"{part_of(text, upload)}: "
         return f"{place}{cause}{reason}.{hint}"
 
     def _cause_and_hint(self, text: str) -> tuple[str, str]:
         """Return what the client's error means in plain words, and what to do."""
-        if _MACHINE_CREDENTIALS in text:
+        if MACHINE_CREDENTIALS in text:
             cause = "there are no credentials in the environment, and this machine has none: "
             return cause, f" Hint: set {self._own_credentials}."
         if "kind: Timeout" in text:
@@ -319,28 +371,6 @@ class BucketStorage(ObjectStorage):
 
 def _part_bytes(size: int) -> int:
     return max(_PART_BYTES, -(-size // _LARGEST_PARTS))
-
-
-def _words_of(text: str) -> str:
-    """Return the first line of an error, and of an answer in XML what a store says in it."""
-    # After it, the client tells the same once more.
-    text = text.partition("\n\nDebug source:")[0]
-    if said := _SAID.findall(text):
-        told = (html.unescape(each.strip().splitlines()[0]) for each in said if each.strip())
-        text = ": ".join([_XML.split(text)[0].rstrip(" :\n\ufeff"), *told])
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return _STORE_NAME.sub("", line).rstrip(".")
-
-
-def _part_of(text: str, upload: Upload) -> str:
-    """Return the part of a file that an error is about."""
-    found = _PART.search(text)
-    if found is not None:
-        return f"part {found[1]} of {upload.num_parts}"
-    if upload.num_parts == 1:
-        return "part 1 of 1"
-    where = "before part 1" if _BEGINNING.search(text) else "a part"
-    return f"{where} of {upload.num_parts}"
 
 
 def endpoint_of(variable: str) -> str:

@@ -3,7 +3,7 @@
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -59,6 +59,21 @@ class CheckpointStorage(ABC):
     def is_remote(self) -> bool:
         """Whether every machine with credentials for it reaches this storage by its URL."""
         return False
+
+    def watch(self, on_trouble: Callable[[str | None], None] | None) -> None:  # noqa: B027
+        """Have a function told, if the storage can tell, while it does not answer.
+
+        Args:
+            on_trouble: Called, in any thread, with the reason once the storage has not answered for
+                some seconds, and with None once it answers again; None calls nothing any more.
+        """
+
+    def in_a_hurry(self) -> "CheckpointStorage":
+        """Return this storage, which from now on gives up soon if it does not answer.
+
+        For work that is done again later, and that must not hold up other work.
+        """
+        return self
 
     @abstractmethod
     def store_path(self, uuid: str, *, rank: int = 0) -> AbstractContextManager[Path]:

@@ -10,7 +10,13 @@ CheckpointError
 
 
 class CheckpointError(Exception):
-    """The base of all errors about checkpoints."""
+    """The base of all errors about checkpoints.
+
+    Attributes:
+        failing_store: The URL of the store if it does not answer, which may pass; else None.
+    """
+
+    failing_store: str | None = None
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -34,3 +40,14 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 class StorageNotInstalledError(CheckpointError, ValueError):
     """Raised for a URL whose scheme neither Paceline nor an installed package offers."""
+
+
+def failing_store_of(error: BaseException | None) -> str | None:
+    """Return the URL of the store that an error comes from because it does not answer, or None."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, CheckpointError) and error.failing_store is not None:
+            return error.failing_store
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None

@@ -201,7 +201,11 @@ def test_a_checkpoint_that_is_never_whole_ends_in_time_as_the_error_of_the_newes
     chief.check()
 
 
-def test_training_ends_when_three_commits_in_a_row_fail(tmp_path: Path) -> None:
+def test_training_ends_when_three_commits_in_a_row_fail_for_long_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", "1e-9")
+
     def commit(uuid: str, metadata: dict[str, Any]) -> None:
         raise CheckpointWriteError("no answer")
 

@@ -177,14 +177,16 @@ def test_stop_request_stores_a_checkpoint_and_ends(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "stored", "error"),
+    ("lost", "stored", "error", "part_s"),
     [
-        ({2}, [2, 6], None),
+        ({2}, [2, 6], None, 60.0),
         # The last one is stored once more.
-        ({3}, [2, 4, 6], None),
-        ({3, 4}, [2, 4], "not the 4"),
-        # Three in a row are too many.
-        ({1, 2, 3}, [], "not the 3"),
+        ({3}, [2, 4, 6], None, 60.0),
+        ({3, 4}, [2, 4], "not the 4", 60.0),
+        # Three in a row within a moment may pass.
+        ({1, 2, 3}, [6], None, 60.0),
+        # Three in a row over ten times what a store has are too many.
+        ({1, 2, 3}, [], "not the 3", 1e-9),
     ],
 )
 def test_training_goes_on_after_a_checkpoint_that_was_lost(
@@ -192,9 +194,11 @@ def test_training_goes_on_after_a_checkpoint_that_was_lost(
     lost: set[int],
     stored: list[int],
     error: str | None,
+    part_s: float,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setenv("PACELINE_STORE_PART_TIMEOUT_S", str(part_s))
     numbers = itertools.count(1)
     store_shard = DirectoryStorage.store_shard
 

@@ -8,6 +8,7 @@ from paceline.core._attempt_journal import (
     record_failed_end,
     record_metrics,
     record_start,
+    record_store_state,
     record_time_spent,
 )
 from paceline.core._checkpoint_context import CheckpointContext
@@ -179,6 +180,7 @@ __all__ = [
     "record_failed_end",
     "record_metrics",
     "record_start",
+    "record_store_state",
     "record_time_spent",
     "restorable_checkpoint",
     "resuming_by",

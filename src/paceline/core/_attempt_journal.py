@@ -32,8 +32,10 @@ from paceline.journal import (
     MetricsReported,
     PreemptionAcknowledged,
     RunDirectory,
+    StoreChecked,
     TimeSpent,
 )
+from paceline.storage import failing_store_of
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +169,11 @@ def record_time_spent(
     )
 
 
+def record_store_state(journal: JournalWriter, storage: str, reason: str | None) -> None:
+    """Record that a storage does not answer for a reason, or with None that it answers again."""
+    journal.append(StoreChecked(time=time.time(), storage=storage, reason=reason))
+
+
 def end_journal(
     journal: JournalWriter,
     outcome: Outcome,
@@ -192,8 +199,15 @@ def end_journal(
         # The rank that refused says why.
         is_told = False
     text = describe_error(error) if isinstance(error, BaseException) else error
+    store = failing_store_of(error) if isinstance(error, BaseException) and is_told else None
     journal.append(
-        AttemptFinished(time=time.time(), outcome=outcome.value, error=text if is_told else None)
+        AttemptFinished(
+            time=time.time(),
+            outcome=outcome.value,
+            error=text if is_told else None,
+            store=store,
+            is_consequence=bool(getattr(error, "is_consequence", False)),
+        )
     )
     journal.close()
     if outcome is Outcome.COMPLETED and is_parent_told:

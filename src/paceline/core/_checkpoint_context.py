@@ -5,11 +5,13 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from paceline.core._attempt_journal import record_store_state
 from paceline.core._checkpoint_download import CheckpointDownload
 from paceline.core._checkpoint_parts import (
     CheckpointParts,
@@ -34,6 +36,7 @@ from paceline.journal import (
     RunDirectory,
 )
 from paceline.storage import (
+    CheckpointError,
     CheckpointNotFoundError,
     CheckpointStorage,
     Selector,
@@ -71,6 +74,7 @@ class CheckpointContext:
         self._times = times
         self._on_committed = on_committed
         self._committed = [] if latest is None else [latest]
+        storage.watch(partial(record_store_state, journal, storage.url))
 
     @property
     def storage(self) -> CheckpointStorage:
@@ -328,8 +332,9 @@ class CheckpointContext:
                     if is_chief:
                         self._commit(uuid, checked, num_shards=distributed.size)
             except BaseException:
-                if is_chief:
-                    storage.discard(uuid)
+                with suppress(CheckpointError):  # What is left is swept later.
+                    if is_chief:
+                        storage.discard(uuid)
                 raise
         if not is_chief:
             self._committed.append(uuid)

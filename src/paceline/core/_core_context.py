@@ -135,6 +135,7 @@ class Context:
         finally:
             parts.profiler.off()
             parts.tensorboard.close()
+            self.checkpoint.storage.watch(None)
             if outcome is not Outcome.ERROR:
                 parts.times.end()
             end_journal(parts.journal, outcome, error)

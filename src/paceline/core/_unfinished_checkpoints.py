@@ -56,7 +56,7 @@ def _discard(unfinished: Mapping[str, str], unrecorded: set[str]) -> set[str]:
     done = set()
     for uuid, url in unfinished.items():
         try:
-            storage = storage_from(url)
+            storage = storage_from(url).in_a_hurry()
             storage.discard(uuid)
             if uuid in unrecorded and storage.exists(uuid):
                 # The chief was killed between the commit and the record: no journal tells of it.

@@ -172,11 +172,24 @@ class RecordLost(Record, frozen=True, kw_only=True, tag="lost"):
     reason: str
 
 
+class StoreChecked(Record, frozen=True, kw_only=True, tag="store"):
+    """A storage does not answer for the `reason`, or, if that is None, it answers again."""
+
+    storage: str
+    reason: str | None
+
+
 class AttemptFinished(Record, frozen=True, kw_only=True, tag="finished"):
-    """The context was closed; `error` is the type and text of the exception that closed it."""
+    """The context was closed; `error` is the type and text of the exception that closed it.
+
+    `store` is the URL of the storage that the exception comes from, because it did not answer.
+    `is_consequence` says that another rank had failed before.
+    """
 
     outcome: str
     error: str | None = None
+    store: str | None = None
+    is_consequence: bool = False
 
 
 AnyRecord: TypeAlias = (
@@ -198,6 +211,7 @@ AnyRecord: TypeAlias = (
     | SearchInputTaken
     | RecordsDropped
     | RecordLost
+    | StoreChecked
     | AttemptFinished
 )
 

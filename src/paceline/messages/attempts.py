@@ -175,6 +175,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     said there which rank failed first, and by what. `kind` is that of the error, None if there is
     none, or if reason and code tell it. `time` is by the clock of the runner's machine, and so is
     `sent_at`, which tells the master how wrong that clock is; None if it is not sent.
+    `store` is the storage that the code failed by, because it did not answer.
     `is_leaving` says that the system told the runner to end, as Slurm tells all processes of a job.
     """
 
@@ -187,6 +188,7 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     kind: ErrorKind | None = None
     sent_at: float | None = None
     is_leaving: bool = False
+    store: str | None = None
 
     def by_clock_of(self, now: float) -> "AttemptEnd":
         """Return the end with its time by the clock of its receiver, where it is `now`."""

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from paceline import core, faults
-from paceline.journal import AttemptFinished, RunDirectory
+from paceline.journal import AttemptFinished, JournalKey, RunDirectory
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.states import ErrorKind, ExitReason, kind_of_end
 from paceline.runner._attempt_directory import AttemptDirectory
@@ -42,12 +42,15 @@ def make_attempt_end(
     is_launch_error: bool = False,
     at: float | None = None,
     kind: ErrorKind | None = None,
+    store: str | None = None,
 ) -> AttemptEnd:
     """Return how an attempt ended.
 
     `is_launch_error` says that `detail` is a launcher's. `at` is in seconds since the epoch, now by
-    default. `kind` follows from reason and code by default.
+    default. `kind` follows from reason and code by default, and from a `store` that did not answer.
     """
+    if store is not None:
+        kind = ErrorKind.TRANSIENT
     return AttemptEnd(
         reason=reason,
         code=code,
@@ -56,6 +59,7 @@ def make_attempt_end(
         detail=_sendable(detail),
         is_launch_error=is_launch_error,
         kind=kind or kind_of_end(reason, code == 0),
+        store=store,
     )
 
 
@@ -119,16 +123,37 @@ def read_attempt_finish(run: RunDirectory) -> AttemptFinished | None:
     After a full disk the count of lost reports may follow it.
     """
     chiefs = [key for key in run.journal_keys() if key.rank == 0]
-    if not chiefs:
-        return None
+    return _read_finish(run, chiefs[-1]) if chiefs else None
+
+
+def _read_finish(run: RunDirectory, key: JournalKey) -> AttemptFinished | None:
     finish = None
     try:
-        for entry in run.reader(chiefs[-1]):
+        for entry in run.reader(key):
             if _FINISHED in entry.payload and isinstance(record := entry.decode(), AttemptFinished):
                 finish = record
     except Exception as error:
-        logger.error("The chief's journal cannot be read to its end: %s", error)
+        logger.error("The journal of rank %d cannot be read to its end: %s", key.rank, error)
     return finish
+
+
+def read_failing_store(run: RunDirectory) -> str | None:
+    """Return the storage that did not answer if that is what the newest processes failed by.
+
+    The first rank that failed by itself counts.
+    """
+    keys = run.journal_keys()
+    newest = {(key.attempt, key.generation) for key in keys[-1:]}
+    finishes = [
+        finish
+        for key in keys
+        if (key.attempt, key.generation) in newest
+        and (finish := _read_finish(run, key)) is not None
+        and finish.outcome == "error"
+        and not finish.is_consequence
+    ]
+    first = min(finishes, key=lambda finish: finish.time, default=None)
+    return None if first is None else first.store
 
 
 def ship_end(shipper: Shipper, end: AttemptEnd, lost: str | None = None) -> None:
@@ -190,12 +215,18 @@ def _judged_end(
 
 
 def _end_without_word(run: RunDirectory) -> AttemptEnd:
-    """Return the end of an attempt whose runner left none: its journal may know."""
+    """Return the end of an attempt whose runner left none: its journal may know.
+
+    An error of the code counts as the loss of the runner, as it may come from that: the code cannot
+    print any more.
+    """
     finish = read_attempt_finish(run)
     if finish is None:
         return make_attempt_end(ExitReason.RUNNER_LOST)
-    code = 1 if finish.outcome == "error" else 0
-    return make_attempt_end(ExitReason.EXITED, code=code, detail=finish.error, at=finish.time)
+    if finish.outcome == "error":
+        detail = f"the runner died, and the code failed: {finish.error}"
+        return make_attempt_end(ExitReason.RUNNER_LOST, detail=detail, at=finish.time)
+    return make_attempt_end(ExitReason.EXITED, code=0, detail=finish.error, at=finish.time)
 
 
 def _ship_by_path(directory: AttemptDirectory, end: AttemptEnd) -> None:

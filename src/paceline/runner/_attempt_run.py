@@ -19,6 +19,7 @@ from paceline.runner._attempt_end_report import (
     make_attempt_end,
     read_attempt_finish,
     read_end,
+    read_failing_store,
     report_failed_start,
     ship_end,
     ship_leftover_reports,
@@ -233,7 +234,8 @@ class AttemptRun:
                 return make_attempt_end(ExitReason.EXITED, code=0, detail=exit_.error)
         reason = kill_reason or ExitReason.EXITED
         launch_error = None
-        if self._group.has_others or (exit_.is_failure and kill_reason is None):
+        has_failed = exit_.is_failure and kill_reason is None
+        if self._group.has_others or has_failed:
             launch_error = self._directory.run.read_launch_error()
         return make_attempt_end(
             reason,
@@ -241,6 +243,7 @@ class AttemptRun:
             signum=exit_.signal,
             detail=launch_error or _why_process_ended(exit_),
             is_launch_error=bool(launch_error),
+            store=read_failing_store(self._directory.run) if has_failed else None,
         )
 
     def _read_secrets(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class RankCheckpoints:
         self._reporter = reporter
         self._rank = rank
         self._is_score_minimized = is_score_minimized
+        storage.watch(partial(reporter.record_store_state, storage.url))
         self._saver = CheckpointSaver(rank, local_size)
         self._parts = core.CheckpointParts(
             run, storage, rank=rank, world_size=world_size, commit=self._commit
@@ -137,6 +139,7 @@ class RankCheckpoints:
     def close(self) -> None:
         """Give up what waits for parts of other ranks."""
         self._parts.close()
+        self._storage.watch(None)
 
     def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
         journal = self._reporter.journal

@@ -125,6 +125,11 @@ class RankReporter:
             self._on_report()
         return number
 
+    def record_store_state(self, storage: str, reason: str | None) -> None:
+        """Record that a storage does not answer, see `core.record_store_state`."""
+        if self._has_begun:
+            core.record_store_state(self.journal, storage, reason)
+
     def finish(self, error: BaseException | None) -> None:
         """Record the end and close the journal."""
         self.begin()

@@ -14,12 +14,14 @@ from paceline.engine.checkpoints._continuous_saves import ContinuousSaves
 from paceline.engine.checkpoints._kept_checkpoints import CheckpointRetention
 from paceline.engine.training._training_loop import TrainingLoop
 from paceline.journal import CheckpointStored, RunDirectory
-from paceline.storage import CheckpointWriteError, RetentionRules
+from paceline.storage import CheckpointWriteError, RetentionRules, UploadLimits
 
 logger = logging.getLogger(__name__)
 
-# For how long the chief waits for other ranks' parts of a checkpoint, in seconds.
+# For how long the chief waits for other ranks' parts of a checkpoint, in seconds, besides what a
+# store may take to answer.
 _PARTS_S = 60.0
+_STORE_TRIES = 3
 _PARTS_AFTER_ERROR_S = 1.0
 
 
@@ -195,13 +197,16 @@ class TrainingCheckpoints:
 
     def _await_parts(self, *, is_failing: bool) -> None:
         """Wait, on the chief, until the checkpoints are committed that all ranks have stored."""
-        num_lacking = self._parts.finish(timeout_s=_PARTS_AFTER_ERROR_S if is_failing else _PARTS_S)
+        patience_s = _PARTS_S + _STORE_TRIES * UploadLimits.from_environment().part_s
+        num_lacking = self._parts.finish(
+            timeout_s=_PARTS_AFTER_ERROR_S if is_failing else patience_s
+        )
         self._note_committed()
         if num_lacking and not is_failing:
             raise CheckpointWriteError(
-                f"A checkpoint must have the parts of all ranks within {_PARTS_S:.0f} s, but lacks"
-                f" some in {self._core.checkpoint.storage.url!r}. Hint: all ranks must see the same"
-                " storage, such as a shared file system."
+                f"A checkpoint must have the parts of all ranks within {patience_s:.0f} s, but"
+                f" lacks some in {self._core.checkpoint.storage.url!r}. Hint: all ranks must see"
+                " the same storage, such as a shared file system."
             )
 
     def _note_committed(self) -> None:

@@ -83,6 +83,7 @@ def _status_facts(master: Master) -> dict[str, Any]:
             "num_points": sum(number_by_state(connection, POINTS).values()),
             "num_waiting": num_waiting(connection),
             "missing_methods": missing_methods(connection),
+            "failing_stores": master.changes.failing_stores.describe(connection),
         }
 
 
@@ -97,6 +98,7 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
         for one in master.transfers.waiting.all()
     ]
     problems += [one.text for one in master.changes.storage_calls.silent()]
+    problems += found["failing_stores"]
     if master.database.failure is not None:
         problems.append(str(master.database.failure))
     free = master.sizes.free_bytes()

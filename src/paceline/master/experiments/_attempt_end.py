@@ -2,6 +2,7 @@
 
 import errno
 import signal
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from paceline.master.experiments._exit_decisions import (
     MAX_NOT_FORMED,
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
+    MAX_STORE_FAILURES,
     AttemptFacts,
     ExitDecision,
     judge_exit,
@@ -27,6 +29,7 @@ from paceline.master.experiments._searched_metric_checks import (
 from paceline.master.experiments._start_delays import (
     is_lost_runner,
     is_not_formed,
+    is_store_failure,
     is_transient_start,
     num_in_a_row,
 )
@@ -89,6 +92,7 @@ def end_attempt(
     if decision.note:
         changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
     _follow_end(changes, transaction, trial, experiment, decision)
+    transaction.after_commit(partial(changes.failing_stores.forget, attempt_id))
     transaction.after_commit(changes.wake)
     faults.reach("master.attempt.ended")
 
@@ -102,10 +106,11 @@ def describe_attempt_end(end: AttemptEnd, error: str | None) -> str:
     else:
         how = end.reason.value.replace("_", " ")
     details = error or end.detail
+    if end.reason is ExitReason.RUNNER_LOST:
+        # The code may have failed by the loss.
+        return end.detail or error or NO_RUNNER
     if details and end.reason is ExitReason.START_FAILED:
         return details  # which says more than that, and stands behind words that say it
-    if end.reason is ExitReason.RUNNER_LOST:
-        return details or NO_RUNNER
     return f"{how}: {details}" if details else how
 
 
@@ -170,6 +175,10 @@ def _facts_of_end(
         ),
         num_shortages=num_in_a_row(
             transaction.connection, trial.id, is_transient_start, MAX_SHORTAGES + 1
+        ),
+        store=end.store,
+        num_store_failures=num_in_a_row(
+            transaction.connection, trial.id, is_store_failure, MAX_STORE_FAILURES + 1
         ),
         num_failed_starts=num_in_a_row(
             transaction.connection, trial.id, is_failed_start, MAX_FAILED_STARTS

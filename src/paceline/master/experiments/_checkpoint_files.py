@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def delete_files(storage: str, uuid: str) -> bool:
     """Delete a checkpoint's files; False, with a logged line, if that fails."""
     try:
-        storage_from(storage).delete(uuid)
+        storage_from(storage).in_a_hurry().delete(uuid)
     except CheckpointNotFoundError:
         return True  # deleted before
     except (OSError, ValueError, CheckpointError):
@@ -43,7 +43,7 @@ def delete_matching_files(storage: str, uuid: str, globs: Sequence[str]) -> dict
     """
     selects = glob_selector(globs)
     try:
-        place = storage_from(storage)
+        place = storage_from(storage).in_a_hurry()
         if all(map(selects, place.manifest(uuid).files)):
             place.delete(uuid)
             return {}

@@ -228,7 +228,7 @@ def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
     if failures[storage] >= _MAX_FAILURES:
         return
     try:
-        storage_from(storage).sweep(older_than_s=_LEFTOVER_AGE_S)
+        storage_from(storage).in_a_hurry().sweep(older_than_s=_LEFTOVER_AGE_S)
     except (OSError, ValueError, CheckpointError):
         logger.exception("Leftovers in %s could not be removed.", storage)
         failures[storage] += 1

@@ -12,6 +12,9 @@ MAX_RUNNERS_LOST = 5
 MAX_NOT_FORMED = 5
 # What keeps attempts from starting so often, for about five minutes, will not pass by itself.
 MAX_SHORTAGES = 10
+# A store that is away for an hour or more will not come back soon: each of these attempts has
+# waited for it for two minutes.
+MAX_STORE_FAILURES = 30
 # The second one is on another node, if there is one.
 MAX_FAILED_STARTS = 2
 
@@ -30,6 +33,8 @@ class AttemptFacts:
         num_not_formed: Attempts in a row, this one the last, whose nodes did not come together.
         num_shortages: Attempts in a row, this one the last, that could not start for a transient
             reason, such as want of something that the machine may have again.
+        store: The storage that the attempt failed by, because it did not answer.
+        num_store_failures: Attempts in a row, this one the last, that failed so.
         num_failed_starts: Attempts in a row, this one the last, that could not start for another
             reason.
         has_other_nodes: There are nodes besides that of the attempt, which may be better.
@@ -51,6 +56,8 @@ class AttemptFacts:
     num_runners_lost: int
     num_not_formed: int
     num_shortages: int
+    store: str | None = None
+    num_store_failures: int = 0
     num_failed_starts: int = 0
     has_other_nodes: bool = False
     where: str = ""
@@ -123,7 +130,7 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
             note="The code refused these hyperparameters (InvalidHP).",
         )
     if not facts.is_success:
-        return _judge_failure(facts)
+        return _judge_failure(facts) if facts.store is None else _judge_store_failure(facts)
     was_preempted = facts.acknowledged and (facts.was_asked_to_stop or facts.outcome == "preempted")
     if was_preempted and facts.early_exit is None:
         return ExitDecision(state=TrialState.ACTIVE, search_exit=None, restarts=facts.restarts)
@@ -187,6 +194,21 @@ def _judge_shortage(facts: AttemptFacts) -> ExitDecision:
         facts,
         f"The attempt could not start ({facts.text}); it is tried again in a while (not"
         " counted as a restart).",
+    )
+
+
+def _judge_store_failure(facts: AttemptFacts) -> ExitDecision:
+    if facts.num_store_failures > MAX_STORE_FAILURES:
+        return _failed_exit(
+            facts,
+            f"The store {facts.store} did not answer {facts.num_store_failures} attempts in a row:"
+            f" {facts.text}. Hint: see to the store, then continue the experiment.",
+        )
+    return _tried_again(
+        facts,
+        f"The attempt failed, as the store {facts.store} does not answer ({facts.logged_text}); it"
+        " is tried again in a while, from the latest checkpoint if there is one (not counted as a"
+        " restart).",
     )
 
 

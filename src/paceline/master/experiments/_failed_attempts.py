@@ -58,4 +58,6 @@ def nodes_of_failed_attempts(connection: Connection) -> dict[int, frozenset[int]
 def _has_failed_on_its_node(row: Row[Any]) -> bool:
     if row.exit is None or row.members is not None or row.run_attempt is not None:
         return False
+    if row.exit.get("store") is not None:
+        return False  # The node is not the cause.
     return row.exit["reason"] in _FAILED and row.exit.get("kind") is not None and not row.has_stored

@@ -19,7 +19,7 @@ from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import NotFoundError
 from paceline.master.store import Member, Transaction, read_members, stored_members
 from paceline.messages.attempts import AttemptEnd, runner_id
-from paceline.messages.states import AttemptState, ExitReason
+from paceline.messages.states import AttemptState, ErrorKind, ExitReason
 
 _NODE = re.compile(r"Node (\d{1,4}): (.*)", re.DOTALL)
 # What the launchers tell that have waited for each other in vain.
@@ -204,13 +204,17 @@ def _end_of_all(members: list[Member]) -> AttemptEnd:
             return _without_process(end, ExitReason.RUNNER_LOST, detail)
         # The launcher was lost by what happened on its own node.
         first, end = number, own
+    # The process of the store's error may be on another node than the one that ended first.
+    store = next((one.exit.store for one in members if one.exit and one.exit.store), None)
+    if store is not None:
+        end = msgspec.structs.replace(end, store=store, kind=ErrorKind.TRANSIENT)
     return msgspec.structs.replace(end, detail=_why_failed(members, first, end))
 
 
 def _without_process(end: AttemptEnd, reason: ExitReason, detail: str) -> AttemptEnd:
     """Return an end for another reason than that of the process that ended."""
     return msgspec.structs.replace(
-        end, reason=reason, code=None, signal=None, kind=None, detail=detail
+        end, reason=reason, code=None, signal=None, kind=None, store=None, detail=detail
     )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ from paceline.journal import (
     RunMetadataSet,
     SearchInputTaken,
     StatusReported,
+    StoreChecked,
     TimeSpent,
 )
 from paceline.master.experiments._attempt_rows import check_not_over, read_attempt
@@ -161,8 +163,8 @@ class RecordIngest:
             elif isinstance(record, AttemptStarted):
                 _take_environment(transaction.connection, attempt, record)
                 _take_restarts(transaction, attempt, record)
-            elif isinstance(record, AlertRaised):
-                self._take_alert(transaction, attempt, rank, record)
+            elif isinstance(record, (AlertRaised, StoreChecked)):
+                self._take_notice(transaction, attempt, rank, record)
             elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
                 # Any rank decides for all by it.
                 _update_attempt(
@@ -200,6 +202,21 @@ class RecordIngest:
         trial = self._changes.trial(transaction.connection, attempt.trial_id)
         if newest > trial.steps_completed:
             self._changes.update_trial(transaction, trial.id, steps_completed=newest)
+
+    def _take_notice(
+        self,
+        transaction: Transaction,
+        attempt: Row[Any],
+        rank: int,
+        notice: AlertRaised | StoreChecked,
+    ) -> None:
+        """Take in what people should see, from any rank."""
+        if isinstance(notice, AlertRaised):
+            self._take_alert(transaction, attempt, rank, notice)
+        else:
+            transaction.after_commit(
+                partial(self._changes.failing_stores.note, attempt, rank, notice)
+            )
 
     def _take_alert(
         self, transaction: Transaction, attempt: Row[Any], rank: int, alert: AlertRaised

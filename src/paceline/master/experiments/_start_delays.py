@@ -33,6 +33,11 @@ def is_transient_start(exit_: dict[str, Any]) -> bool:
     return is_failed and exit_.get("kind") == ErrorKind.TRANSIENT.value
 
 
+def is_store_failure(exit_: dict[str, Any]) -> bool:
+    """Tell whether an attempt failed because a storage did not answer."""
+    return exit_.get("store") is not None
+
+
 def num_in_a_row(
     connection: Connection,
     trial_id: int,
@@ -93,11 +98,12 @@ def nodes_in_start_delay(connection: Connection, now: float) -> dict[int, float]
 def trials_in_start_delay(connection: Connection, now: float) -> dict[int, float]:
     """Return of the trials that lost their runner several times in a row until when they rest.
 
-    A trial is tried again at once after the first time. One whose nodes did not come together
-    rests after that, too.
+    A trial is tried again at once after the first time. One whose nodes did not come together, or
+    whose storage did not answer, rests after that, too.
     """
     resting: dict[int, float] = {}
-    for has_ended_so, num_at_once in ((is_lost_runner, 1), (is_not_formed, 0)):
+    ends = ((is_lost_runner, 1), (is_not_formed, 0), (is_store_failure, 0))
+    for has_ended_so, num_at_once in ends:
         for row in _failed_lately(connection, now, has_ended_so):
             number = num_in_a_row(connection, row.trial_id, has_ended_so, _NUM_LOOKED_AT)
             until = row.ended_at + start_delay_after(number - num_at_once)

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, bindparam, select, update
 
 from paceline import faults
+from paceline.master.experiments._failing_stores import FailingStores
 from paceline.master.experiments._search_operations import SearchOperations
 from paceline.master.experiments._state_transitions import (
     EXPERIMENT_TRANSITIONS,
@@ -70,6 +71,7 @@ class StateChanges:
         # again, or their files are gone.
         self.being_deleted: set[str] = set()
         self.storage_calls = StorageCalls()
+        self.failing_stores = FailingStores()
 
     # ---- reading -------------------------------------------------------------------------
 

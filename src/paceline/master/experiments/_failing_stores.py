@@ -1,0 +1,117 @@
+"""Storages of checkpoints that do not answer, and the trials that wait for them."""
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from paceline.journal import StoreChecked
+from paceline.master.store import tables
+from paceline.messages.states import AttemptState, TrialState
+
+_MOST_TRIALS = 5
+_FIRST_MOMENTS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A storage that does not answer a trial since a moment, in seconds since the epoch."""
+
+    experiment_id: int
+    trial_id: int
+    storage: str
+    since: float
+    reason: str
+
+
+class FailingStores:
+    """Which storages do not answer; for any thread. Forgotten when the master ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failures: dict[tuple[int, int], _Failure] = {}
+
+    def note(self, attempt: Row[Any], rank: int, record: StoreChecked) -> None:
+        """Note what a rank of an attempt has said of its storage."""
+        with self._lock:
+            if record.reason is None:
+                self._failures.pop((attempt.id, rank), None)
+            else:
+                self._failures[attempt.id, rank] = _Failure(
+                    attempt.experiment_id,
+                    attempt.trial_id,
+                    record.storage,
+                    record.time,
+                    record.reason,
+                )
+
+    def forget(self, attempt_id: int) -> None:
+        """Forget what an attempt has said that has ended."""
+        with self._lock:
+            self._failures = {
+                key: one for key, one in self._failures.items() if key[0] != attempt_id
+            }
+
+    def describe(self, connection: Connection) -> list[str]:
+        """Return a sentence for each storage and experiment."""
+        with self._lock:
+            failures = [*self._failures.values()]
+        failures += _failures_of_waiting_trials(connection)
+        by_store: dict[tuple[int, str], list[_Failure]] = {}
+        for one in failures:
+            by_store.setdefault((one.experiment_id, one.storage), []).append(one)
+        return [_describe(by_store[key]) for key in sorted(by_store)]
+
+
+def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
+    """Return the failures of trials whose last attempt that ended did so by one.
+
+    The next attempt says by itself what it finds, but not in its first moments.
+    """
+    trials, attempts = tables.trials.c, tables.attempts.c
+    query = (
+        select(
+            attempts.experiment_id,
+            attempts.trial_id,
+            attempts.number,
+            attempts.ended_at,
+            attempts.exit,
+            trials.num_attempts,
+        )
+        .join(tables.trials, trials.id == attempts.trial_id)
+        .where(
+            trials.state == TrialState.ACTIVE.value,
+            trials.retries > 0,
+            attempts.number >= trials.num_attempts - 1,
+            attempts.state == AttemptState.ENDED.value,
+        )
+        .order_by(attempts.number)
+    )
+    newest = {row.trial_id: row for row in connection.execute(query)}
+    begun_s = time.time() - _FIRST_MOMENTS_S
+    return [
+        _Failure(row.experiment_id, row.trial_id, row.exit["store"], row.ended_at, _reason(row))
+        for row in newest.values()
+        if row.exit
+        and row.exit.get("store") is not None
+        and (row.number == row.num_attempts or row.ended_at > begun_s)
+    ]
+
+
+def _reason(attempt: Row[Any]) -> str:
+    told = attempt.exit["error"] or attempt.exit["detail"] or "an attempt failed by that."
+    return str(told).partition("\n")[0]
+
+
+def _describe(failures: Iterable[_Failure]) -> str:
+    first, *_ = ordered = sorted(failures, key=lambda one: one.since)
+    ids = sorted({one.trial_id for one in ordered})
+    more = f" and {len(ids) - _MOST_TRIALS} more" if len(ids) > _MOST_TRIALS else ""
+    trials = f"trial{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:_MOST_TRIALS]))}{more}"
+    return (
+        f"Experiment {first.experiment_id} waits for its store {first.storage}, which does not"
+        f" answer {trials} for {max(0.0, time.time() - first.since):.0f} s: {first.reason}"
+    )

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,34 @@ def test_trials_go_on_after_an_outage_without_a_restart(
         assert (trial.data.state.value, trial.data.restarts) == ("COMPLETED", 0)
         assert trial.data.best_metric == 0.25
     wait_until(lambda: not client.status().problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minutes", [1, 5])
+def test_an_outage_of_minutes_ends_no_trial_of_a_search_with_all_defaults(
+    s3: str,
+    faulty: Any,
+    make_master: Callable[..., Any],
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+    minutes: int,
+) -> None:
+    """Trials store while the store is away, and others begin and end meanwhile."""
+    client = make_master(4).start().client()
+    code = STORING.replace("step += 1", "step += 1; time.sleep(2)")
+    config = {
+        "entrypoint": "python3 -m paceline.launch.torch_distributed --nproc-per-node 1 train.py",
+        "checkpoint_storage": s3,
+        "searcher": {"name": "random", "max_trials": 6, "metric": "loss",
+                     "max_length": {"batches": 4}},
+    }  # fmt: skip
+    experiment = client.create_experiment(config, write_context(code))
+    wait_until(lambda: any(trial.checkpoints() for trial in experiment.trials()), 120)
+    faulty.fault = lambda _line, _client: False
+    wait_until(lambda: any(s3 in each for each in client.status().problems), 60)
+    time.sleep(60 * minutes)
+    faulty.pass_on()
+    wait_until(lambda: experiment.reload().state.is_terminal, 900)
+    trials = experiment.trials()
+    assert [trial.data.state.value for trial in trials] == ["COMPLETED"] * 6
+    assert [trial.data.restarts for trial in trials] == [0] * 6

@@ -163,11 +163,13 @@ class Bench:
         detail: str | None = None,
         ago_s: float = 0.0,
         kind: ErrorKind | None = None,
+        is_launch_error: bool = False,
+        store: str | None = None,
     ) -> None:
         """Report the end of an attempt, which came some seconds ago."""
         end = AttemptEnd(
             reason=reason, code=code, signal=signal, time=time.time() - ago_s, detail=detail,
-            kind=kind,
+            kind=kind, is_launch_error=is_launch_error, store=store,
         )  # fmt: skip
         self.write(lambda t: end_attempt(self.changes, t, attempt_id, end))
 

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from paceline.journal import AttemptFinished, EarlyExitReported, OperationsRequested
+from paceline.journal import (
+    AttemptFinished,
+    EarlyExitReported,
+    OperationsRequested,
+    StoreChecked,
+)
 from paceline.master.experiments import NotFoundError
 from paceline.master.experiments import _start_delays as _pauses
-from paceline.master.experiments._exit_decisions import MAX_SHORTAGES
+from paceline.master.experiments._exit_decisions import MAX_SHORTAGES, MAX_STORE_FAILURES
 from paceline.master.experiments._start_delays import start_delay_after
 from paceline.master.store import tables
 from paceline.messages.states import ErrorKind, ExitReason
@@ -640,3 +645,49 @@ def test_a_halving_search_runs_to_its_end(bench: Any) -> None:
     assert (experiment.best_metric, experiment.best_trial_id) == best
     assert bench.searches._loaded == {}
     bench.check_replay(experiment_id)
+
+
+def failing_stores(bench: Any) -> list[str]:
+    """Return what the status of the master says of stores."""
+    with bench.database.read() as connection:
+        described: list[str] = bench.changes.failing_stores.describe(connection)
+    return described
+
+
+def test_a_store_that_does_not_answer_costs_no_restart_until_it_has_not_for_very_long(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pauses, "_FIRST_PAUSE_S", 0.0)
+    bench.create("single")
+    why = {"detail": "CheckpointError: no answer", "store": "s3://b/x"}
+    for number in range(MAX_STORE_FAILURES):
+        bench.end(bench.start(1), code=1, kind=ErrorKind.TRANSIENT, **why)
+        trial = bench.trial(1)
+        assert (trial.state, trial.restarts, trial.retries) == ("ACTIVE", 0, number + 1)
+    [named] = failing_stores(bench)
+    assert named.startswith(
+        "Experiment 1 waits for its store s3://b/x, which does not answer trial"
+    )
+    assert "CheckpointError: no answer" in named
+    # Once a checkpoint was stored, the store was there.
+    attempt_id = bench.start(1)
+    bench.checkpoint(attempt_id, 10, "c1")
+    for number in range(MAX_STORE_FAILURES + 1):
+        assert bench.trial(1).state == "ACTIVE"
+        bench.end(attempt_id if number == 0 else bench.start(1), code=1,
+                  kind=ErrorKind.TRANSIENT, **why)  # fmt: skip
+    trial = bench.trial(1)
+    assert (trial.state, trial.restarts, trial.error_kind) == ("ERROR", 0, "transient")
+    assert "The store s3://b/x did not answer 31 attempts in a row" in trial.error
+
+
+def test_a_store_that_does_not_answer_is_named_while_code_waits_for_it(bench: Any) -> None:
+    bench.create("single")
+    attempt_id = bench.start(1)
+    for rank in (0, 2):
+        bench.send(attempt_id, StoreChecked(time=1.0, storage="s3://b/x", reason="no"), rank=rank)
+    assert len(failing_stores(bench)) == 1
+    bench.send(attempt_id, StoreChecked(time=2.0, storage="s3://b/x", reason=None), rank=0)
+    assert len(failing_stores(bench)) == 1
+    bench.end(attempt_id)
+    assert failing_stores(bench) == []

@@ -22,6 +22,7 @@ from paceline.master.experiments._exit_decisions import (
     judge_exit,
 )
 from paceline.master.experiments._failed_attempts import is_failed_start
+from paceline.master.experiments._failure_causes import cause_of_end
 from paceline.master.experiments._searched_metric_checks import (
     describe_missing_metric,
     describe_nan_metric,
@@ -224,11 +225,11 @@ def _is_repeated_end(
     ).first()
     if before is None or before.exit is None or before.exit["reason"] != end.reason.value:
         return False
+    stored_end = msgspec.to_builtins(end) | {"error": error}
     stored = select(checkpoints.c.uuid).where(
         checkpoints.c.trial_id == attempt.trial_id, checkpoints.c.attempt == attempt.number
     )
-    cause = before.exit.get("error") or before.exit.get("detail")
-    is_same = (before.exit["code"], cause) == (end.code, error or end.detail)
+    is_same = cause_of_end(before.exit) == cause_of_end(stored_end)
     return is_same and transaction.connection.execute(stored.limit(1)).first() is None
 
 

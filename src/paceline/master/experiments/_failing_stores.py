@@ -93,7 +93,13 @@ def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
     newest = {row.trial_id: row for row in connection.execute(query)}
     begun_s = time.time() - _FIRST_MOMENTS_S
     return [
-        _Failure(row.experiment_id, row.trial_id, row.exit["store"], row.ended_at, _reason(row))
+        _Failure(
+            row.experiment_id,
+            row.trial_id,
+            row.exit["store"],
+            row.ended_at,
+            _reason(row.exit),
+        )
         for row in newest.values()
         if row.exit
         and row.exit.get("store") is not None
@@ -101,8 +107,8 @@ def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
     ]
 
 
-def _reason(attempt: Row[Any]) -> str:
-    told = attempt.exit["error"] or attempt.exit["detail"] or "an attempt failed by that."
+def _reason(exit_: dict[str, Any]) -> str:
+    told = exit_["error"] or exit_["detail"] or "an attempt failed by that."
     return str(told).partition("\n")[0]
 
 

@@ -1,32 +1,71 @@
 """Files that readers see as a whole or not at all."""
 
-import itertools
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-# Two threads may write the same file at once.
-_numbers = itertools.count()
+# A name that nobody can guess, and a file that was not there before: nobody's link is followed.
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
 def replacing_atomically(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which takes the place of another one when the block ends.
+    """Yield a new file to write, which takes the place of another one when the block ends.
 
-    If the block raises, the earlier file stays, and what was written is removed.
+    If the block raises, the earlier file stays, and what was written is removed. Where others can
+    write to the directory, use `replacing_below`.
 
     Args:
         path: The file to replace; its directory must exist.
     """
-    written = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}")
+    written = path.with_name(_temporary_name(path.name))
+    os.close(os.open(written, _NEW_FILE, 0o666))
     try:
         yield written
+        written.replace(path)
     except BaseException:
         written.unlink(missing_ok=True)
         raise
-    written.replace(path)
+
+
+@contextmanager
+def replacing_below(
+    directory: int, name: str, *, owner: tuple[int, int] | None = None
+) -> Iterator[IO[bytes]]:
+    """Yield a new file to write, which takes the place of `name` when the block ends.
+
+    Nothing that others put into the directory meanwhile is written to.
+
+    Args:
+        directory: The descriptor of the directory.
+        name: The name of the file in it.
+        owner: The ids of the user and the group that the file is to belong to; those of this
+            process by default.
+
+    Raises:
+        OSError: The file cannot be written, or not be given away; the earlier one stays.
+    """
+    temporary = _temporary_name(name)
+    descriptor = os.open(temporary, _NEW_FILE, 0o666, dir_fd=directory)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            facts = os.fstat(descriptor)
+            if owner is not None and owner[0] != facts.st_uid:
+                os.fchown(descriptor, *owner)
+            yield file
+        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+
+
+def _temporary_name(name: str) -> str:
+    return f".{name}.{secrets.token_hex(8)}"
 
 
 def sync_directory(path: Path) -> None:

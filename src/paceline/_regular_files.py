@@ -10,6 +10,8 @@ from typing import IO
 
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Linux: to reach what is below a directory that may be entered but not be listed.
+_ENTRY_ONLY = getattr(os, "O_PATH", None)
 
 
 class NotRegularFileError(OSError):
@@ -23,7 +25,17 @@ def opened_directory(path: Path | str) -> Iterator[int]:
     Raises:
         OSError: There is no such directory, or it cannot be read.
     """
-    descriptor = os.open(path, _DIRECTORY)
+    descriptor = _open(os.fspath(path), _DIRECTORY, None, os.fspath(path))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def opened_below(directory: int, name: str) -> Iterator[int]:
+    """Yield a descriptor of a directory as `open_directory_below` returns it; raises the same."""
+    descriptor = open_directory_below(directory, name)
     try:
         yield descriptor
     finally:
@@ -42,7 +54,7 @@ def open_directory_below(directory: int, name: str) -> int:
         OSError: The directory cannot be opened.
         ValueError: The path is absolute, or leaves the directory.
     """
-    current = os.open(".", _DIRECTORY, dir_fd=directory)
+    current = _open(".", _DIRECTORY, directory, name)
     try:
         for part in _parts(name):
             below = _open(part, _DIRECTORY | os.O_NOFOLLOW, current, name)
@@ -143,6 +155,8 @@ def _open(name: str, flags: int, directory: int | None, path: str, mode: int = 0
     try:
         return os.open(name, flags, mode, dir_fd=directory)
     except OSError as error:
+        if error.errno == errno.EACCES and flags & os.O_DIRECTORY and _ENTRY_ONLY is not None:
+            return os.open(name, flags | _ENTRY_ONLY, dir_fd=directory)
         # ENXIO: a socket. ENOTDIR: a directory must be there, and a link or file is.
         if error.errno in (errno.ELOOP, errno.ENXIO) or (
             error.errno == errno.ENOTDIR and _is_link(name, directory)

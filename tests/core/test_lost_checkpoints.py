@@ -133,14 +133,16 @@ def test_a_copied_run_directory_has_the_checkpoints_that_were_copied_with_it(
 def test_a_checkpoint_that_could_be_deleted_by_half_is_deleted_with_the_next(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    remove, failures = shutil.rmtree, [OSError(errno.EBUSY, "Device or resource busy")]
+    from paceline.storage import _directory_storage
 
-    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+    empty, failures = _directory_storage.empty_directory, [OSError(errno.EBUSY, "Device is busy")]
+
+    def empty_later(directory: int) -> None:
         if failures:
             raise failures.pop()
-        remove(path, ignore_errors=ignore_errors)
+        empty(directory)
 
-    monkeypatch.setattr("paceline.storage._directory_storage.shutil.rmtree", rmtree)
+    monkeypatch.setattr(_directory_storage, "empty_directory", empty_later)
     with core.init(name="lost") as context:
         storage = context.checkpoint.storage
         assert isinstance(storage, DirectoryStorage)
@@ -199,11 +201,11 @@ def test_a_directory_that_cannot_be_written_to_for_a_moment_is_told_as_such(
     """So that training goes on, as with a full disk."""
     from paceline.storage import _durable_files
 
-    def fail(*_: Any) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Callable[..., Any]:
         raise OSError(error, "not now")
 
     with core.init(name="lost") as context:
-        monkeypatch.setattr(_durable_files, "write_durably", fail)
+        monkeypatch.setattr(_durable_files, "write_durably_below", fail)
         with (
             pytest.raises(CheckpointWriteError, match="Hint: see that the directory is there"),
             context.checkpoint.store_path({"steps_completed": 1}) as (path, _),

@@ -22,6 +22,7 @@ from paceline.storage import (
     CheckpointNotFoundError,
     CheckpointStorage,
     CheckpointWriteError,
+    origin_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def commit_checkpoint(
         storage.discard(uuid)
         raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
     journal.sync()
-    manifest = storage.commit(uuid, metadata, num_shards=num_shards)
+    manifest = storage.commit(uuid, metadata, num_shards=num_shards, origin=_origin_of_run(run))
     record = CheckpointStored(
         time=time.time(),
         uuid=uuid,
@@ -80,6 +81,14 @@ def commit_checkpoint(
     journal.sync()
     tell_checkpoint_stored(journal)
     return record
+
+
+def _origin_of_run(run: RunDirectory) -> str:
+    """Return the attempt of a master that a run is; empty without a master."""
+    info = run.read_info()
+    if info.trial is None or not info.cluster_id:
+        return ""
+    return origin_of(info.cluster_id, info.trial.trial_id, info.attempt)
 
 
 def _cannot_be_recorded(journal: JournalWriter, uuid: str) -> str:

@@ -53,7 +53,7 @@ def _write_mark(root: Path) -> str | None:
     name = f".paceline-{uuid4().hex}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
+        (root / name).touch(exist_ok=False)
     except OSError:
         return None
     return name

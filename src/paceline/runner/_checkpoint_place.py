@@ -1,8 +1,10 @@
 """Where an attempt on a node keeps its checkpoints."""
 
+from pathlib import Path
+
 import msgspec
 
-from paceline._regular_files import read_regular
+from paceline._regular_files import open_regular_below, opened_directory, read_limited
 from paceline.journal import RunDirectory, RunInfo
 from paceline.messages.attempts import AttemptSpec, StorageMark
 
@@ -43,7 +45,13 @@ def sends_checkpoints(spec: AttemptSpec, run: RunDirectory) -> bool:
 
 
 def _is_seen(mark: StorageMark) -> bool:
+    path = Path(mark.path)
     try:
-        return read_regular(mark.path).decode() == mark.text
-    except (OSError, UnicodeDecodeError):
+        # Others may write to the directory.
+        with (
+            opened_directory(path.parent) as directory,
+            open_regular_below(directory, path.name) as file,
+        ):
+            return read_limited(file, len(mark.text)) == mark.text.encode()
+    except OSError:
         return False

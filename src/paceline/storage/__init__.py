@@ -1,6 +1,7 @@
 """Checkpoint storage: immutable directories of files with a UUID, a manifest and metadata."""
 
 from paceline._atomic_files import sync_directory
+from paceline.storage._checkpoint_directory import problem_of_file
 from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
 from paceline.storage._deletion_meanwhile import restored
 from paceline.storage._directory_storage import DirectoryStorage
@@ -33,6 +34,7 @@ from paceline.storage._manifest import (
     decode_manifest,
     done_name,
     glob_selector,
+    origin_of,
 )
 from paceline.storage._object_storage_base import ObjectStorage
 from paceline.storage._retention_rules import (
@@ -91,6 +93,8 @@ __all__ = [
     "forget_incoming",
     "glob_selector",
     "is_added_scheme",
+    "origin_of",
+    "problem_of_file",
     "restored",
     "scheme_of",
     "storage_from",

@@ -175,6 +175,16 @@ class CheckpointStorage(ABC):
             CheckpointNotFoundError: There is no such checkpoint.
         """
 
+    def delete_checked(self, uuid: str, check: Callable[[Manifest], None]) -> None:
+        """Delete a checkpoint whose manifest can be read, and of which a function does not raise.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            CheckpointCorruptError: Its manifest is damaged; nothing is deleted.
+        """
+        check(self.manifest(uuid))
+        self.delete(uuid)
+
     @abstractmethod
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove leftovers of checkpoints that were never committed; return their UUIDs.
@@ -198,8 +208,16 @@ class CheckpointStorage(ABC):
     def _write_manifest(self, manifest: Manifest) -> None:
         """Write the manifest so that it appears as a whole, after all else is durable."""
 
-    def commit(self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1) -> Manifest:
+    def commit(
+        self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1, origin: str = ""
+    ) -> Manifest:
         """Make a checkpoint exist, once all its shards are stored.
+
+        Args:
+            uuid: The checkpoint.
+            metadata: JSON-able values.
+            num_shards: How many ranks have stored a part.
+            origin: The `Manifest.origin`.
 
         Raises:
             CheckpointCorruptError: A shard is missing, or two shards hold the same path with
@@ -226,6 +244,7 @@ class CheckpointStorage(ABC):
             created=time.time(),
             metadata=metadata,
             files=dict(sorted(files.items())),
+            origin=origin,
         )
         self._write_manifest(manifest)
         return manifest

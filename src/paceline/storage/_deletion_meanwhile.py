@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from paceline.storage._begun_checkpoints import OPEN_NAME
 from paceline.storage._checkpoint_storage import CheckpointStorage
-from paceline.storage._directory_storage import OPEN_NAME
 from paceline.storage._errors import CheckpointError, CheckpointNotFoundError
 from paceline.storage._manifest import MANIFEST_NAME
 

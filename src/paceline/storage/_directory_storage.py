@@ -4,20 +4,30 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from paceline import faults
 from paceline._atomic_files import sync_directory
+from paceline._regular_files import opened_below, opened_directory
 from paceline.storage import _durable_files
+from paceline.storage._begun_checkpoints import mark_closed, mark_open, marked, remove_leftover
+from paceline.storage._checkpoint_directory import CheckpointDirectory, opened_checkpoint
 from paceline.storage._checkpoint_storage import (
+    UUID_FORM,
     CheckpointStorage,
     UuidList,
     check_uuid,
     raise_if_damaged,
 )
-from paceline.storage._errors import CheckpointCorruptError, CheckpointNotFoundError
+from paceline.storage._directory_trees import empty_directory
+from paceline.storage._errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+)
 from paceline.storage._manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -25,25 +35,26 @@ from paceline.storage._manifest import (
     Selector,
     ShardDone,
     check_file_names,
-    decode_done,
-    decode_manifest,
     done_name,
     encode_with_checksum,
 )
-
-# One empty file per checkpoint that was begun, or whose deletion was, and is not finished.
-OPEN_NAME = ".open"
 
 
 class DirectoryStorage(CheckpointStorage):
     """Keep each checkpoint under ``<root>/<uuid>/``.
 
+    Links in the path of the root are followed. Below it, none is, and special files are refused.
+
     Args:
         root: The directory; it is made at the first write.
+        has_one_owner: Whether files that belong to another user than the directory of their
+            checkpoint are refused, and leftovers of checkpoints stay unless the user who began them
+            owns them: for who reads and deletes for others.
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, *, has_one_owner: bool = False) -> None:
         self._root = Path(os.path.abspath(Path(root).expanduser()))
+        self._has_one_owner = has_one_owner
 
     def __repr__(self) -> str:
         return f"DirectoryStorage({str(self._root)!r})"
@@ -68,8 +79,7 @@ class DirectoryStorage(CheckpointStorage):
         """Yield ``<root>/<uuid>/``, empty, and finish the shard afterwards."""
         with self._storing(uuid, is_shared=False) as path:
             yield path
-            names = check_file_names(_durable_files.list_files(path))
-            self._finish_shard(path, rank, _durable_files.seal_files(path, names))
+            self._finish_shard(path, rank, _sealed(path))
 
     def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
         """Copy a directory's files; links to regular files are copied as what they refer to."""
@@ -97,16 +107,15 @@ class DirectoryStorage(CheckpointStorage):
         with _durable_files.durable_write_errors(uuid, self._root):
             self._check_uncommitted(path, rank)
             self._make_root()
-            self._mark_open(uuid)
-            own.mkdir(parents=True)
+            mark_open(self._root, uuid)
+            _make_directory(path, exist_ok=True)
+            own.mkdir()
         faults.reach("storage.begun")
         try:
             with _durable_files.durable_write_errors(uuid, own):
                 yield own
-                entries = _durable_files.seal_files(
-                    own, check_file_names(_durable_files.list_files(own))
-                )
-                _move_files_up_in_directory(own, path, entries)
+                entries = _sealed(own)
+                _durable_files.move_files_up(own, path, entries)
                 faults.reach("storage.before_done")
                 self._write_done(path, rank, entries)
         except BaseException:
@@ -119,8 +128,8 @@ class DirectoryStorage(CheckpointStorage):
         path = self._path(uuid)
         with _durable_files.durable_write_errors(uuid, self._root):
             self._make_root()
-            self._mark_open(uuid)
-            path.mkdir(exist_ok=is_shared)
+            mark_open(self._root, uuid)
+            _make_directory(path, exist_ok=is_shared)
         faults.reach("storage.begun")
         try:
             with _durable_files.durable_write_errors(uuid, path):
@@ -128,7 +137,7 @@ class DirectoryStorage(CheckpointStorage):
         except BaseException:
             # Not `discard`: a file of the user's may be named like a manifest.
             shutil.rmtree(path, ignore_errors=True)
-            self._mark_closed(uuid)
+            mark_closed(self._root, uuid)
             raise
 
     def _make_root(self) -> None:
@@ -152,33 +161,39 @@ class DirectoryStorage(CheckpointStorage):
 
     def _write_done(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
         done = ShardDone(rank=rank, files=entries)
-        _durable_files.write_durably(path / done_name(rank), encode_with_checksum(done))
+        self._write_text(path.name, done_name(rank), encode_with_checksum(done))
         faults.reach("storage.after_done")
+
+    def _write_text(self, uuid: str, name: str, data: bytes) -> None:
+        """Write a file of the commit protocol; it belongs to the user of the checkpoint."""
+        with self._opened(uuid) as directory:
+            owner = directory.facts.st_uid, directory.facts.st_gid
+            _durable_files.write_durably_below(
+                directory.descriptor, name, data, owner=owner if self._has_one_owner else None
+            )
 
     def discard(self, uuid: str) -> None:
         """Remove what is there of a checkpoint that has no manifest."""
         path = self._path(uuid)
         if not (path / MANIFEST_NAME).exists():
             shutil.rmtree(path, ignore_errors=True)
-            self._mark_closed(uuid)
+            mark_closed(self._root, uuid)
 
     def manifest(self, uuid: str) -> Manifest:
         """Read ``manifest.json``."""
         try:
-            data = (self._path(uuid) / MANIFEST_NAME).read_bytes()
+            with self._opened(uuid) as directory:
+                return directory.manifest()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFoundError(
-                f"Checkpoint {uuid} must be committed in {self.url!r}, but there is none."
-            ) from error
-        return decode_manifest(data, uuid)
+            raise self._not_found(uuid) from error
 
     def problems(self, manifest: Manifest) -> dict[str, str]:
         """Compare the size and digest of every file with the manifest's."""
-        root = self._path(manifest.uuid)
-        reasons = {
-            path: _problem_of_file(root / path, entry) for path, entry in manifest.files.items()
-        }
-        return {path: reason for path, reason in reasons.items() if reason is not None}
+        try:
+            with self._opened(manifest.uuid) as directory:
+                return directory.problems(manifest.files)
+        except (FileNotFoundError, NotADirectoryError):
+            return dict.fromkeys(manifest.files, "is missing")
 
     @contextmanager
     def restore_path(self, uuid: str, *, selects: Selector | None = None) -> Iterator[Path]:
@@ -198,22 +213,36 @@ class DirectoryStorage(CheckpointStorage):
                 " `download` gives a copy that may be changed."
             )
 
+    def open_file(self, uuid: str, name: str) -> IO[bytes]:
+        """Open a file of a checkpoint for unbuffered reading; nothing is verified.
+
+        Raises:
+            CheckpointCorruptError: It is a link, a special file, or one of a user who is refused.
+            FileNotFoundError: There is no such file.
+        """
+        with self._opened(uuid) as directory:
+            return directory.open(name)
+
     def read_file(self, uuid: str, name: str, offset: int, size: int) -> bytes:
         """Return a piece of a file of a checkpoint."""
-        with (self._path(uuid) / name).open("rb") as file:
+        with self.open_file(uuid, name) as file:
             file.seek(offset)
-            return file.read(size)
+            pieces = []
+            while size and (piece := file.read(size)):
+                pieces.append(piece)
+                size -= len(piece)
+        return b"".join(pieces)
 
     def download(self, uuid: str, target: Path, *, selects: Selector | None = None) -> Manifest:
         """Copy the files and compare what was read with the manifest."""
         manifest = self.manifest(uuid).selected(selects)
-        root = self._path(uuid)
         target = Path(target)
         target.mkdir(parents=True, exist_ok=True)
         problems: dict[str, str] = {}
         for path, entry in manifest.files.items():
             try:
-                copied = _durable_files.copy_file(root / path, target / path)
+                with self.open_file(uuid, path) as file:
+                    copied = _durable_files.copy_stream(file, target / path)
             except FileNotFoundError:
                 problems[path] = "is missing"
                 continue
@@ -224,53 +253,61 @@ class DirectoryStorage(CheckpointStorage):
 
     def delete(self, uuid: str) -> None:
         """Remove the manifest, then the files."""
-        path = self._path(uuid)
-        if (path / MANIFEST_NAME).exists():
-            self._mark_open(uuid)
+        self._delete(uuid, lambda directory: None)
+
+    def delete_checked(self, uuid: str, check: Callable[[Manifest], None]) -> None:
+        """Remove the manifest, if it can be read and passes the check, then the files."""
+        self._delete(uuid, lambda directory: check(directory.manifest()))
+
+    def _delete(self, uuid: str, check: Callable[[CheckpointDirectory], None]) -> None:
         try:
-            (path / MANIFEST_NAME).unlink()
+            with self._opened(uuid) as directory:
+                check(directory)
+                if directory.has(MANIFEST_NAME):
+                    mark_open(self._root, uuid)
+                os.unlink(MANIFEST_NAME, dir_fd=directory.descriptor)
+                os.fsync(directory.descriptor)
+                faults.reach("storage.after_manifest_deleted")
+                empty_directory(directory.descriptor)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFoundError(
-                f"Checkpoint {uuid} must be committed in {self.url!r} to be deleted, but there is"
-                " none."
-            ) from error
-        sync_directory(path)
-        faults.reach("storage.after_manifest_deleted")
-        shutil.rmtree(path)
-        self._mark_closed(uuid)
+            raise self._not_found(uuid, " to be deleted") from error
+        with opened_directory(self._root) as root:
+            os.rmdir(uuid, dir_fd=root)
+        mark_closed(self._root, uuid)
+
+    def _not_found(self, uuid: str, purpose: str = "") -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            f"Checkpoint {uuid} must be committed in {self.url!r}{purpose}, but there is none."
+        )
 
     def replace_manifest(self, manifest: Manifest) -> None:
         """Replace ``manifest.json``, then remove the files that it does not name any more."""
-        root = self._path(manifest.uuid)
         with _durable_files.durable_write_errors(manifest.uuid, self._root):
-            _durable_files.write_durably(root / MANIFEST_NAME, encode_with_checksum(manifest))
+            self._write_text(manifest.uuid, MANIFEST_NAME, encode_with_checksum(manifest))
         faults.reach("storage.after_manifest_replaced")
-        for name in manifest.deleted:
-            (root / name).unlink(missing_ok=True)
+        with self._opened(manifest.uuid) as directory:
+            for name in manifest.deleted:
+                folder, _, last = name.rpartition("/")
+                with (
+                    suppress(FileNotFoundError),
+                    opened_below(directory.descriptor, folder) as parent,
+                ):
+                    os.unlink(last, dir_fd=parent)
 
     def sweep(self, *, older_than_s: float, among: Collection[str] | None = None) -> UuidList:
         """Remove what was begun or being deleted here, has no manifest and is old enough."""
-        swept = []
-        now = None
-        markers = self._root / OPEN_NAME
-        for marker in sorted(markers.iterdir()) if markers.is_dir() else ():
-            if among is not None and marker.name not in among:
-                continue
-            path = self._path(marker.name)
-            if (path / MANIFEST_NAME).exists():
-                self._mark_closed(marker.name)
-                continue
-            changed = (
-                _durable_files.newest_change(path) if path.is_dir() else marker.stat().st_mtime
-            )
-            now = self._time_there() if now is None else now
-            if now - changed >= older_than_s:
-                shutil.rmtree(path, ignore_errors=True)
-                if path.exists():
-                    continue  # Something in it cannot be removed now.
-                self._mark_closed(marker.name)
-                swept.append(marker.name)
-        return swept
+        now: list[float] = []
+
+        def is_old(changed_s: float) -> bool:
+            now[:] = now or [self._time_there()]
+            return now[0] - changed_s >= older_than_s
+
+        return [
+            uuid
+            for uuid in marked(self._root)
+            if (among is None or uuid in among)
+            and remove_leftover(self._root, uuid, is_old, has_one_owner=self._has_one_owner)
+        ]
 
     def _time_there(self) -> float:
         """Return the time by the clock of the file server, which tells when files have changed."""
@@ -280,53 +317,61 @@ class DirectoryStorage(CheckpointStorage):
         except OSError:
             return time.time()
 
-    def _mark_open(self, uuid: str) -> None:
-        """Note that a directory is ours and not whole: others may keep UUIDs here as well."""
-        marker = self._root / OPEN_NAME / check_uuid(uuid)
-        while True:
-            marker.parent.mkdir(exist_ok=True)
-            try:
-                marker.touch()
-            except FileNotFoundError:
-                continue  # another process has just removed the empty directory
-            return
-
-    def _mark_closed(self, uuid: str) -> None:
-        marker = self._root / OPEN_NAME / uuid
-        marker.unlink(missing_ok=True)
-        with suppress(OSError):  # there are others
-            marker.parent.rmdir()
-
     def list(self) -> UuidList:
         """Return the names of the directories that have a manifest."""
-        return [p.name for p in self._checkpoint_directories() if (p / MANIFEST_NAME).exists()]
+        if not self._root.is_dir():
+            return []
+        names = sorted(name for name in os.listdir(self._root) if UUID_FORM.fullmatch(name))
+        return [name for name in names if self._has_manifest(name)]
 
-    def _checkpoint_directories(self) -> Iterator[Path]:
-        if self._root.is_dir():
-            yield from sorted(path for path in self._root.iterdir() if path.is_dir())
+    def _has_manifest(self, uuid: str) -> bool:
+        try:
+            with self._opened(uuid) as directory:
+                return directory.has(MANIFEST_NAME)
+        except (OSError, CheckpointCorruptError):
+            return False
 
     def _read_done(self, uuid: str, rank: int) -> ShardDone | None:
         try:
-            data = (self._path(uuid) / done_name(rank)).read_bytes()
+            with self._opened(uuid) as directory:
+                return directory.done(rank)
         except FileNotFoundError:
             return None
-        return decode_done(data, uuid, rank)
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        path = self._path(manifest.uuid)
         faults.reach("storage.before_manifest")
         try:
             with _durable_files.durable_write_errors(manifest.uuid, self._root):
-                _durable_files.write_durably(path / MANIFEST_NAME, encode_with_checksum(manifest))
+                self._write_text(manifest.uuid, MANIFEST_NAME, encode_with_checksum(manifest))
                 sync_directory(self._root)
         except BaseException:
             self.discard(manifest.uuid)
             raise
         faults.reach("storage.after_manifest")
-        self._mark_closed(manifest.uuid)
+        mark_closed(self._root, manifest.uuid)
 
     def _path(self, uuid: str) -> Path:
         return self._root / check_uuid(uuid)
+
+    def _opened(self, uuid: str) -> AbstractContextManager[CheckpointDirectory]:
+        return opened_checkpoint(self._root, check_uuid(uuid), has_one_owner=self._has_one_owner)
+
+
+def _make_directory(path: Path, *, exist_ok: bool) -> None:
+    """Make the directory of a checkpoint, whose name others may have seen before it is there."""
+    path.mkdir(exist_ok=exist_ok)
+    if path.is_symlink():
+        raise CheckpointWriteError(
+            f"The directory of checkpoint {path.name} must be no link, but {str(path)!r} is one."
+            " Hint: see who can write there."
+        )
+
+
+def _sealed(path: Path) -> dict[str, FileEntry]:
+    """Force the files of a directory to disk, and return their entries."""
+    names = check_file_names(_durable_files.list_files(path))
+    with _durable_files.naming_files_below(path), opened_directory(path) as directory:
+        return _durable_files.seal_files(directory, names)
 
 
 def _state_of_file(path: Path) -> tuple[int, int] | None:
@@ -336,46 +381,3 @@ def _state_of_file(path: Path) -> tuple[int, int] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return facts.st_mtime_ns, facts.st_size
-
-
-def _problem_of_file(path: Path, entry: FileEntry) -> str | None:
-    try:
-        found = _durable_files.digest_file(path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return "is missing"
-    return None if found == entry else entry.difference(found)
-
-
-def _move_files_up_in_directory(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Move a rank's files to where the checkpoint has them.
-
-    If two ranks do so at once with one name, the commit finds out.
-    """
-    folders = {path}
-    for name, entry in entries.items():
-        target = path / name
-        if target.exists():
-            if target.is_file() and _durable_files.digest_file(target) == entry:
-                continue
-            raise FileExistsError(
-                "Files that several ranks store must have different names or the same content, but"
-                f" another {name!r} is there already."
-            )
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            faults.reach("storage.before_move")
-            (own / name).rename(target)
-        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
-            # Another rank may have made it since it was looked at.
-            is_file = isinstance(error, IsADirectoryError)
-            other = "a directory of" if is_file else "below the file of"
-            raise FileExistsError(
-                "What several ranks store must be a file or a directory on all of them, but"
-                f" {name!r} is {other} another rank."
-            ) from error
-        inner = Path(name).parents[:-1]  # all but the checkpoint's own directory
-        folders.update(path / folder for folder in inner)
-    shutil.rmtree(own)
-    # Not the whole tree: directories of other ranks come and go meanwhile.
-    for folder in folders:
-        sync_directory(folder)

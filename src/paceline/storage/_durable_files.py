@@ -2,17 +2,19 @@
 
 import errno
 import os
+import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
 from paceline import faults
-from paceline._atomic_files import sync_directory
+from paceline._atomic_files import replacing_below, sync_directory
+from paceline._regular_files import open_regular_below, opened_directory
 from paceline.storage._errors import CheckpointWriteError
 from paceline.storage._manifest import FileEntry
 
@@ -91,26 +93,35 @@ def digest_stream(file: Any, num_bytes: int | None = None) -> FileEntry:
     return FileEntry(size, hasher.hexdigest())
 
 
-def seal_files(root: Path, names: Sequence[str]) -> dict[str, FileEntry]:
+def seal_files(directory: int, names: Sequence[str]) -> dict[str, FileEntry]:
     """Force files to disk, forbid writes to them, and return their sizes and digests.
 
     The disk is asked for several at once, as it takes them almost as quickly as one.
+
+    Args:
+        directory: The descriptor of the directory.
+        names: The relative POSIX paths of the files in it.
     """
-    largest_first = sorted(names, key=lambda name: (root / name).stat().st_size, reverse=True)
+
+    def size_of(name: str) -> int:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+
+    largest_first = sorted(names, key=size_of, reverse=True)
     entries: dict[str, FileEntry] = {}
     with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="paceline-disk") as pool:
-        forced = [pool.submit(_force, root / name) for name in largest_first]
+        forced = [pool.submit(_force, directory, name) for name in largest_first]
         for name in names:
             if entries:
                 faults.reach("storage.between_files")
-            entries[name] = digest_file(root / name)
+            with open_regular_below(directory, name) as file:
+                entries[name] = digest_stream(file)
         for each in forced:
             each.result()
     return entries
 
 
-def _force(path: Path) -> None:
-    with path.open("rb") as file:
+def _force(directory: int, name: str) -> None:
+    with open_regular_below(directory, name) as file:
         _forbid_writes(file.fileno())
         os.fsync(file.fileno())
 
@@ -132,12 +143,25 @@ def copy_file(
         writable: With `durable`: writing to it stays allowed.
         num_bytes: Copy no more than so many bytes, all of the file by default.
     """
+    with source.open("rb") as reader:
+        return copy_stream(reader, target, durable=durable, writable=writable, num_bytes=num_bytes)
+
+
+def copy_stream(
+    reader: IO[bytes],
+    target: Path,
+    *,
+    durable: bool = False,
+    writable: bool = False,
+    num_bytes: int | None = None,
+) -> FileEntry:
+    """Copy the content of an open file as `copy_file` does."""
     hasher = xxhash.xxh3_128()
     size = 0
     target.parent.mkdir(parents=True, exist_ok=True)
     # Another rank may have copied one of the same name, which the commit finds out.
     target.unlink(missing_ok=True)
-    with source.open("rb") as reader, target.open("wb") as writer:
+    with open(target, "wb", opener=_open_no_link) as writer:
         while chunk := reader.read(_piece(num_bytes, size)):
             writer.write(chunk)
             hasher.update(chunk)
@@ -148,6 +172,45 @@ def copy_file(
                 _forbid_writes(writer.fileno())
             os.fsync(writer.fileno())
     return FileEntry(size, hasher.hexdigest())
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def move_files_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Move a rank's files to where the checkpoint has them.
+
+    If two ranks do so at once with one name, the commit finds out.
+    """
+    folders = {path}
+    for name, entry in entries.items():
+        target = path / name
+        if target.exists():
+            if target.is_file() and digest_file(target) == entry:
+                continue
+            raise FileExistsError(
+                "Files that several ranks store must have different names or the same content, but"
+                f" another {name!r} is there already."
+            )
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            faults.reach("storage.before_move")
+            (own / name).rename(target)
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            # Another rank may have made it since it was looked at.
+            is_file = isinstance(error, IsADirectoryError)
+            other = "a directory of" if is_file else "below the file of"
+            raise FileExistsError(
+                "What several ranks store must be a file or a directory on all of them, but"
+                f" {name!r} is {other} another rank."
+            ) from error
+        inner = Path(name).parents[:-1]  # all but the checkpoint's own directory
+        folders.update(path / folder for folder in inner)
+    shutil.rmtree(own)
+    # Not the whole tree: directories of other ranks come and go meanwhile.
+    for folder in folders:
+        sync_directory(folder)
 
 
 def _piece(num_bytes: int | None, num_read: int) -> int:
@@ -173,29 +236,26 @@ def _forbid_writes(descriptor: int) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file that appears as a whole and survives a power cut once this returns."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
+    with opened_directory(path.parent) as directory:
+        write_durably_below(directory, path.name, data)
+
+
+def write_durably_below(
+    directory: int, name: str, data: bytes, *, owner: tuple[int, int] | None = None
+) -> None:
+    """Write a file into an open directory as `write_durably` does; `owner` as `replacing_below`."""
+    with replacing_below(directory, name, owner=owner) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    faults.reach("storage.before_rename")
-    os.replace(temporary, path)
-    sync_directory(path.parent)
+        faults.reach("storage.before_rename")
+    os.fsync(directory)
 
 
 def sync_tree(root: Path) -> None:
     """Force the entries of all directories below `root`, and its own, to disk."""
     for folder, _, _ in os.walk(root, topdown=False):
         sync_directory(Path(folder))
-
-
-def newest_change(root: Path) -> float:
-    """Return the time of the last change of anything below `root`, in seconds since the epoch."""
-    newest = root.stat().st_mtime
-    for folder, directories, names in os.walk(root):
-        for name in [*directories, *names]:
-            newest = max(newest, Path(folder, name).lstat().st_mtime)
-    return newest
 
 
 @contextmanager
@@ -233,6 +293,17 @@ def _is_about(error: Exception, root: Path) -> bool:
     """Tell whether an error is about a file below `root`, or does not say about which."""
     name = getattr(error, "filename", None)
     return not isinstance(name, (str, os.PathLike)) or Path(name).is_relative_to(root)
+
+
+@contextmanager
+def naming_files_below(root: Path) -> Iterator[None]:
+    """Have errors about relative paths tell the whole path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = str(root / error.filename)
+        raise
 
 
 def _is_full(root: Path) -> bool:

@@ -3,16 +3,20 @@
 import errno
 import fcntl
 import os
-import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from paceline import faults
 from paceline._atomic_files import sync_directory
+from paceline._regular_files import NotRegularFileError, opened_below, opened_directory
 from paceline.storage import _durable_files
 from paceline.storage._checkpoint_storage import check_uuid
 from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._directory_trees import files_below, remove_below, sync_directories
+from paceline.storage._errors import CheckpointWriteError
 from paceline.storage._manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -26,6 +30,8 @@ from paceline.storage._manifest import (
 faults.register("storage.piece_written", "storage.before_moved_in")
 
 _INCOMING_NAME = ".incoming"
+_NEW = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE_BITS_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class IncomingCheckpoint:
@@ -33,7 +39,8 @@ class IncomingCheckpoint:
 
     Files can be sent in any order. What is there after a crash is kept, and sending goes on from
     there. A commit compares every file with the manifest and moves the directory to its place, so
-    that it is as if this machine had stored the checkpoint. For any thread and process.
+    that it is as if this machine had stored the checkpoint. For any thread and process. Nobody else
+    can change what has arrived, whoever may write to the storage.
 
     Args:
         storage: Where the checkpoint is to be.
@@ -67,7 +74,8 @@ class IncomingCheckpoint:
             self._texts[MANIFEST_NAME] = manifest
         check_file_names(list(map(_check_name, self.files)))
         self._storage = storage
-        self._path = storage.root / _INCOMING_NAME / check_uuid(sender) / uuid
+        self._sender = check_uuid(sender)
+        self._path = storage.root / _INCOMING_NAME / sender / uuid
 
     @property
     def manifest(self) -> Manifest:
@@ -77,7 +85,10 @@ class IncomingCheckpoint:
 
     def missing(self) -> dict[str, int]:
         """Return how many bytes are there of each file that does not have its size."""
-        sizes = {name: self._size(name, entry.size) for name, entry in self.files.items()}
+        sizes: dict[str, int | None] = dict.fromkeys(self.files)
+        with suppress(FileNotFoundError), self._opened() as directory:
+            for name, entry in self.files.items():
+                sizes[name] = _size(directory, name, entry.size)
         return {
             name: sizes[name] or 0
             for name, entry in self.files.items()
@@ -100,10 +111,12 @@ class IncomingCheckpoint:
                 f"Checkpoint {self._uuid} must get what its manifest names, but got"
                 f" {len(data)} bytes at {offset} of {name!r}."
             )
-        path = self._path / name
-        with _durable_files.durable_write_errors(self._uuid, self._existing_root()):
-            self._make_directory(path.parent)
-            with open(path, "ab", buffering=0, opener=_open_new) as file:
+        with self._writing(name.rpartition("/")[0]) as directory:
+
+            def opener(path: str, flags: int) -> int:
+                return os.open(path, flags | _NEW, 0o666, dir_fd=directory)
+
+            with open(PurePosixPath(name).name, "ab", buffering=0, opener=opener) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 size = os.fstat(file.fileno()).st_size
                 if size == offset:
@@ -125,21 +138,20 @@ class IncomingCheckpoint:
             CheckpointWriteError: The disk is full or broken.
         """
         files = self.manifest.files
-        with _durable_files.durable_write_errors(self._uuid, self._existing_root()):
-            self._make_directory(self._path)
-            found = _durable_files.seal_files(self._path, list(files))
+        with self._writing() as directory:
+            found = _durable_files.seal_files(directory, list(files))
             problems = {
                 name: entry.difference(found[name])
                 for name, entry in files.items()
                 if found[name] != entry
             }
-            for name in _durable_files.list_files(self._path):
+            for name in files_below(directory):
                 if name in problems or name not in files:
-                    (self._path / name).unlink()
+                    os.unlink(name, dir_fd=directory)
             if not problems:
-                _durable_files.sync_tree(self._path)
+                sync_directories(directory)
                 for name, text in self._texts.items():
-                    _durable_files.write_durably(self._path / name, text)
+                    _durable_files.write_durably_below(directory, name, text)
         return problems
 
     def commit(self) -> None:
@@ -152,52 +164,111 @@ class IncomingCheckpoint:
         if not self._storage.exists(uuid):
             faults.reach("storage.before_moved_in")
             with _durable_files.durable_write_errors(uuid, self._storage.root):
-                os.rename(self._path, self._storage.root / uuid)
+                with _opened_incoming(self._storage.root) as (above, incoming):
+                    place = f"{self._sender}/{uuid}"
+                    os.rename(place, uuid, src_dir_fd=incoming, dst_dir_fd=above)
                 sync_directory(self._storage.root)
         self.forget()
 
     def forget(self) -> None:
         """Remove what has arrived."""
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._remove_empty()
+        with suppress(OSError), _opened_incoming(self._storage.root) as (above, incoming):
+            with suppress(OSError), opened_below(incoming, self._sender) as senders:
+                remove_below(senders, self._uuid)
+            os.rmdir(self._sender, dir_fd=incoming)  # unless there are others
+            os.rmdir(_INCOMING_NAME, dir_fd=above)
 
-    def _size(self, name: str, wanted: int) -> int | None:
-        path = self._path / name
-        try:
-            size = path.stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        if size > wanted:
-            path.unlink()  # of an earlier manifest
-            return None
-        return size
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Yield the descriptor of the directory with what has arrived."""
+        place = f"{self._sender}/{self._uuid}"
+        with (
+            _opened_incoming(self._storage.root) as (_, incoming),
+            opened_below(incoming, place) as directory,
+        ):
+            yield directory
 
-    def _make_directory(self, path: Path) -> None:
-        # Nobody else needs to see what is not whole.
-        incoming = self._storage.root / _INCOMING_NAME
-        if not path.is_dir():
-            self._storage.root.mkdir(parents=True, exist_ok=True)
-            incoming.mkdir(mode=0o700, exist_ok=True)
-            path.mkdir(parents=True, exist_ok=True)
-
-    def _existing_root(self) -> Path:
+    @contextmanager
+    def _writing(self, folder: str = "") -> Iterator[int]:
+        """Yield the descriptor of a directory in that one, which is made if there is none."""
         root = self._storage.root
-        return next(path for path in (root, *root.parents) if path.is_dir())
-
-    def _remove_empty(self) -> None:
-        for path in (self._path.parent, self._path.parent.parent):
-            with suppress(OSError):  # there are others
-                path.rmdir()
+        existing = next(path for path in (root, *root.parents) if path.is_dir())
+        with (
+            _durable_files.durable_write_errors(self._uuid, existing),
+            _durable_files.naming_files_below(self._path / folder),
+        ):
+            root.mkdir(parents=True, exist_ok=True)
+            # Nobody else needs to see what is not whole.
+            (root / _INCOMING_NAME).mkdir(mode=0o700, exist_ok=True)
+            with _opened_incoming(root) as (_, incoming):
+                place = PurePosixPath(self._sender, self._uuid, folder)
+                for path in [*reversed(place.parents), place][1:]:
+                    with suppress(FileExistsError):
+                        os.mkdir(path, dir_fd=incoming)
+                with opened_below(incoming, str(place)) as directory:
+                    yield directory
 
 
 def forget_incoming(root: Path, is_wanted: Callable[[str], bool]) -> None:
     """Remove what has arrived in a storage from senders that are not wanted any more."""
-    incoming = root / _INCOMING_NAME
-    for path in sorted(incoming.iterdir()) if incoming.is_dir() else ():
-        if not is_wanted(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):
-        incoming.rmdir()
+    with suppress(OSError), _opened_incoming(root) as (above, incoming):
+        for sender in sorted(os.listdir(incoming)):
+            if not is_wanted(sender):
+                with suppress(OSError):
+                    remove_below(incoming, sender)
+        os.rmdir(_INCOMING_NAME, dir_fd=above)
+
+
+@contextmanager
+def _opened_incoming(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the descriptors of a storage and of what has arrived there, which is ours alone.
+
+    Raises:
+        CheckpointWriteError: Others can write to it, such as through a link.
+        FileNotFoundError: It is not there.
+    """
+    try:
+        with opened_directory(root) as above, opened_below(above, _INCOMING_NAME) as incoming:
+            if not _is_ours_alone(incoming):
+                raise NotRegularFileError(
+                    errno.EPERM, "It must belong to this user alone", _INCOMING_NAME
+                )
+            yield above, incoming
+    except NotRegularFileError as error:
+        raise CheckpointWriteError(
+            f"{str(root / _INCOMING_NAME)!r} must be a directory that only this user can write to,"
+            f" but is not ({error.strerror}). Hint: remove it."
+        ) from error
+
+
+def _is_ours_alone(directory: int) -> bool:
+    facts = os.fstat(directory)
+    if facts.st_mode & _WRITE_BITS_OF_OTHERS:
+        return False
+    if facts.st_uid == os.geteuid():
+        return True
+    # A file server may know this user by another id.
+    name = f".owner-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(name, os.O_CREAT | os.O_EXCL | _NEW, 0o600, dir_fd=directory)
+    except OSError:
+        return False
+    try:
+        return os.fstat(descriptor).st_uid == facts.st_uid
+    finally:
+        os.close(descriptor)
+        os.unlink(name, dir_fd=directory)
+
+
+def _size(directory: int, name: str, wanted: int) -> int | None:
+    try:
+        size = os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if size > wanted:
+        os.unlink(name, dir_fd=directory)  # of an earlier manifest
+        return None
+    return size
 
 
 def _check_name(name: str) -> str:
@@ -216,7 +287,3 @@ def _write_all(descriptor: int, data: bytes) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left = left[num_written:]
     return len(data)
-
-
-def _open_new(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -44,7 +44,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content list of a committed checkpoint.
 
     `created` is in seconds since the epoch; `files` maps relative POSIX paths to their entries.
-    `deleted` names the files that were deleted on purpose, by `delete_files`.
+    `deleted` names the files that were deleted on purpose, by `delete_files`. `origin` tells which
+    attempt of which master has stored the checkpoint; it is empty without one.
     """
 
     version: int = MANIFEST_VERSION
@@ -53,6 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any]
     files: dict[str, FileEntry]
     deleted: list[str] = []
+    origin: str = ""
 
     @property
     def resources(self) -> dict[str, int]:
@@ -65,6 +67,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             return self
         files = {path: entry for path, entry in self.files.items() if selects(path)}
         return msgspec.structs.replace(self, files=files)
+
+
+def origin_of(cluster_id: str, trial_id: int, attempt: int) -> str:
+    """Return how the manifest of a checkpoint names the attempt that has stored it."""
+    return f"{cluster_id}.{trial_id}.{attempt}"
 
 
 def glob_selector(globs: Sequence[str]) -> Selector:
@@ -131,8 +138,8 @@ def decode_manifest(data: bytes, uuid: str) -> Manifest:
         raise _damaged(uuid, MANIFEST_NAME, str(error)) from error
     if manifest.uuid != uuid:
         raise _damaged(uuid, MANIFEST_NAME, f"it names checkpoint {manifest.uuid!r}")
-    for path in manifest.files:
-        if path.startswith("/") or ".." in path.split("/"):
+    for path in (*manifest.files, *manifest.deleted):
+        if path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise _damaged(uuid, MANIFEST_NAME, f"it names the file {path!r} outside")
     return manifest
 

@@ -165,9 +165,13 @@ class ForwardedStorage(CheckpointStorage):
 
     # ---- what the driver does ------------------------------------------------------------
 
-    def commit(self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1) -> Manifest:
+    def commit(
+        self, uuid: str, metadata: dict[str, Any], *, num_shards: int = 1, origin: str = ""
+    ) -> Manifest:
         """Make a checkpoint exist, once all its shards are stored."""
-        manifest: Manifest = self._ask("commit", uuid, metadata, num_shards=num_shards)
+        manifest: Manifest = self._ask(
+            "commit", uuid, metadata, num_shards=num_shards, origin=origin
+        )
         return manifest
 
     def missing_shards(self, uuid: str, num_shards: int) -> list[int]:

@@ -52,7 +52,7 @@ class StorageRequests:
         self._mark = root / f".paceline-{uuid4().hex}"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self._mark.touch()
+            self._mark.touch(exist_ok=False)
         except OSError:
             self._mark = None
         return None if self._mark is None else str(self._mark)

@@ -1,0 +1,101 @@
+"""What lies below the descriptor of a directory: no link is followed, and nothing is opened."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from paceline._regular_files import NotRegularFileError, open_directory_below, opened_below
+
+# More than checkpoints have. Each level takes a descriptor while it is walked through.
+_MAX_DEPTH = 64
+
+
+class Found(NamedTuple):
+    """Something below a directory: its path, the descriptor of the directory that has it, facts."""
+
+    path: str
+    parent: int
+    name: str
+    facts: os.stat_result
+
+
+def walk_below(directory: int, _above: tuple[str, ...] = ()) -> Iterator[Found]:
+    """Yield all that is below a directory, directories after what they hold.
+
+    The descriptor of a parent is open until the next one is yielded.
+
+    Args:
+        directory: The descriptor of the directory.
+
+    Raises:
+        OSError: A directory cannot be read, or there are more than 64 in each other.
+    """
+    if len(_above) > _MAX_DEPTH:
+        raise OSError(errno.ELOOP, "Directories must not be so deep", "/".join(_above))
+    for name in sorted(os.listdir(directory)):
+        path = (*_above, name)
+        with suppress(FileNotFoundError):
+            facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if stat.S_ISDIR(facts.st_mode):
+                # One that was replaced meanwhile by something else is yielded as that.
+                with suppress(NotRegularFileError, NotADirectoryError):
+                    below = open_directory_below(directory, name)
+                    try:
+                        yield from walk_below(below, path)
+                    finally:
+                        os.close(below)
+            yield Found("/".join(path), directory, name, facts)
+
+
+def files_below(directory: int) -> list[str]:
+    """Return the relative POSIX paths of all that is below a directory but directories, sorted."""
+    return sorted(
+        found.path for found in walk_below(directory) if not stat.S_ISDIR(found.facts.st_mode)
+    )
+
+
+def empty_directory(directory: int) -> None:
+    """Remove all that is below a directory; links are removed, not what they refer to.
+
+    Raises:
+        OSError: Something cannot be removed.
+    """
+    for found in walk_below(directory):
+        with suppress(FileNotFoundError):
+            if stat.S_ISDIR(found.facts.st_mode):
+                os.rmdir(found.name, dir_fd=found.parent)
+            else:
+                os.unlink(found.name, dir_fd=found.parent)
+
+
+def remove_below(directory: int, name: str) -> None:
+    """Remove a directory below another one, with all that is in it.
+
+    Raises:
+        NotRegularFileError: A link is there; it stays.
+        OSError: It is not there, or something in it cannot be removed.
+    """
+    with opened_below(directory, name) as below:
+        empty_directory(below)
+    os.rmdir(name, dir_fd=directory)
+
+
+def newest_change(directory: int) -> float:
+    """Return the time of the last change of a directory and anything below it.
+
+    In seconds since the epoch.
+    """
+    own = os.fstat(directory).st_mtime
+    return max([own, *(found.facts.st_mtime for found in walk_below(directory))])
+
+
+def sync_directories(directory: int) -> None:
+    """Force the entries of a directory, and of all directories below it, to disk."""
+    for found in walk_below(directory):
+        if stat.S_ISDIR(found.facts.st_mode):
+            with opened_below(found.parent, found.name) as below:
+                os.fsync(below)
+    os.fsync(directory)

@@ -120,7 +120,9 @@ class Master:
         self.kept_names = NameCache()
         self.encodings = EncodingCache()
         self.search_views = SearchViews(self.database, self.searches)
-        self.changes = StateChanges(self.searches, self.logs, self._wake, self.controls.notify)
+        self.changes = StateChanges(
+            self.searches, self.logs, self._wake, self.controls.notify, node.default_storage
+        )
         self.commands = Commands(self.changes, self._known_slots, self.secrets)
         self.ingest = RecordIngest(self.changes)
         self.transfers = Transfers(

@@ -75,10 +75,10 @@ def test_a_page_of_checkpoints_reads_its_own_rows_and_no_metrics(
 @pytest.fixture
 def stored(master: Any, tmp_path: Path) -> DirectoryStorage:
     """Return a storage with the committed checkpoint `kept` of trial 1: files `a` and `b/c`."""
-    master.create()
+    storage = DirectoryStorage(tmp_path / "checkpoints")
+    master.create(checkpoint_storage={"type": "directory", "path": storage.url})
     master.schedule()
     master.report(1, 0)
-    storage = DirectoryStorage(tmp_path / "checkpoints")
     with storage.store_path("kept") as path:
         (path / "a").write_bytes(b"first")
         (path / "b").mkdir()
@@ -98,13 +98,13 @@ def test_a_download_reads_the_requested_file_only_and_once_to_check_it(
     master: Any, stored: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digested: list[str] = []
-    digest_file = _durable_files.digest_file
+    digest_stream = _durable_files.digest_stream
 
-    def counting(path: Path, **options: Any) -> Any:
-        digested.append(path.relative_to(stored.root / "kept").as_posix())
-        return digest_file(path, **options)
+    def counting(file: Any, *options: Any) -> Any:
+        digested.append(file.name)
+        return digest_stream(file, *options)
 
-    monkeypatch.setattr(_durable_files, "digest_file", counting)
+    monkeypatch.setattr(_durable_files, "digest_stream", counting)
     for name, content in (("a", b"first"), ("b/c", b"second")):
         reply = master.http.get(f"/checkpoints/kept/files/{name}")
         assert (reply.status_code, reply.content) == (200, content)

@@ -6,7 +6,7 @@ from uuid import uuid4
 import pytest
 
 from paceline.journal import CheckpointStored
-from paceline.master.experiments import RefusedError, delete_files
+from paceline.master.experiments import CheckpointPlace, RefusedError, delete_files
 from paceline.master.experiments import _checkpoint_sweep as _sweep
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.store import tables
@@ -159,7 +159,7 @@ def test_a_checkpoint_is_started_from_or_deleted_and_never_both(
         start_from(first)
         return planned
 
-    def start_and_delete(place: str, uuid: str) -> bool:
+    def start_and_delete(place: CheckpointPlace, uuid: str) -> bool:
         with pytest.raises(RefusedError, match="is being deleted"):
             start_from(uuid)
         with pytest.raises(RefusedError, match="must have a checkpoint|is being deleted"):
@@ -201,7 +201,7 @@ def test_what_cannot_be_deleted_is_tried_again(
     tried: list[str] = []
     delete, now_s = _sweep.delete_files, _sweep.time.time()
 
-    def fail(_place: str, uuid: str) -> bool:
+    def fail(_place: CheckpointPlace, uuid: str) -> bool:
         tried.append(uuid)
         return False
 
@@ -241,7 +241,7 @@ def test_an_experiment_that_was_continued_meanwhile_is_swept_again(
     delete = _sweep.delete_files
     last: list[str] = []
 
-    def delete_slowly(place: str, uuid: str) -> bool:
+    def delete_slowly(place: CheckpointPlace, uuid: str) -> bool:
         if not last:
             bench.command("continue_experiment", experiment_id, {})
             attempt_id = bench.start(1)
@@ -259,4 +259,4 @@ def test_an_experiment_that_was_continued_meanwhile_is_swept_again(
 
 def test_files_that_are_gone_already_count_as_deleted(storage: Path) -> None:
     storage.mkdir()
-    assert delete_files(str(storage), "never-there")
+    assert delete_files(CheckpointPlace(str(storage)), "never-there")

@@ -1,6 +1,7 @@
 """Routes of checkpoints."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Annotated
 from urllib.parse import quote
 
@@ -15,15 +16,18 @@ from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, RecordsOf, checkpoint_row, write_rows
 from paceline.master.experiments import (
+    CheckpointPlace,
+    RefusedError,
     delete_files,
     delete_matching_files,
     in_own_thread,
     note_deleted_files,
+    place_of_checkpoint,
 )
 from paceline.master.store import Transaction, checkpoint_views, tables
 from paceline.messages.checkpoints import Checkpoint
 from paceline.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
-from paceline.storage import storage_from
+from paceline.storage import DirectoryStorage, Manifest, problem_of_file
 
 router = ApiRouter(tags=["checkpoints"], route_class=ReadingRoute)
 
@@ -49,11 +53,11 @@ async def delete_checkpoint(
     ] = None,
 ) -> Checkpoint:
     """Delete a checkpoint's files, or those that patterns match; it stays listed."""
-    view = await asyncio.to_thread(read_checkpoint, uuid, master)
+    view, place = await asyncio.to_thread(_read_with_place, uuid, master)
     await write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
     try:
         left = await asyncio.wrap_future(
-            in_own_thread(lambda: _delete_checkpoint_files(view, glob))
+            in_own_thread(lambda: _delete_checkpoint_files(place, uuid, glob))
         )
         if left != view.resources:
             await write_rows(
@@ -64,30 +68,39 @@ async def delete_checkpoint(
     return await asyncio.to_thread(read_checkpoint, uuid, master)
 
 
+def _read_with_place(uuid: str, master: Master) -> tuple[Checkpoint, CheckpointPlace]:
+    with master.database.read() as connection:
+        row = checkpoint_row(connection, uuid)
+        place = place_of_checkpoint(connection, row, master.changes.default_storage)
+        return checkpoint_views([row])[0], place
+
+
 @router.get("/checkpoints/{uuid}/files/{path:path}", response_class=FileResponse)
 def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
     """Read one file of a checkpoint."""
-    with master.database.read() as connection:
-        row = checkpoint_row(connection, uuid)
-    if row.state == CheckpointState.DELETED.value:
+    view, place = _read_with_place(uuid, master)
+    if view.state is CheckpointState.DELETED:
         raise ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")
-    storage = storage_from(row.storage).in_a_hurry()
+    storage = place.opened(uuid)
     manifest = storage.manifest(uuid)
+    place.check(manifest)
     if path not in manifest.files:
         known = ", ".join(manifest.files)
         raise ApiError(404, "not_found", f"Checkpoint {uuid} has no file {path!r}, but: {known}.")
     # This file alone: whoever fetches all of them would have each one digested for every other.
     wanted = msgspec.structs.replace(manifest, files={path: manifest.files[path]})
-    for name, reason in storage.problems(wanted).items():
+    size = manifest.files[path].size
+    if isinstance(storage, DirectoryStorage):
+        pieces, problems = _verified_pieces(storage, wanted, path)
+    else:
+        problems = storage.problems(wanted)
+        pieces = (
+            storage.read_file(uuid, path, offset, _PIECE_BYTES)
+            for offset in range(0, size, _PIECE_BYTES)
+        )
+    for name, reason in problems.items():
         raise ApiError(409, "checkpoint_unusable", f"{name!r} of checkpoint {uuid} {reason}.")
     filename = path.rsplit("/", 1)[-1]
-    if storage.local_root is not None:
-        return FileResponse(storage.local_root / uuid / path, filename=filename)
-    size = manifest.files[path].size
-    pieces = (
-        storage.read_file(uuid, path, offset, _PIECE_BYTES)
-        for offset in range(0, size, _PIECE_BYTES)
-    )
     headers = {
         "content-length": str(size),
         "content-disposition": f"attachment; filename*=utf-8''{quote(filename)}",
@@ -95,14 +108,38 @@ def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
     return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
-def _delete_checkpoint_files(checkpoint: Checkpoint, globs: list[str] | None) -> dict[str, int]:
+def _verified_pieces(
+    storage: DirectoryStorage, manifest: Manifest, name: str
+) -> tuple[Iterator[bytes], dict[str, str]]:
+    """Open a file once, and return what is in it, or what is wrong with it."""
+    try:
+        file = storage.open_file(manifest.uuid, name)
+    except (FileNotFoundError, NotADirectoryError):
+        return iter(()), {name: "is missing"}
+    reason = problem_of_file(file, manifest.files[name])
+    if reason is not None:
+        file.close()
+        return iter(()), {name: reason}
+    file.seek(0)
+
+    def pieces() -> Iterator[bytes]:
+        with file:
+            yield from iter(lambda: file.read(_PIECE_BYTES), b"")
+
+    return pieces(), {}
+
+
+def _delete_checkpoint_files(
+    place: CheckpointPlace, uuid: str, globs: list[str] | None
+) -> dict[str, int]:
     """Delete files of a checkpoint, and return the sizes of those that are left."""
-    uuid = checkpoint.uuid
     try:
         if globs is not None:
-            left = delete_matching_files(checkpoint.storage, uuid, globs)
+            left = delete_matching_files(place, uuid, globs)
         else:
-            left = {} if delete_files(checkpoint.storage, uuid) else None
+            left = {} if delete_files(place, uuid) else None
+    except RefusedError:
+        raise
     except ValueError as error:
         raise ApiError(422, "invalid_glob", f"`glob` must be a pattern, but: {error}") from error
     if left is None:

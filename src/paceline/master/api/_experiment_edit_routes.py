@@ -12,6 +12,7 @@ from paceline.master.api._experiment_routes import Action, ExperimentId, action_
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
 from paceline.master.experiments import (
+    CheckpointPlace,
     Leftovers,
     NotFoundError,
     RefusedError,
@@ -120,12 +121,19 @@ async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
     return await asyncio.to_thread(_remove_leftovers, master, experiment_id, leftovers)
 
 
+def _delete_files(place: CheckpointPlace, uuid: str) -> bool:
+    try:
+        return delete_files(place, uuid)
+    except RefusedError:
+        return False
+
+
 def _remove_leftovers(master: Master, experiment_id: int, leftovers: Leftovers) -> list[str]:
     """Remove files whose rows are gone, and return what could not be removed."""
     left = [
-        f"{storage}/{uuid}"
-        for storage, uuid in leftovers.checkpoints
-        if not delete_files(storage, uuid)
+        f"{place.storage}/{uuid}"
+        for uuid, place in leftovers.checkpoints.items()
+        if not _delete_files(place, uuid)
     ]
     attempts = master.home.attempts_path
     removals: list[Callable[[], None]] = [

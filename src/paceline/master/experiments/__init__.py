@@ -6,9 +6,13 @@ from paceline.master.experiments._attempt_launch import Node, Place, checkpoint_
 from paceline.master.experiments._attempt_rows import check_not_over, live_attempts, read_attempt
 from paceline.master.experiments._best_metric import recompute_best
 from paceline.master.experiments._checkpoint_files import (
+    CheckpointPlace,
     delete_files,
     delete_matching_files,
     note_deleted_files,
+    place_of_checkpoint,
+    place_of_experiment,
+    storage_for_others,
 )
 from paceline.master.experiments._checkpoint_ingest import store_checkpoint
 from paceline.master.experiments._commands_on_experiments import Commands
@@ -60,8 +64,8 @@ from paceline.master.experiments._stored_searches import (
 from paceline.master.experiments._unmanaged_runs import Unmanaged
 
 __all__ = [
-    "live_attempts",
     "Candidate",
+    "CheckpointPlace",
     "Cluster",
     "Commands",
     "DEFAULT_LEASE_S",
@@ -96,12 +100,15 @@ __all__ = [
     "end_attempt",
     "end_runner",
     "in_own_thread",
+    "live_attempts",
     "load_search",
     "loss_of",
     "missing_methods",
     "move_experiment",
     "note_begun",
     "note_deleted_files",
+    "place_of_checkpoint",
+    "place_of_experiment",
     "plan_retention",
     "rank_of",
     "read_attempt",
@@ -110,6 +117,7 @@ __all__ = [
     "read_pools",
     "recompute_best",
     "set_archived",
+    "storage_for_others",
     "store_checkpoint",
     "thinned",
     "undecided_searches",

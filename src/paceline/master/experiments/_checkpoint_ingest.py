@@ -5,7 +5,11 @@ from typing import Any
 from sqlalchemy import Connection, Row, insert, select, update
 
 from paceline.journal import CheckpointDeleted, CheckpointFilesDeleted, CheckpointStored
-from paceline.master.experiments._checkpoint_files import note_deleted_files
+from paceline.master.experiments._checkpoint_files import (
+    is_same_storage,
+    note_deleted_files,
+    place_of_experiment,
+)
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.store import Transaction, config_of, metric_at, tables
 from paceline.messages.states import CheckpointState
@@ -27,6 +31,9 @@ def store_checkpoint(
         is_this = experiments.c.id == attempt.experiment_id
         connection.execute(update(experiments).where(is_this).values(retention_done=False))
         transaction.after_commit(changes.wake)
+    own = place_of_experiment(experiment, changes.default_storage)
+    if experiment.external_id is None and own and not is_same_storage(record.storage, own):
+        _tell_of_other_storage(changes, transaction, attempt, record)
     step = record.steps_completed
     connection.execute(
         insert(checkpoints).values(
@@ -54,6 +61,26 @@ def store_checkpoint(
         uuid=record.uuid,
         steps_completed=step,
     )
+
+
+def _tell_of_other_storage(
+    changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
+) -> None:
+    """Note once per trial that checkpoints lie where the master does not touch them."""
+    checkpoints = tables.checkpoints.c
+    earlier = select(checkpoints.uuid).where(
+        checkpoints.trial_id == attempt.trial_id, checkpoints.storage == record.storage
+    )
+    if transaction.connection.execute(earlier.limit(1)).first() is None:
+        changes.note(
+            transaction,
+            attempt.trial_id,
+            attempt.number,
+            "WARNING",
+            f"The script stores checkpoints in {record.storage}, not in the storage of the"
+            " experiment: the master neither reads nor deletes them. Hint: name the storage in the"
+            " config.",
+        )
 
 
 def take_checkpoint_deletion(

@@ -11,7 +11,12 @@ from sqlalchemy import Connection, Row, select, update
 
 from paceline import faults
 from paceline.config import CheckpointStorage
-from paceline.master.experiments._checkpoint_files import delete_files
+from paceline.master.experiments._checkpoint_files import (
+    CheckpointPlace,
+    delete_files,
+    places_of_checkpoints,
+    storage_for_others,
+)
 from paceline.master.experiments._retention_plan import (
     Candidate,
     RetentionPolicy,
@@ -20,9 +25,10 @@ from paceline.master.experiments._retention_plan import (
 )
 from paceline.master.experiments._start_checkpoints import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.store import Database, Transaction, config_of, read_series, tables
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
-from paceline.storage import CheckpointError, storage_from
+from paceline.storage import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +74,18 @@ def sweep_checkpoints(
         _mark_done(database, experiment, True)
         if not config_of(experiment).deletes_while_running:
             return None
-    storages, doomed, next_s = _plan_sweep(database, experiment)
+    places, doomed, next_s = _plan_sweep(database, experiment, changes.default_storage)
     if has_ended:
-        for storage in {*storages.values()}:
+        for storage in {place.storage for place in places.values()}:
             _sweep_leftovers(storage, failures)
     # In any order, so that a few which cannot be deleted do not keep the same others back for ever.
     ordered = random.sample(doomed, len(doomed))
     for start in range(0, len(ordered), _DELETED_AT_ONCE):
-        some = {uuid: storages[uuid] for uuid in ordered[start : start + _DELETED_AT_ONCE]}
+        some = {uuid: places[uuid] for uuid in ordered[start : start + _DELETED_AT_ONCE]}
         _delete_in_sweep(changes, database, some, failures)
     if not has_ended:
         return None
-    if any(failures[storage] for storage in storages.values()):
+    if any(failures[place.storage] for place in places.values()):
         retry_s = time.time() + RETRY_S
         next_s = retry_s if next_s is None else min(next_s, retry_s)
     _mark_done(database, experiment, next_s is None)
@@ -89,7 +95,7 @@ def sweep_checkpoints(
 def _delete_in_sweep(
     changes: StateChanges,
     database: Database,
-    storages: dict[str, str],
+    places: dict[str, CheckpointPlace],
     failures: Counter[str],
 ) -> None:
     """Delete checkpoints by their UUIDs, but those that trials have begun to need meanwhile.
@@ -97,14 +103,14 @@ def _delete_in_sweep(
     Args:
         changes: What tells trials which checkpoints are being deleted.
         database: The database.
-        storages: The storages by UUID.
+        places: Where they lie, by UUID.
         failures: How often deleting has failed, by storage; this adds to it.
     """
 
     def withdraw(transaction: Transaction) -> list[str]:
         """Let no trial start from them any more."""
-        needed = _needed_among(transaction.connection, list(storages))
-        left = [uuid for uuid in storages if uuid not in needed]
+        needed = _needed_among(transaction.connection, list(places))
+        left = [uuid for uuid in places if uuid not in needed]
         transaction.after_rollback(lambda: changes.being_deleted.difference_update(left))
         changes.being_deleted.update(left)
         return left
@@ -113,13 +119,16 @@ def _delete_in_sweep(
     deleted = []
     try:
         for uuid in doomed:
-            storage = storages[uuid]
-            if failures[storage] >= _MAX_FAILURES:
+            place = places[uuid]
+            if failures[place.storage] >= _MAX_FAILURES:
                 continue
-            if delete_files(storage, uuid):
-                deleted.append(uuid)
-            else:
-                failures[storage] += 1
+            try:
+                if delete_files(place, uuid):
+                    deleted.append(uuid)
+                else:
+                    failures[place.storage] += 1
+            except RefusedError as error:
+                logger.warning("%s", error)
         faults.reach("master.retention.deleted")
         _mark_deleted(database, deleted)
     finally:
@@ -152,9 +161,12 @@ def _mark_done(database: Database, experiment: Row[Any], is_done: bool) -> None:
 
 
 def _plan_sweep(
-    database: Database, experiment: Row[Any]
-) -> tuple[dict[str, str], list[str], float | None]:
-    """Return the storages of the checkpoints, which ones to delete, and when to plan again."""
+    database: Database, experiment: Row[Any], default_storage: str
+) -> tuple[dict[str, CheckpointPlace], list[str], float | None]:
+    """Return where the checkpoints lie, which ones to delete, and when to plan again.
+
+    Those that a script has stored elsewhere are left alone.
+    """
     checkpoints = tables.checkpoints
     with database.read() as connection:
         # Of two checkpoints at one step, the newer one comes first: it is the latest.
@@ -166,6 +178,8 @@ def _plan_sweep(
             )
             .order_by(checkpoints.c.attempt.desc(), checkpoints.c.created_at.desc())
         ).all()
+        places = places_of_checkpoints(connection, experiment.id, rows, default_storage)
+        rows = [row for row in rows if places[row.uuid].is_own]
         config = config_of(experiment)
         searcher = config.searcher
         metrics = {
@@ -190,8 +204,11 @@ def _plan_sweep(
     policy = _policy(config.checkpoint_storage or CheckpointStorage())
     doomed = plan_retention(candidates, policy, now_s=time.time(), **options)
     kept = [each for each in candidates if each.uuid not in doomed]
-    storages = {row.uuid: row.storage for row in rows}
-    return storages, doomed, next_planning_s(kept, policy, **options)
+    return (
+        {row.uuid: places[row.uuid] for row in rows},
+        doomed,
+        next_planning_s(kept, policy, **options),
+    )
 
 
 def _needed_among(connection: Connection, uuids: list[str]) -> set[str]:
@@ -228,7 +245,7 @@ def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
     if failures[storage] >= _MAX_FAILURES:
         return
     try:
-        storage_from(storage).in_a_hurry().sweep(older_than_s=_LEFTOVER_AGE_S)
+        storage_for_others(storage).sweep(older_than_s=_LEFTOVER_AGE_S)
     except (OSError, ValueError, CheckpointError):
         logger.exception("Leftovers in %s could not be removed.", storage)
         failures[storage] += 1

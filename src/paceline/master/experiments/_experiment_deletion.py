@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, delete, or_, select
 
+from paceline.master.experiments._checkpoint_files import CheckpointPlace, places_of_checkpoints
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.store import (
@@ -39,11 +40,11 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftovers:
-    """Files outside the database: trial logs, attempt directories, (storage, UUID) pairs."""
+    """Files outside the database: trial logs, attempt directories, checkpoints by their UUIDs."""
 
     trial_ids: tuple[int, ...]
     attempt_ids: tuple[int, ...]
-    checkpoints: tuple[tuple[str, str], ...]
+    checkpoints: dict[str, CheckpointPlace]
 
 
 def loss_of(connection: Connection, experiment_id: int) -> Loss:
@@ -87,9 +88,11 @@ def delete_experiment(
     leftovers = Leftovers(
         trial_ids=tuple(connection.execute(ids).scalars()),
         attempt_ids=tuple(connection.execute(attempt_ids).scalars()),
-        checkpoints=tuple(
-            (checkpoint.storage, checkpoint.uuid)
-            for checkpoint in _checkpoints_to_delete(connection, row)
+        checkpoints=places_of_checkpoints(
+            connection,
+            experiment_id,
+            _checkpoints_to_delete(connection, row),
+            changes.default_storage,
         ),
     )
     keep_ids(connection, tables.experiments, tables.trials, tables.attempts)

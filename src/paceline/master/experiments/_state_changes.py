@@ -60,7 +60,10 @@ class StateChanges:
         logs: LogStore,
         wake: Callable[[], None],
         notify_attempt: Callable[[int], None],
+        default_storage: str = "",
     ) -> None:
+        # Where checkpoints go unless the configuration of an experiment says otherwise.
+        self.default_storage = default_storage
         self.searches = searches
         self.search_operations = SearchOperations(self, searches)
         self._logs = logs

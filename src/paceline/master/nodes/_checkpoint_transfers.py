@@ -11,19 +11,21 @@ from sqlalchemy import Connection, Row, select
 from paceline import faults
 from paceline.journal import CheckpointStored
 from paceline.master.experiments import (
+    CheckpointPlace,
     NotFoundError,
     RefusedError,
     StateChanges,
     check_not_over,
     delete_files,
     note_deleted_files,
+    place_of_checkpoint,
+    place_of_experiment,
     read_attempt,
     store_checkpoint,
 )
 from paceline.master.nodes._open_uploads import (
     OpenUploads,
     ids_of_live_attempts,
-    place_of_experiment,
 )
 from paceline.master.nodes._waiting_checkpoints import WaitingCheckpoints
 from paceline.master.store import Database, Transaction, read_members, tables
@@ -40,9 +42,9 @@ from paceline.storage import (
     CheckpointStorage,
     DirectoryStorage,
     IncomingCheckpoint,
+    Manifest,
     decode_manifest,
     done_name,
-    storage_from,
 )
 
 faults.register("master.checkpoint.moved_in")
@@ -163,8 +165,7 @@ class Transfers:
         if row is None or row.state == CheckpointState.DELETED.value:
             return
         _check_own(row, attempt)
-        self._check_place(row)
-        if not delete_files(row.storage, uuid):
+        if not delete_files(self._place(row), uuid):
             raise OSError(f"The files of checkpoint {uuid} cannot be deleted.")
 
         def note(transaction: Transaction) -> None:
@@ -172,12 +173,14 @@ class Transfers:
 
         self._database.write(note).result()
 
-    def readable(self, attempt_id: int, uuid: str) -> CheckpointStorage:
-        """Return the storage of a checkpoint that an attempt may read.
+    def readable(self, attempt_id: int, uuid: str) -> tuple[CheckpointStorage, Manifest]:
+        """Return the storage and the manifest of a checkpoint that an attempt may read.
 
         Raises:
+            CheckpointError: It is gone or damaged.
             NotFoundError: There is no such attempt.
-            RefusedError: The attempt has ended, or its trial may not start from the checkpoint.
+            RefusedError: The attempt has ended, or its trial may not start from the checkpoint, or
+                that lies elsewhere than those of its experiment.
         """
         with self._database.read() as connection:
             attempt = read_attempt(connection, attempt_id)
@@ -191,14 +194,15 @@ class Transfers:
             )
         if row.state == CheckpointState.DELETED.value:
             raise RefusedError("deleted", f"Checkpoint {uuid} was deleted.")
-        self._check_place(row)
-        return storage_from(row.storage)
+        place = self._place(row)
+        storage = place.opened(uuid)
+        manifest = storage.manifest(uuid)
+        place.check(manifest)
+        return storage, manifest
 
     def read_files(self, attempt_id: int, uuid: str) -> CheckpointFiles:
         """Return the manifest and the done files of a checkpoint; raises like `readable`."""
-        storage = self.readable(attempt_id, uuid)
-        # First, for the errors of those that are not there or damaged.
-        storage.manifest(uuid)
+        storage, _ = self.readable(attempt_id, uuid)
         shards: dict[int, str] = {}
         while (text := _checkpoint_file_text(storage, uuid, done_name(len(shards)))) is not None:
             shards[len(shards)] = text
@@ -212,8 +216,8 @@ class Transfers:
         Raises:
             FileNotFoundError: The checkpoint has no such file.
         """
-        storage = self.readable(attempt_id, uuid)
-        if name not in storage.manifest(uuid).files:
+        storage, manifest = self.readable(attempt_id, uuid)
+        if name not in manifest.files:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return storage.read_file(uuid, name, offset, MAX_PIECE_BYTES)
 
@@ -239,21 +243,15 @@ class Transfers:
     # ---- details -------------------------------------------------------------------------
 
     def _directory_of(self, connection: Connection, attempt: Row[Any]) -> DirectoryStorage:
-        place = place_of_experiment(connection, attempt.experiment_id, self._default_storage)
+        experiment = StateChanges.experiment(connection, attempt.experiment_id)
+        place = place_of_experiment(experiment, self._default_storage)
         if "://" in place:
             raise RefusedError("other_storage", f"Nodes themselves store checkpoints in {place}.")
-        return DirectoryStorage(place)
+        return DirectoryStorage(place, has_one_owner=True)
 
-    def _check_place(self, row: Row[Any]) -> None:
-        """Refuse a place that a record alone has named: it could be any directory."""
+    def _place(self, row: Row[Any]) -> CheckpointPlace:
         with self._database.read() as connection:
-            place = place_of_experiment(connection, row.experiment_id, self._default_storage)
-        if storage_from(row.storage).url != storage_from(place).url:
-            raise RefusedError(
-                "other_storage",
-                f"Checkpoint {row.uuid} must lie in the storage of its experiment, but lies in"
-                f" {row.storage}.",
-            )
+            return place_of_checkpoint(connection, row, self._default_storage)
 
     def _store(
         self,
@@ -288,16 +286,18 @@ class Transfers:
             with self._database.read() as connection:
                 is_stored = _row_of(connection, manifest.uuid) is not None
             if not is_stored:
-                delete_files(storage.url, manifest.uuid)
+                delete_files(CheckpointPlace(storage.url), manifest.uuid)
             raise
         self._uploads.close(attempt_id, manifest.uuid)
 
     def _shrink(self, row: Row[Any], files: CheckpointFiles) -> None:
         """Delete the files of a checkpoint that a new manifest does not name any more."""
-        self._check_place(row)
+        place = self._place(row)
         kept = decode_manifest(files.manifest.encode(), row.uuid).files
-        storage = DirectoryStorage(row.storage)
-        present = storage.manifest(row.uuid).files
+        storage = place.opened(row.uuid)
+        manifest = storage.manifest(row.uuid)
+        place.check(manifest)
+        present = manifest.files
         if any(present.get(name) != entry for name, entry in kept.items()) or not kept:
             raise RefusedError("other_checkpoint", f"There is another checkpoint {row.uuid}.")
         left = storage.delete_files(row.uuid, lambda name: name not in kept).resources

@@ -9,9 +9,9 @@ from paceline.master.experiments import (
     RefusedError,
     StateChanges,
     StorageCalls,
-    checkpoint_root,
+    place_of_experiment,
 )
-from paceline.master.store import Database, config_of, tables
+from paceline.master.store import Database, tables
 from paceline.messages.attempts import CheckpointFiles, ShardOffer
 from paceline.messages.states import LIVE_ATTEMPTS
 from paceline.storage import DirectoryStorage, IncomingCheckpoint, forget_incoming
@@ -148,7 +148,9 @@ class OpenUploads:
             )
             experiments = {row.id: row.experiment_id for row in connection.execute(query)}
             places = {
-                one: place_of_experiment(connection, one, self._default_storage)
+                one: place_of_experiment(
+                    StateChanges.experiment(connection, one), self._default_storage
+                )
                 for one in set(experiments.values())
             }
         roots = {
@@ -188,9 +190,3 @@ def ids_of_live_attempts(connection: Connection) -> set[int]:
     attempts = tables.attempts.c
     query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
     return set(connection.execute(query).scalars())
-
-
-def place_of_experiment(connection: Connection, experiment_id: int, default_storage: str) -> str:
-    """Return where the checkpoints of an experiment go."""
-    config = config_of(StateChanges.experiment(connection, experiment_id))
-    return checkpoint_root(config) or default_storage

@@ -1,11 +1,12 @@
 """Marks in storage directories, by which nodes see whether they share them with the master."""
 
 import logging
+import os
 import secrets
 from pathlib import Path
 
-from paceline._atomic_files import replacing_atomically
-from paceline._regular_files import NotRegularFileError, read_regular
+from paceline._atomic_files import replacing_below
+from paceline._regular_files import open_regular_below, opened_directory, read_limited
 from paceline.messages.attempts import StorageMark
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,7 @@ class StorageMarks:
     """Write a file into each storage directory: a node that finds it there sees the same directory.
 
     Its text is another one whenever a master starts: a copy of the directory has an old text.
+    Others may write to the directory: what they put there is replaced, neither read nor written to.
 
     Args:
         cluster_id: The identity of the master's home; several masters may share a directory.
@@ -35,12 +37,13 @@ class StorageMarks:
         path = Path(storage) / self._name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not self._is_in(path):
-                # Everybody may read it, as runners of other users must. The text opens nothing: who
-                # knows it can only make a directory on another machine pass for this one.
-                with replacing_atomically(path) as part:
-                    part.write_text(self._text)
-        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+            with opened_directory(path.parent) as directory:
+                if not self._is_there(directory):
+                    # Everybody may read it, as runners of other users must. The text opens nothing:
+                    # who knows it can only make a directory on another machine pass for this one.
+                    with replacing_below(directory, self._name) as file:
+                        file.write(self._text.encode())
+        except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
             logger.warning(
                 "Checkpoints of nodes cannot be kept in %s, which this machine cannot write to"
                 " (%s): all nodes must share that directory.",
@@ -50,8 +53,10 @@ class StorageMarks:
             return None
         return StorageMark(str(path), self._text)
 
-    def _is_in(self, path: Path) -> bool:
+    def _is_there(self, directory: int) -> bool:
+        """Tell whether this user has written the mark."""
         try:
-            return read_regular(path).decode(errors="replace") == self._text
-        except (FileNotFoundError, NotRegularFileError):
+            with open_regular_below(directory, self._name, owners=[os.geteuid()]) as file:
+                return read_limited(file, len(self._text)) == self._text.encode()
+        except OSError:
             return False

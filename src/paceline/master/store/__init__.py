@@ -23,7 +23,7 @@ from paceline.master.store._attempt_members import (
 )
 from paceline.master.store._chart_series import Curve, cut_curve, read_curve, sample_curve
 from paceline.master.store._checkpoint_metrics import measure_checkpoints
-from paceline.master.store._cluster_id import settle_cluster_id
+from paceline.master.store._cluster_id import read_cluster_id, settle_cluster_id
 from paceline.master.store._database import (
     Database,
     DatabaseDamagedError,
@@ -196,6 +196,7 @@ __all__ = [
     "open_read_only",
     "primary_key",
     "raise_ids",
+    "read_cluster_id",
     "read_curve",
     "read_known_files",
     "read_members",

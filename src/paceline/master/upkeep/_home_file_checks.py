@@ -1,6 +1,7 @@
 """Checks of a home's files: code, logs, journals and checkpoints."""
 
 import hashlib
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from paceline.master.store import num_damaged_lines, tables
 from paceline.master.upkeep._check_findings import CheckPace, Finding, Report
 from paceline.master.upkeep._files_to_back_up import CHECKPOINTS
 from paceline.messages.states import AttemptState, CheckpointState
-from paceline.storage import CheckpointError, DirectoryStorage
+from paceline.storage import CheckpointError, CheckpointNotFoundError, DirectoryStorage
 
 _PIECE = 1024 * 1024
 
@@ -98,21 +99,21 @@ def check_checkpoints(
 def _checkpoint_problem(
     row: Row[Any], pace: CheckPace, *, reads_bytes: bool
 ) -> tuple[str | None, bool]:
-    storage = DirectoryStorage(row.storage)
+    storage = DirectoryStorage(row.storage, has_one_owner=True)
     place = Path(row.storage) / row.uuid
-    if not (place / "manifest.json").exists():
-        return f"is gone from {row.storage!r}", True
     try:
         manifest = storage.manifest(row.uuid)
         if not reads_bytes:
             problems = {
                 name: "has another size"
                 for name, size in manifest.resources.items()
-                if not (place / name).is_file() or (place / name).stat().st_size != size
+                if _size_of_file(place / name) != size
             }
         else:
             problems = storage.problems(manifest)
             pace.spend(sum(manifest.resources.values()))
+    except CheckpointNotFoundError:
+        return f"is gone from {row.storage!r}", True
     except (CheckpointError, OSError) as error:
         return f"cannot be read ({error})", False
     if problems:
@@ -121,6 +122,14 @@ def _checkpoint_problem(
     if manifest.resources != row.resources:
         return "has other files than the database says", False
     return None, False
+
+
+def _size_of_file(path: Path) -> int | None:
+    try:
+        facts = path.lstat()
+    except OSError:
+        return None
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
 def _has_running(connection: Connection) -> bool:

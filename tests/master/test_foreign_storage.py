@@ -1,0 +1,308 @@
+"""Storages to which jobs of other users can write, and what a master does there."""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.master.api import _checkpoint_routes
+from paceline.master.nodes import StorageMarks
+from paceline.storage import DirectoryStorage, origin_of
+
+OTHER_UID = 65534
+SECRET = b"the admin token"
+
+
+class Shared:
+    """An experiment whose storage a job can write to, and what the job's runner sends."""
+
+    def __init__(self, master: Any, root: Path) -> None:
+        self.master = master
+        self.storage = DirectoryStorage(root / "shared")
+        rules = {"save_trial_best": 0, "save_trial_latest": 0}
+        master.create(
+            checkpoint_storage={"type": "directory", "path": self.storage.url} | rules,
+            searcher={"name": "single", "metric": "loss"},
+        )
+        master.schedule()
+        master.report(1, 0)
+        self.num_records = 0
+        self.token = root / "private" / "token"
+        self.token.parent.mkdir(mode=0o700)
+        self.token.touch(mode=0o600)
+        self.token.write_bytes(SECRET)
+
+    def store(self, uuid: str, origin: str = "") -> Path:
+        """Store the files `a` and `b/c`, and return their directory."""
+        with self.storage.store_path(uuid) as path:
+            (path / "a").write_bytes(b"first")
+            (path / "b").mkdir()
+            (path / "b" / "c").write_bytes(b"second")
+        self.storage.commit(uuid, {"steps_completed": 3}, origin=origin)
+        return self.storage.root / uuid
+
+    def record(self, uuid: str, storage: str = "") -> None:
+        """Send the record of a checkpoint."""
+        record = {
+            "type": "checkpoint", "time": 1.0, "uuid": uuid, "steps_completed": 3, "metadata": {},
+            "resources": {"a": 5, "b/c": 6}, "storage": storage or self.storage.url,
+        }  # fmt: skip
+        batch = {"generation": 0, "rank": 0, "records": [[self.num_records, record]]}
+        self.num_records += 1
+        assert self.master.attempt(1, "records", batches=[batch]).status_code == 200
+
+    def ask(self, path: str, **params: Any) -> httpx.Response:
+        """Ask as the attempt does."""
+        headers = {"Authorization": f"Bearer {self.master.core.attempt_tokens.token_of(1)}"}
+        reply: httpx.Response = self.master.http.get(
+            f"/attempts/1/checkpoints/{path}", params=params, headers=headers
+        )
+        return reply
+
+    def piece(self, uuid: str, name: str) -> httpx.Response:
+        return self.ask(f"{uuid}/pieces", name=name, offset=0)
+
+    def end(self) -> None:
+        """End the experiment, and delete what it need not keep."""
+        self.master.http.post("/experiments/1/kill")
+        end = {"reason": "killed", "code": None, "signal": 9, "time": 1.0}
+        self.master.attempt(1, "end", **end)
+        assert self.master.http.get("/experiments/1").json()["state"] == "CANCELED"
+        self.master.core.retention.make_pass()
+
+    def state(self, uuid: str) -> str:
+        return str(self.master.http.get(f"/checkpoints/{uuid}").json()["state"])
+
+
+@pytest.fixture
+def shared(master: Any, tmp_path: Path) -> Shared:
+    return Shared(master, tmp_path)
+
+
+def assert_refused(reply: httpx.Response, code: str = "checkpoint_unusable") -> None:
+    assert SECRET not in reply.content
+    assert (reply.status_code, reply.json()["code"]) == (409, code), reply.text
+
+
+@pytest.mark.parametrize("name", ["a", "b/c"])
+@pytest.mark.parametrize("kind", ["file", "folder", "fifo", "checkpoint"])
+def test_an_attempt_is_given_no_file_that_a_link_in_its_checkpoint_leads_to(
+    shared: Shared, name: str, kind: str
+) -> None:
+    path = shared.store("one") / name
+    shared.record("one")
+    assert shared.piece("one", name).status_code == 200
+    if kind == "file":
+        path.unlink()
+        path.symlink_to(shared.token)
+    elif kind == "fifo":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        (shared.token.parent / path.name).write_bytes(SECRET)
+        folder = path.parent if kind == "folder" and name == "b/c" else shared.storage.root / "one"
+        manifest = shared.storage.root / "one" / "manifest.json"
+        (shared.token.parent / "manifest.json").write_bytes(manifest.read_bytes())
+        folder.rename(f"{folder}-away")
+        folder.symlink_to(shared.token.parent)
+    assert_refused(shared.piece("one", name))
+    assert_refused(shared.master.http.get(f"/checkpoints/one/files/{name}"))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.done"])
+def test_an_attempt_is_given_no_link_in_place_of_a_list_of_files(shared: Shared, name: str) -> None:
+    path = shared.store("one") / name
+    shared.record("one")
+    assert shared.ask("one").status_code == 200
+    path.unlink()
+    path.symlink_to(shared.token)
+    assert_refused(shared.ask("one"))
+
+
+def test_an_attempt_is_given_no_file_of_another_owner(
+    shared: Shared, tmp_path: Path, make_foreign: Callable[[Path], None]
+) -> None:
+    """As a hard link to a file of the master's user, which the kernel may allow."""
+    directory = shared.store("one")
+    shared.record("one")
+    make_foreign(directory)
+    assert shared.piece("one", "a").content == b"first"
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(SECRET)
+    (directory / "a").unlink()
+    os.link(secret, directory / "a")
+    assert_refused(shared.piece("one", "a"))
+    assert_refused(shared.master.http.get("/checkpoints/one/files/a"))
+    for name in ("rank-0.done", "manifest.json"):
+        (directory / name).unlink()
+        os.link(secret, directory / name)
+        assert_refused(shared.ask("one"))
+
+
+@pytest.fixture
+def make_foreign() -> Callable[[Path], None]:
+    """Return a function that gives a directory and all in it to another user."""
+    if os.getuid() != 0:
+        pytest.skip("gives files to another user")
+
+    def give(root: Path) -> None:
+        for path in (root, *root.rglob("*")):
+            os.chown(path, OTHER_UID, OTHER_UID)
+
+    return give
+
+
+def test_a_download_is_served_from_the_file_that_was_verified(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shared.store("one") / "a"
+    shared.record("one")
+    check = _checkpoint_routes.problem_of_file
+
+    def check_and_replace(*arguments: Any) -> Any:
+        found = check(*arguments)
+        path.unlink()
+        path.symlink_to(shared.token)
+        return found
+
+    monkeypatch.setattr(_checkpoint_routes, "problem_of_file", check_and_replace)
+    reply = shared.master.http.get("/checkpoints/one/files/a")
+    assert (reply.status_code, reply.content) == (200, b"first")
+    assert reply.headers["content-length"] == "5"
+
+
+# ---- deleting --------------------------------------------------------------------------------
+
+
+def test_a_record_that_names_another_directory_deletes_and_reads_nothing_there(
+    shared: Shared, tmp_path: Path
+) -> None:
+    """Neither one with any `manifest.json` nor a whole checkpoint of somebody else."""
+    own = shared.store("own")
+    shared.record("own")
+    private = DirectoryStorage(tmp_path / "private")
+    website = private.root / "website"
+    website.mkdir()
+    (website / "manifest.json").write_text('{"name": "a web app"}')
+    with private.store_path("other") as path:
+        (path / "a").write_bytes(SECRET)
+    private.commit("other", {})
+    for uuid in ("website", "other"):
+        shared.record(uuid, private.url)
+        assert_refused(shared.piece(uuid, "a"), "other_storage")
+        assert_refused(shared.master.http.get(f"/checkpoints/{uuid}/files/a"), "other_storage")
+    lines = shared.master.http.get("/trials/1/logs").text
+    assert lines.count("the master neither reads nor deletes them") == 1
+    shared.end()
+    assert (shared.state("own"), own.exists()) == ("DELETED", False)
+    for uuid in ("website", "other"):
+        assert shared.state(uuid) == "COMPLETED"
+        assert_refused(shared.master.http.delete(f"/checkpoints/{uuid}"), "other_storage")
+        some = shared.master.http.delete(f"/checkpoints/{uuid}", params={"glob": "*"})
+        assert_refused(some, "other_storage")
+    assert shared.master.http.delete("/experiments/1").status_code < 300
+    assert (website / "manifest.json").exists()
+    assert private.verify("other").files
+
+
+def test_a_record_of_a_directory_that_is_no_checkpoint_deletes_nothing(shared: Shared) -> None:
+    website = shared.storage.root / "website"
+    website.mkdir(parents=True)
+    (website / "index.html").touch()
+    shared.record("website")
+    for content in ("{}", '{"version": 1}', "[]"):
+        (website / "manifest.json").write_text(content)
+        assert_refused(shared.master.http.delete("/checkpoints/website"))
+    shared.end()
+    assert (website / "index.html").exists()
+
+
+@pytest.mark.parametrize("params", [{}, {"glob": "a"}, {"glob": "*"}])
+def test_nothing_is_deleted_through_a_link_in_place_of_a_checkpoint(
+    shared: Shared, tmp_path: Path, params: dict[str, str]
+) -> None:
+    directory = shared.store("one")
+    shared.record("one")
+    directory.rename(tmp_path / "elsewhere")
+    directory.symlink_to(tmp_path / "elsewhere")
+    before = sorted((tmp_path / "elsewhere").rglob("*"))
+    assert_refused(shared.master.http.delete("/checkpoints/one", params=params))
+    shared.end()
+    assert sorted((tmp_path / "elsewhere").rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_attempt_is_neither_read_nor_deleted_for_its_record(
+    shared: Shared,
+) -> None:
+    """A job sees the directories of others in a shared storage, and reports one as its own."""
+    cluster_id = shared.master.core.home.cluster_id
+    directory = shared.store("theirs", origin_of(cluster_id, 7, 1))
+    shared.store("mine", origin_of(cluster_id, 1, 1))
+    for uuid in ("theirs", "mine"):
+        shared.record(uuid)
+    assert_refused(shared.piece("theirs", "a"), "other_checkpoint")
+    assert_refused(shared.ask("theirs"), "other_checkpoint")
+    assert_refused(shared.master.http.get("/checkpoints/theirs/files/a"), "other_checkpoint")
+    assert shared.piece("mine", "a").content == b"first"
+    shared.end()
+    assert (shared.state("mine"), shared.state("theirs")) == ("DELETED", "COMPLETED")
+    assert_refused(shared.master.http.delete("/checkpoints/theirs"), "other_checkpoint")
+    assert (directory / "a").exists()
+
+
+# ---- marks -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """Return a file that must stay as it is."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    yield victim
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "hard link", "text", "foreign"])
+def test_a_mark_that_was_replaced_is_made_anew_and_nothing_else_is_written(
+    tmp_path: Path, victim: Path, kind: str
+) -> None:
+    marks = StorageMarks("id")
+    storage = tmp_path / "shared"
+    path, text = marks.mark(str(storage)).path, marks.mark(str(storage)).text
+    for number in range(1000):
+        (storage / f"..paceline-id.{os.getpid()}.{number}").symlink_to(victim)
+    before = set(os.listdir(storage))
+    mark = Path(path)
+    if kind == "foreign":
+        if os.getuid() != 0:
+            pytest.skip("gives files to another user")
+        os.chown(mark, OTHER_UID, OTHER_UID)
+    else:
+        mark.unlink()
+    if kind == "link":
+        mark.symlink_to(victim)
+    elif kind == "fifo":
+        os.mkfifo(mark)
+    elif kind == "hard link":
+        os.link(victim, mark)
+    elif kind == "text":
+        mark.write_text("x" * 100_000)
+    assert marks.mark(str(storage)).text == text
+    facts = mark.lstat()
+    assert (stat.S_ISREG(facts.st_mode), facts.st_uid) == (True, os.getuid())
+    assert mark.read_text() == text
+    assert set(os.listdir(storage)) == before
+
+
+def test_a_directory_in_place_of_a_mark_is_told_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".paceline-id").mkdir()
+    assert StorageMarks("id").mark(str(tmp_path)) is None
+    assert "cannot be kept in" in caplog.text
+    assert os.listdir(tmp_path) == [".paceline-id"]

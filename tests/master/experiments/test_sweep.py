@@ -3,14 +3,25 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 from paceline.journal import CheckpointStored
 from paceline.master.experiments import CheckpointPlace, RefusedError, delete_files
 from paceline.master.experiments import _checkpoint_sweep as _sweep
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
-from paceline.master.store import tables
-from paceline.storage import storage_from
+from paceline.master.store import settle_cluster_id, tables
+from paceline.storage import DirectoryStorage, origin_of, storage_from
+
+
+def commit(storage: Path, uuid: str, origin: str = "", *, created: float | None = None) -> None:
+    """Store a real checkpoint, and report it to nobody."""
+    opened = DirectoryStorage(storage)
+    with opened.store_path(uuid) as path:
+        (path / "model").write_text("1")
+    manifest = opened.commit(uuid, {"steps_completed": 1}, origin=origin)
+    if created is not None:
+        opened.replace_manifest(msgspec.structs.replace(manifest, created=created))
 
 
 def store(bench: Any, attempt_id: int, step: int, storage: Path) -> str:
@@ -255,6 +266,42 @@ def test_an_experiment_that_was_continued_meanwhile_is_swept_again(
     bench.retention.make_pass()
     assert names(storage) == {*last}
     assert bench.experiment(experiment_id).retention_done
+
+
+def test_what_killed_attempts_have_stored_and_not_told_of_is_removed(
+    bench: Any, storage: Path, tmp_path: Path
+) -> None:
+    """Nothing else is: not of others, of attempts that run, elsewhere, of before, or damaged."""
+    settle_cluster_id(bench.database, "bench")
+    fields = {"checkpoint_storage": {"type": "directory", "path": str(storage)}}
+    first = bench.create("single", **fields)
+    bench.create("single", **fields)
+    kept = store(bench, bench.start(1), 1, storage)
+    bench.start(2)
+    own = origin_of("bench", 1, 1)
+    commit(storage, "unknown", own)
+    stay = {
+        "without": "", "other-cluster": origin_of("other", 1, 1),
+        "other-attempt": origin_of("bench", 1, 2), "running": origin_of("bench", 2, 1),
+        "no-trial": origin_of("bench", 99, 1),
+    }  # fmt: skip
+    for uuid, origin in stay.items():
+        commit(storage, uuid, origin)
+    commit(storage, "before", own, created=bench.changes.since_s - 60)
+    commit(tmp_path / "elsewhere", "linked", own)
+    (storage / "linked").symlink_to(tmp_path / "elsewhere" / "linked")
+    commit(storage, "damaged", own)
+    (storage / "damaged" / "manifest.json").chmod(0o600)
+    (storage / "damaged" / "manifest.json").write_text("{}")
+    (storage / "foreign").mkdir()
+    bench.end(1)
+    bench.retention.make_pass()
+    assert names(storage) == {kept, *stay, "before", "linked", "damaged", "foreign"}
+    assert (tmp_path / "elsewhere" / "linked" / "model").exists()
+    assert bench.experiment(first).retention_done
+    bench.end(2)
+    bench.retention.make_pass()
+    assert names(storage) == {kept, *stay, "before", "linked", "damaged", "foreign"} - {"running"}
 
 
 def test_files_that_are_gone_already_count_as_deleted(storage: Path) -> None:

@@ -26,6 +26,7 @@ from paceline.master.experiments._retention_plan import (
 from paceline.master.experiments._start_checkpoints import latest_checkpoint
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError
+from paceline.master.experiments._unknown_checkpoints import remove_unknown_checkpoints
 from paceline.master.store import Database, Transaction, config_of, read_series, tables
 from paceline.messages.states import AttemptState, CheckpointState, ExperimentState, TrialState
 from paceline.storage import CheckpointError
@@ -78,6 +79,7 @@ def sweep_checkpoints(
     if has_ended:
         for storage in {place.storage for place in places.values()}:
             _sweep_leftovers(storage, failures)
+        _remove_unknown(changes, database, experiment)
     # In any order, so that a few which cannot be deleted do not keep the same others back for ever.
     ordered = random.sample(doomed, len(doomed))
     for start in range(0, len(ordered), _DELETED_AT_ONCE):
@@ -249,6 +251,14 @@ def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
     except (OSError, ValueError, CheckpointError):
         logger.exception("Leftovers in %s could not be removed.", storage)
         failures[storage] += 1
+
+
+def _remove_unknown(changes: StateChanges, database: Database, experiment: Row[Any]) -> None:
+    """Remove what was stored when an attempt was killed, and not recorded."""
+    try:
+        remove_unknown_checkpoints(database, experiment, changes.default_storage, changes.since_s)
+    except (OSError, ValueError):
+        logger.exception("Unknown checkpoints of experiment %d were not found.", experiment.id)
 
 
 def _policy(storage: CheckpointStorage) -> RetentionPolicy:

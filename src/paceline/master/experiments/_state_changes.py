@@ -64,6 +64,8 @@ class StateChanges:
     ) -> None:
         # Where checkpoints go unless the configuration of an experiment says otherwise.
         self.default_storage = default_storage
+        # When this master began, in seconds since the epoch.
+        self.since_s = time.time()
         self.searches = searches
         self.search_operations = SearchOperations(self, searches)
         self._logs = logs

@@ -15,6 +15,7 @@ from sqlalchemy import func, insert, select
 from paceline.master.store import (
     Database,
     DatabaseLostError,
+    DatabaseUnavailableError,
     DatabaseVersionError,
     Transaction,
     tables,
@@ -93,6 +94,23 @@ def test_urgent_jobs_go_first_and_each_kind_in_order(
     for future in futures:
         future.result()
     assert order == ["u1", "u2", "a", "b"]
+
+
+def test_a_job_that_is_given_up_while_its_commit_fails_does_not_end_the_writer(
+    database: Database, hold_writer: Callable[[], threading.Event]
+) -> None:
+    may_go = hold_writer()
+    given_up = database.write(put("a"))
+    # As a request does whose sender leaves at this moment.
+    given_up.done = lambda: not given_up.cancel()  # type: ignore[method-assign]
+    assert database.write(put("d")).cancel()
+    other = database.write(put("b"))
+    database._broken = DatabaseUnavailableError("The disk is away.")
+    may_go.set()
+    with pytest.raises(DatabaseUnavailableError, match="is away"):
+        other.result()
+    database._broken = None
+    assert database.write(put("c")).result() == "c"
 
 
 def test_a_failing_job_takes_back_only_itself(

@@ -8,8 +8,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -233,7 +233,11 @@ class Database:
             jobs, is_open = self._next_jobs()
             self._look_at_files()
             if jobs:
-                self._commit(jobs)
+                try:
+                    self._commit(jobs)
+                except Exception:
+                    # Without this thread, nothing would be stored any more, without a word.
+                    logger.exception("A commit failed.")
 
     def _look_at_files(self) -> None:
         try:
@@ -279,9 +283,9 @@ class Database:
             for job in done:
                 assert job.transaction is not None
                 job.transaction.rolled_back()
-                job.future.set_exception(error)
             for job in jobs:
-                if not job.future.done():
+                # Whoever waits may have given up at this moment, or was told before.
+                with suppress(InvalidStateError):
                     job.future.set_exception(error)
             return
         for job in done:

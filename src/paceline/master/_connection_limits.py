@@ -29,6 +29,11 @@ _SHARED = ("127.0.0.1", "::1")
 QUEUE_LENGTH = 1024
 
 
+# What the master itself has open at most: its database, its readers, logs, contexts, runners.
+_OWN_FILES = 48
+_FEWEST_FILES = 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
     """Limits on the number and duration of connections.
@@ -62,7 +67,11 @@ class ConnectionLimits:
 
     @classmethod
     def for_files(cls, num_files: int) -> "ConnectionLimits":
-        """Return limits that leave a third of a process's files to the rest of the master."""
+        """Return limits that leave a third of a process's files to the rest of the master.
+
+        Of few files, the rest of the master gets what it needs.
+        """
+        num_files = max(_FEWEST_FILES, min(num_files, (num_files - _OWN_FILES) * 3 // 2))
         num_strangers, num_known = min(num_files // 8, _MAX_STRANGERS), num_files * 3 // 8
         return cls(
             num_strangers=num_strangers,

@@ -1,12 +1,14 @@
 """The master's log: a line per message, bounded in size and in repetition."""
 
+import copy
 import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline._regular_files import regular_opener
@@ -36,14 +38,21 @@ def logging_to_master_log(path: Path) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Window:
-    """Messages that one place in the code has logged since a time."""
+    """Messages that one place in the code has logged since a time.
+
+    `raised_at` has where the errors among them came from, whose tracebacks were written.
+    """
 
     began: float
     num_messages: int = 0
+    raised_at: set[tuple[str, int]] = field(default_factory=set)
 
 
 class _MasterLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes at most 20 messages a minute from each place in the code, and counts the others."""
+    """Writes at most 20 messages a minute from each place in the code, and counts the others.
+
+    Of an error that comes again, the traceback is written once a minute.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(sys.stderr)
@@ -60,7 +69,7 @@ class _MasterLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
         window = self._windows.setdefault(place, _Window(time.monotonic()))
         window.num_messages += 1
         if window.num_messages <= _MAX_PER_WINDOW:
-            self._write(record)
+            self._write(_without_known_traceback(record, window.raised_at))
 
     def close(self) -> None:
         """Tell what was left out, and write no more."""
@@ -95,6 +104,24 @@ class _MasterLogHandler(logging.StreamHandler):  # type: ignore[type-arg]
                 self._path.with_name(f"{self._path.name}.1").write_bytes(file.read())
         finally:
             os.truncate(self._path, 0)
+
+
+def _without_known_traceback(
+    record: logging.LogRecord, raised_at: set[tuple[str, int]]
+) -> logging.LogRecord:
+    """Return a record with the error in its text in place of a traceback that was written."""
+    if not record.exc_info or record.exc_info[2] is None:
+        return record
+    innermost = traceback.extract_tb(record.exc_info[2])[-1]
+    place = (innermost.filename, innermost.lineno or 0)
+    if place not in raised_at:
+        raised_at.add(place)
+        return record
+    shown = copy.copy(record)
+    error = record.exc_info[1]
+    shown.msg = f"{record.getMessage()} ({type(error).__name__}: {error}; as before)"
+    shown.args, shown.exc_info, shown.exc_text = None, None, None
+    return shown
 
 
 def _summary(path: str, line: int, num_messages: int) -> logging.LogRecord:

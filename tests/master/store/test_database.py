@@ -1,4 +1,6 @@
 import json
+import os
+import resource
 import shutil
 import sqlite3
 import stat
@@ -6,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -111,6 +114,25 @@ def test_a_job_that_is_given_up_while_its_commit_fails_does_not_end_the_writer(
         other.result()
     database._broken = None
     assert database.write(put("c")).result() == "c"
+
+
+def test_all_is_stored_and_forced_without_a_descriptor_that_is_left(database: Database) -> None:
+    def job(transaction: Transaction, number: int) -> None:
+        put(str(number))(transaction)
+        transaction.force()
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as lowest_free:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free.fileno() + 1, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                open(os.devnull)  # noqa: SIM115 - it cannot be opened
+            futures = [database.write(partial(job, number=number)) for number in range(40)]
+            for future in futures:
+                future.result()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert keys(database) == {str(number) for number in range(40)}
 
 
 def test_a_failing_job_takes_back_only_itself(

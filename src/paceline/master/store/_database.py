@@ -121,6 +121,8 @@ class Database:
         try:
             self._prepare_schema()
             self._files.note_logs()
+            # Kept open: where a process runs out of descriptors, what was committed can be forced.
+            self._log = self._log_path.open("rb", buffering=0)
         except BaseException:
             self._writer_engine.dispose()
             raise
@@ -167,6 +169,8 @@ class Database:
         """Finish the queued jobs and close the connections."""
         self._queue.put((2, next(self._order), None))
         self._thread.join()
+        # This frees no lock: SQLite's are on other files.
+        self._log.close()
         self._writer_engine.dispose()
         self._reader_engine.dispose()
 
@@ -306,12 +310,7 @@ class Database:
         next checkpoint on.
         """
         try:
-            # Closing it frees no lock: SQLite's are on other files.
-            descriptor = os.open(self._log_path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                _force(descriptor)
-            finally:
-                os.close(descriptor)
+            _force(self._log.fileno())
         except OSError as error:
             # What the disk refused once may look written afterwards, and be lost all the same.
             self._broken = DatabaseUnavailableError(

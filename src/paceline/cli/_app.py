@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from paceline._terminal_text import TerminalStream
 from paceline.cli import (
     _backup_commands,
     _checkpoint_commands,
@@ -120,6 +121,7 @@ def main() -> None:
     # The HTTP client has a command line of its own, and would load all that this needs.
     sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type] # not to be imported
     is_paceline_command.set(True)
+    sys.stdout, sys.stderr = TerminalStream(sys.stdout), TerminalStream(sys.stderr)
     try:
         app()
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline._terminal_text import escape_in_json, terminal_text
 from paceline.display import format_duration as format_duration
 
 if TYPE_CHECKING:
@@ -41,20 +42,41 @@ def error_console() -> "Console":
 
 def _console(*, stderr: bool) -> "Console":
     from rich.console import Console
+    from rich.segment import Segment
+
+    class TerminalConsole(Console):
+        """A console whose texts change no terminal; only its own sequences do."""
+
+        def render_str(self, text: str, **options: Any) -> "Text":
+            return super().render_str(terminal_text(text), **options)
+
+        def render(self, *arguments: Any, **options: Any) -> "Iterable[Segment]":
+            for text, style, control in super().render(*arguments, **options):
+                yield Segment(text if control else terminal_text(text), style, control)
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    return TerminalConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning to stderr."""
+    error_console().print(f"Warning: {text}", style="yellow", soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
     """Print messages, or lists and dictionaries of them, as JSON and nothing else."""
-    sys.stdout.write(json.dumps(_plain_for_console(value), indent=2, ensure_ascii=False) + "\n")
+    _write_json(value, indent=2)
 
 
 def print_json_line(value: Any) -> None:
     """Print one message as one line of JSON."""
-    sys.stdout.write(json.dumps(_plain_for_console(value), ensure_ascii=False) + "\n")
+    _write_json(value, indent=None)
+
+
+def _write_json(value: Any, indent: int | None) -> None:
+    document = json.dumps(_plain_for_console(value), indent=indent, ensure_ascii=False)
+    sys.stdout.write(escape_in_json(document) + "\n")
 
 
 def make_table() -> "Table":

@@ -55,11 +55,12 @@ def create(
     json: Json = False,
 ) -> None:
     """Create an experiment from a config and code."""
+    from paceline.cli._console_output import print_warning
     from paceline.config import load_config
 
     checked = load_config(config, overrides)
     for warning in checked.warnings:
-        typer.secho(f"Warning: {warning}", fg="yellow", err=True)
+        print_warning(warning)
     _check_local_options(is_local=local, is_test=test, is_resumed=resume is not None)
     if directory is None and checked.environment.working_dir is None:
         directory = config.parent
@@ -110,12 +111,12 @@ def _submit_experiment(
     paused: bool,
     json: bool,
 ) -> "Experiment":
-    from paceline.cli._console_output import print_json
+    from paceline.cli._console_output import print_json, print_warning
 
     experiment = client.create_experiment(config, directory, not paused, submitted_config=submitted)
     for warning in experiment.data.warnings:
         if warning not in config.warnings:
-            typer.secho(f"Warning: {warning}", fg="yellow", err=True)
+            print_warning(warning)
     typer.echo(_what_was_sent(directory), err=True)
     if json:
         print_json(experiment.data)

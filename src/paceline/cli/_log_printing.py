@@ -1,18 +1,17 @@
 """Printing of log lines."""
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli._console_output import print_json_line
+from paceline._terminal_text import terminal_text
+from paceline.cli._console_output import console, print_json_line
 
 if TYPE_CHECKING:
     from paceline.messages.logs import LogLine
 
 _LEVEL_COLORS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def print_log_lines(
@@ -23,14 +22,16 @@ def print_log_lines(
     show_trial: bool = False,
 ) -> None:
     """Print lines as they come."""
+    output = console()
     for line in lines:
         if json:
             print_json_line(line)
         else:
-            color = _LEVEL_COLORS.get(line.level or "")
-            typer.secho(
-                format_log_line(line, timestamps=timestamps, show_trial=show_trial), fg=color
-            )
+            text = format_log_line(line, timestamps=timestamps, show_trial=show_trial)
+            if color := _LEVEL_COLORS.get(line.level or ""):
+                output.print(text, style=color, soft_wrap=True)
+            else:
+                typer.echo(text)
 
 
 def print_damaged_log_lines(number: int) -> None:
@@ -51,5 +52,4 @@ def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bo
         prefix += f"[trial {line.trial_id}] "
     if line.rank is not None and line.rank > 0:
         prefix += f"[rank={line.rank}] "
-    # A control character could move the reader's cursor or change the terminal's mode.
-    return prefix + _CONTROL.sub(" ", line.text)
+    return prefix + terminal_text(line.text)

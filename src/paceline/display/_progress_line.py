@@ -6,6 +6,8 @@ from math import ceil
 from typing import Any
 from unicodedata import combining, east_asian_width
 
+from paceline._terminal_text import terminal_text
+
 UNITS = ("batches", "epochs", "records", "reports")
 COMPLETED = "completed"
 
@@ -188,10 +190,8 @@ def _progress_numbers(metrics: Mapping[str, Any], others: Iterable[str] = ()) ->
 
 
 def _plain(text: str) -> str:
-    """Return text without characters that would move the cursor."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else " " for char in text)
+    """Return text in one line, without what would move the cursor."""
+    return terminal_text(text).replace("\n", " ").replace("\t", " ")
 
 
 def _num_columns(text: str) -> int:

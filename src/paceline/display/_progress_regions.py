@@ -9,6 +9,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, TextIO
 
+from paceline._terminal_text import terminal_text
+
 SWITCH_VARIABLE = "PACELINE_PROGRESS"
 
 _CLEAR = "\r\x1b[K"
@@ -260,5 +262,6 @@ def _is_terminal(stream: Any) -> bool:
 
 def _paragraph(details: Sequence[str], width: int) -> str:
     """Return details in one line if they fit, else in a line each."""
+    details = [terminal_text(part) for part in details]
     line = "  ".join(details)
     return "".join(f"{part}\n" for part in ([line] if len(line) <= width else details) if part)

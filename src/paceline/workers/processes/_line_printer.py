@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from paceline._terminal_text import terminal_text
 from paceline.workers.processes._output_lines import OutputLine
 
 
@@ -23,5 +24,5 @@ class LinePrinter:
         prefix = f"[rank={line.rank}] " if self._num_workers() > 1 else ""
         # Training goes on when nobody reads any more.
         with suppress(OSError, ValueError, AttributeError):
-            stream.write(f"{prefix}{line.text}\n")
+            stream.write(f"{prefix}{terminal_text(line.text)}\n")
             stream.flush()

@@ -140,7 +140,7 @@ def test_each_launcher_tells_the_place(
         SALLOC,
         SBATCH,
         SINGLE_TASK,
-        {"ALPS_APP_PE": "0", "ALPS_APP_ID": "1"},
+        {"ALPS_APP_PE": "0", "ALPS_APP_ID": "1", "WORLD_SIZE": "1"},
         OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
         # srun with its interface to MPI tells a rank, but no local one.
         {"PMI_RANK": "0", "PMI_SIZE": "2"},
@@ -161,11 +161,12 @@ def test_a_process_alone_is_no_member_of_a_group(environment: dict[str, str]) ->
         ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE"),
     ],
 )
-def test_aprun_must_be_helped_out(told: dict[str, str], name: str) -> None:
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_aprun_must_be_helped_out(told: dict[str, str], name: str, rank: str) -> None:
     """It tells a process its rank, but not of how many, nor how many each node has."""
     match = rf"{name} must be a number .* aprun, .* Hint: aprun -n 8 -N 4 -e WORLD_SIZE=8"
     with pytest.raises(ValueError, match=match):
-        launched_place({"ALPS_APP_PE": "1", "ALPS_APP_ID": "1"} | told)
+        launched_place({"ALPS_APP_PE": rank, "ALPS_APP_ID": "1"} | told)
 
 
 def test_all_processes_of_aprun_meet_on_one_port() -> None:

@@ -3,9 +3,11 @@
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline._network_interfaces import LOOPBACK
 from paceline.core._launcher_variables import LAUNCHERS, Launcher
@@ -91,7 +93,9 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     Raises:
         ValueError: A variable is missing or no number.
     """
-    environment = _with_place_of_alps(os.environ if environment is None else environment)
+    num_of_mpi = _size_of_mpi() if environment is None else None
+    environment = os.environ if environment is None else environment
+    environment = _with_place_of_alps(environment, num_of_mpi)
     launcher = next((one for one in LAUNCHERS if one.is_at_work(environment)), None)
     if launcher is None:
         return None
@@ -123,11 +127,25 @@ def launched_place(environment: Mapping[str, str] | None = None) -> LaunchedPlac
     )
 
 
-def _with_place_of_alps(environment: Mapping[str, str]) -> Mapping[str, str]:
+def _size_of_mpi() -> int | None:
+    """Return the number of processes as mpi4py knows it; None where the script does not use it."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return int(mpi.COMM_WORLD.Get_size())
+
+
+def _with_place_of_alps(
+    environment: Mapping[str, str], num_of_mpi: int | None
+) -> Mapping[str, str]:
     """Return the variables with those that follow from what a user of aprun tells.
 
     ALPS sets the rank alone, and places as many processes on each node as `aprun -N` says, one node
-    after the other.
+    after the other. While the size is unknown, a process may be one of several.
+
+    Args:
+        environment: The variables.
+        num_of_mpi: The number of processes by mpi4py; None if it does not tell.
 
     Raises:
         ValueError: The number of processes, or that on each node, was not told.
@@ -136,15 +154,21 @@ def _with_place_of_alps(environment: Mapping[str, str]) -> Mapping[str, str]:
         return environment
     if any(one.is_at_work(environment) for one in LAUNCHERS if one.size != "WORLD_SIZE"):
         return environment  # such as Cray's MPI, which tells more
+    if "WORLD_SIZE" not in environment and num_of_mpi is not None:
+        environment = {**environment, "WORLD_SIZE": str(num_of_mpi)}
+        if "LOCAL_WORLD_SIZE" not in environment:
+            # Who shares a node shows when the ranks meet.
+            return {**environment, "LOCAL_RANK": "0"}
     rank, *sizes = (environment.get(n, "") for n in ("ALPS_APP_PE", *_SIZES_OF_ALPS))
-    if rank == "0" and not any(sizes):
-        return environment  # the only process, as the others would raise
+    if sizes == ["1", ""]:
+        return environment
     for name, value in zip(_SIZES_OF_ALPS, sizes, strict=True):
         if not value.isdecimal() or int(value) < 1:
             raise ValueError(
                 f"The environment variable {name} must be a number for the processes of aprun, but"
                 f" got {environment.get(name)!r}. Hint: aprun -n 8 -N 4 -e WORLD_SIZE=8"
-                " -e LOCAL_WORLD_SIZE=4 ..."
+                " -e LOCAL_WORLD_SIZE=4 ..., WORLD_SIZE=1 for one process, or import mpi4py.MPI"
+                " first."
             )
     size, local_size = map(int, sizes)
     return {

@@ -75,6 +75,7 @@ class _Ending:
         if not flush() and code == 0:
             code = FLUSH_FAILED
         if code == 0:
+            _finalize_mpi()
             leave_process_group()
         os._exit(code)
 
@@ -86,6 +87,17 @@ class _Ending:
         if error is not None:
             return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         return exit_code_of(self._requests[-1]) if self._requests else None
+
+
+def _finalize_mpi() -> None:
+    """End the use of MPI, as mpi4py does only when Python shuts down.
+
+    mpiexec takes a process that leaves without it for one that has failed, and kills the others.
+    After a failure that is right.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.Is_thread_main():
+        mpi.Finalize()
 
 
 def _outermost_frame() -> FrameType:

@@ -242,9 +242,27 @@ def test_loader_without_a_whole_batch_is_refused() -> None:
         use(fit(max_length=pytorch.Batch(5)), loader=loader)
 
 
-def test_local_training_needs_a_global_batch_size() -> None:
+class ReadsBatchSize(Pair):
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        self.context.get_per_slot_batch_size()
+        return super().train_batch(batch, epoch_idx, batch_idx)
+
+
+@pytest.mark.parametrize("hparams", [None, {}, {"lr": 0.1}])
+def test_local_training_needs_a_global_batch_size_only_if_it_is_read(hparams: Any) -> None:
+    with pytorch.init(hparams=hparams, seed=1) as context:
+        trainer = pytorch.Trainer(Pair(context), context)
+        assert trainer.fit(max_length=pytorch.Batch(1)).steps_completed == 1
     with (
-        pytorch.init(seed=1) as context,
+        pytorch.init(hparams=hparams, seed=1) as context,
+        pytest.raises(ValueError, match=r"`hparams.global_batch_size` must be an integer"),
+    ):
+        pytorch.Trainer(ReadsBatchSize(context), context).fit(max_length=pytorch.Batch(1))
+
+
+def test_a_wrong_global_batch_size_is_refused_though_nothing_reads_it() -> None:
+    with (
+        pytorch.init(hparams={"global_batch_size": "32"}, seed=1) as context,
         pytest.raises(ValueError, match=r"`hparams.global_batch_size` must be an integer"),
     ):
         pytorch.Trainer(Pair(context), context).fit(max_length=pytorch.Batch(1))

@@ -73,6 +73,11 @@ class TrialFacts(RegisteredModels):
             raise KeyError(f"There is no hyperparameter {name!r}, only {sorted(hparams)}.")
         return hparams[name]
 
+    @property
+    def has_global_batch_size(self) -> bool:
+        """Whether the hyperparameters have a `global_batch_size`; only what reads it needs it."""
+        return "global_batch_size" in (self._hparams or {})
+
     def get_global_batch_size(self) -> int:
         """Return `hparams["global_batch_size"]`: samples per step over all shards.
 

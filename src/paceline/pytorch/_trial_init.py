@@ -50,7 +50,8 @@ def init(
     it is not there yet: NCCL if each rank has a GPU, else gloo. All generators are seeded.
 
     Args:
-        hparams: The hyperparameters, with `global_batch_size`; the experiment's on a cluster.
+        hparams: The hyperparameters, with `global_batch_size` if the trial reads a batch size; the
+            experiment's on a cluster.
         distributed: The place among several ranks; found from the environment by default.
         seed: The seed; the trial's on a cluster, else drawn and recorded for all attempts of the
             run.

@@ -336,8 +336,8 @@ class Trainer:
         """Build the training at first, or anew from a checkpoint."""
         context, training = self._context, self._training
         if not training.is_built:
-            if context.core.info is None:
-                # Refuses to train without it.
+            if context.core.info is None and context.has_global_batch_size:
+                # A wrong one is refused, also where the loaders do not read it.
                 context.get_global_batch_size()
             context.exit_stack.push(training.progress)
             context.exit_stack.callback(training.close)

@@ -134,3 +134,17 @@ def text(name: str, value: Any) -> str:
     if not value:
         raise ValueError(wrong(name, "text that is not empty", value))
     return value
+
+
+def ranks_to_check(name: str, value: Any) -> bool | tuple[str, ...]:
+    """Return whether ranks are compared, or the tensors that each rank has for itself.
+
+    Raises:
+        TypeError: It is neither a bool nor names.
+    """
+    if isinstance(value, bool):
+        return value
+    names = value if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(each, str) for each in names):
+        raise TypeError(wrong(name, "True, False or names of tensors", value))
+    return tuple(names)

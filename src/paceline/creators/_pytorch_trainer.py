@@ -8,6 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline import core
+from paceline._argument_checks import ranks_to_check
 from paceline.creators import _replica_functions
 from paceline.creators._creators_arguments import (
     check_creator_names,
@@ -88,6 +89,9 @@ class PyTorchTrainer(TrainerState):
         add_dist_sampler: Whether the workers share the data; else each has all of its own.
         serialize_data_creation: Whether the workers of a node call `data_creator` in turn.
         seed: The seed of data order, initial weights and everything else.
+        check_ranks: Whether workers compare their models, and the settings of their optimizers, at
+            the start and with each state that is kept or saved, to stop if they have drifted apart;
+            or the names of tensors that each worker has for itself, see docs/distributed.md.
         run_dir: Where passes are recorded, as any run is; by default the first pass makes a
             directory below ``./paceline_runs``.
         checkpoint_storage: Where `save()` without a path stores checkpoints: a directory, or a URL
@@ -138,6 +142,7 @@ class PyTorchTrainer(TrainerState):
         add_dist_sampler: bool = True,
         serialize_data_creation: bool = True,
         seed: int = 0,
+        check_ranks: bool | str | Sequence[str] = True,
         run_dir: str | os.PathLike[str] | None = None,
         checkpoint_storage: core.GivenStorage = None,
         trackers: Sequence[core.Tracker | str] = (),
@@ -175,6 +180,7 @@ class PyTorchTrainer(TrainerState):
                 "deals_out": add_dist_sampler,
                 "is_serial": serialize_data_creation,
                 "seed": seed,
+                "check_ranks": ranks_to_check("check_ranks", check_ranks),
                 "data_parallel": data_parallel,
                 "shard_units": shard_units,
                 "shard_precision": shard_precision,

@@ -23,12 +23,14 @@ from paceline.engine import (
     PassResult,
     PassSeconds,
     Precision,
+    RankCheck,
     StepTimes,
     WorkerBatch,
     all_parameters,
     built_settings,
     capture_pass_state,
     check_whole,
+    compare_in_group,
     isolated_randomness,
     measured_pass,
     mix_seed,
@@ -57,6 +59,8 @@ class Replica:
         self._worker = worker = HookWorker.from_environment(config=spec.config)
         self.rank, self.world_size = worker.rank, worker.world_size
         self.num_steps = 0
+        self._rank_check = RankCheck(spec.check_ranks)
+        self._is_start_compared = False
         self._spec = spec
         self.seed = spec.seed
         if spec.initialization_hook is not None:
@@ -163,8 +167,12 @@ class Replica:
 
     def state_part(self, path: str | None) -> dict[str, Any] | None:
         """Return this rank's part of the state; None if the chief could write it to a file."""
+        self._compare_ranks()
         part = capture_pass_state(self)
         return part if self.rank else write_part(part, path)
+
+    def _compare_ranks(self) -> None:
+        compare_in_group(self._rank_check, self.models, self.optimizers)
 
     # ---- passes --------------------------------------------------------------------------
 
@@ -178,8 +186,12 @@ class Replica:
         Raises:
             TypeError: It returned something else than a dictionary.
             ValueError: There are several models and no function for them.
+            RanksDifferError: Ranks differ in what they must have alike.
         """
         began = perf_counter()
+        if not self._is_start_compared:
+            self._is_start_compared = True
+            self._compare_ranks()
         for model in self.models:
             model.train()
         by_epoch = self._spec.train_function is None and self._steps_by("epoch")

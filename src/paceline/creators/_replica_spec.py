@@ -32,6 +32,7 @@ class ReplicaSpec:
         data_parallel: "flat" or "fsdp".
         shard_units: With "fsdp", which modules are gathered as a whole.
         shard_precision: With "fsdp", the types of gathered parameters and of sums of gradients.
+        check_ranks: Whether workers are compared, see `RankCheck`.
     """
 
     model_creator: Callable[..., Any]
@@ -57,6 +58,7 @@ class ReplicaSpec:
     data_parallel: str = "flat"
     shard_units: ShardUnits = None
     shard_precision: Any = None
+    check_ranks: bool | tuple[str, ...] = True
 
 
 class ReplicaPassOrder(NamedTuple):

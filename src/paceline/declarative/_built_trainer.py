@@ -158,6 +158,7 @@ class BuiltTrainer(Outputs):
                     tensor_parallel_size=parallel.tensor_parallel_size,
                     num_shards=num_shards,
                     device="cpu" if configs.cpu_only else None,
+                    check_ranks=configs.check_ranks,
                 )
             )
         self._seed = self.context.get_trial_seed() if stored is None else stored.seed

@@ -107,6 +107,7 @@ from paceline.engine.schedule._training_schedule import Schedule, StopReason
 from paceline.engine.state._changed_settings import SettingChanges, built_settings
 from paceline.engine.state._load_models import load_models
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
+from paceline.engine.state._rank_differences import RankCheck, compare_in_group
 from paceline.engine.tensors._optimizer_parameters import all_parameters
 from paceline.engine.tensors._stored_tensors import whole
 from paceline.engine.train_functions._accelerate_options import accelerate
@@ -207,6 +208,7 @@ __all__ = [
     "Prediction",
     "PreparedLoader",
     "ProfilingWindow",
+    "RankCheck",
     "RankSession",
     "RayDataset",
     "Record",
@@ -252,6 +254,7 @@ __all__ = [
     "clip_grad_norm_",
     "clipping",
     "collate_of",
+    "compare_in_group",
     "data_length",
     "default_data_parallel",
     "enable_reproducibility",

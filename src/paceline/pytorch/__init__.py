@@ -36,6 +36,7 @@ from paceline.pytorch._trial_context import PyTorchTrialContext
 from paceline.pytorch._trial_init import init
 from paceline.pytorch._trial_trainer import Preempted, Trainer
 from paceline.pytorch.samplers import adapt_batch_sampler
+from paceline.workers import RanksDifferError
 
 __all__ = [
     "Batch",
@@ -52,6 +53,7 @@ __all__ = [
     "PyTorchCallback",
     "PyTorchTrial",
     "PyTorchTrialContext",
+    "RanksDifferError",
     "Record",
     "Reducer",
     "Result",

@@ -1,7 +1,7 @@
 """Context of a trial."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from paceline.engine import (
     MetricReducer,
     ModelOptions,
     Precision,
+    RankCheck,
     ShardUnits,
     Stepper,
     TensorPlan,
@@ -48,6 +49,7 @@ class PyTorchTrialContext(TrialFacts):
         num_shards: Into how many shards a global batch is cut; by default one for each rank, or for
             each group of ranks that divide a model by a plan.
         device: The device of this process; a GPU of its own by default, else the CPU.
+        check_ranks: Whether ranks are compared, see `pytorch.init`.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PyTorchTrialContext(TrialFacts):
         num_shards: int | None = None,
         device: torch.device | None = None,
         given_seed: int | None = None,
+        check_ranks: bool | Sequence[str] = True,
     ) -> None:
         distributed = core_context.distributed
         device = use_own_device(distributed.local_rank, chosen=device)
@@ -79,6 +82,7 @@ class PyTorchTrialContext(TrialFacts):
             data_parallel,
             shard_size=shard_size,
             tensor_size=tensor_parallel_size,
+            rank_check=RankCheck(check_ranks),
         )
         super().__init__(core_context, stepper, hparams, seed, num_shards)
         self.exit_stack = ExitStack()

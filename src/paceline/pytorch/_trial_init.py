@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from paceline import core
-from paceline._argument_checks import check_count
+from paceline._argument_checks import check_count, ranks_to_check
 from paceline.engine import (
     DataParallel,
     Precision,
@@ -41,6 +41,7 @@ def init(
     tensor_parallel_size: int = 1,
     num_shards: int | None = None,
     device: torch.device | str | None = None,
+    check_ranks: bool | str | Sequence[str] = True,
     tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
     trackers: Sequence[core.Tracker | str] = (),
 ) -> Iterator[PyTorchTrialContext]:
@@ -79,6 +80,11 @@ def init(
             several shards each and train on the same samples in every step.
         device: Where this process trains: a GPU of its own by default, else the CPU. All ranks
             must give the same kind.
+        check_ranks: Whether several ranks compare their parameters, the settings of their
+            optimizers and their buffers, at the start of training and before each checkpoint, to
+            stop if they have drifted apart; see docs/distributed.md. Or the names of tensors that
+            each rank has for itself, such as "*.queue". Statistics of batch norm are left out
+            anyway.
         tensorboard_mode: Who writes TensorBoard files, see `core.init`.
         trackers: What else shows the run, such as MLflow, see `core.init`.
 
@@ -86,12 +92,14 @@ def init(
         ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
             `num_shards` is below 1; or `shard_size` is below 2 or given without "fsdp"; or
             `tensor_parallel_size` does not divide the number of ranks.
+        TypeError: `check_ranks` is neither a bool nor names.
         ImportError: `data_parallel` is "horovod", which is not installed.
     """
     chosen_data_parallel = None if data_parallel is None else DataParallel.of(data_parallel)
     if precision is not None:
         Precision.of(precision)
     own_device = None if device is None else torch.device(device)
+    compared = ranks_to_check("check_ranks", check_ranks)
 
     def make_context(beginning: Beginning) -> PyTorchTrialContext:
         return PyTorchTrialContext(
@@ -105,6 +113,7 @@ def init(
             num_shards=_num_shards(beginning.core_context, num_shards, tensor_parallel_size),
             device=own_device,
             given_seed=beginning.given_seed,
+            check_ranks=compared,
         )
 
     release_device_memory()

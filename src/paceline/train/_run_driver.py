@@ -195,6 +195,7 @@ class RunDriver(GroupRun):
             is_score_minimized=strategy.checkpoint_score_order == "min",
             kept=self._follower.kept,
             is_stepwise=request.is_stepwise,
+            check_ranks=request.check_ranks,
             storage_per_node=self._is_stored_per_node,
             judged_metrics=None if judged is None else tuple(judged),
         )

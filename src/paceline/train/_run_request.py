@@ -26,6 +26,7 @@ class RunRequest:
         callbacks: Who follows the run.
         trackers: What else shows the run.
         max_retries: How often workers may be lost.
+        check_ranks: Whether workers are compared, see `Trainer`.
         is_stepwise: Whether the function waits at each report until it may go on.
     """
 
@@ -39,4 +40,5 @@ class RunRequest:
     callbacks: Sequence[TrainingCallback]
     trackers: Sequence[Tracker]
     max_retries: float
+    check_ranks: bool | tuple[str, ...] = True
     is_stepwise: bool = False

@@ -4,12 +4,13 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from paceline import core
-from paceline._argument_checks import check_dictionary
+from paceline._argument_checks import check_dictionary, ranks_to_check
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._chosen_settings import chosen_settings
 from paceline.train._class_run import ClassRun
@@ -70,6 +71,8 @@ class Trainer(TrainerWorkers):
         backend_args: Another name of `backend_config`.
         workers: Another name of `num_workers`.
         elastic: How to deal with workers that come and go.
+        check_ranks: Whether workers stop if their prepared models have drifted apart; or the names
+            of tensors that each worker has for itself, see docs/distributed.md.
 
     Raises:
         ImportError: Ray is wanted, but not installed.
@@ -96,6 +99,7 @@ class Trainer(TrainerWorkers):
         backend_args: TorchConfig | None = None,
         workers: int | tuple[int, float] = NOT_GIVEN,
         elastic: ElasticConfig | None = None,
+        check_ranks: bool | str | Sequence[str] = True,
     ) -> None:
         given = locals().items()
         self._arguments = {n: v for n, v in given if n != "self" and v is not NOT_GIVEN}
@@ -117,6 +121,7 @@ class Trainer(TrainerWorkers):
         self._output = WorkerOutput(limits is not None and limits.most > 1)
         self._group = make_group(self._settings, self._output)
         self._max_retries = max_retries
+        self._check_ranks = ranks_to_check("check_ranks", check_ranks)
         self._run_dir = core.local_directory(run_dir, "run_dir")
         self._given_storage = checkpoint_storage
         self._storage = core.given_storage(checkpoint_storage)
@@ -138,7 +143,7 @@ class Trainer(TrainerWorkers):
         return Trainer(**{**self._arguments, **changes})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made_with, (self._arguments,)
+        return partial(Trainer, **self._arguments), ()
 
     @property
     def has_given_storage(self) -> bool:
@@ -334,6 +339,7 @@ class Trainer(TrainerWorkers):
             callbacks=own if self._group.is_chief else [],
             trackers=trackers if self._group.is_chief else [],
             max_retries=self._max_retries,
+            check_ranks=self._check_ranks,
             is_stepwise=is_stepwise,
         )
         with self._turn, ExitStack() as lock:
@@ -369,8 +375,3 @@ class Trainer(TrainerWorkers):
         """Return the state that the last run saved last, or None."""
         latest = self.latest_checkpoint
         return None if latest is None else latest.load()
-
-
-def _made_with(arguments: dict[str, Any]) -> Trainer:
-    """Return what a pickled trainer is: a new one with the same arguments."""
-    return Trainer(**arguments)

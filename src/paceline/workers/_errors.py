@@ -49,6 +49,10 @@ class WorkerFailedError(PicklableError, RuntimeError):
         self.signal = signal
 
 
+class RanksDifferError(RuntimeError):
+    """Raised when parameters, rates or buffers that all ranks must have alike are not the same."""
+
+
 class ResourcesError(ValueError):
     """Raised when the workers are to have more than there is."""
 

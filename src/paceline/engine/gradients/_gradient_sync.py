@@ -6,7 +6,7 @@ optimizer's step) finds the same numbers on every rank. FSDP sums those of shard
 during the backward pass, in which each rank's gradients get their weight.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,9 @@ class GradientSync:
         self, world_size: int, device: torch.device, all_reduce: AllReduce | None = None
     ) -> None:
         self.models: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        # Called in each backward pass before gradients are summed.
+        self.before_sums: Callable[[], None] | None = None
         self.num_backwards = 0
         self.has_sharded = False
         self.frequency = 1
@@ -161,6 +164,8 @@ class GradientSync:
 
     def _weight_in_backward(self) -> float:
         self.num_backwards += 1
+        if self.before_sums is not None:
+            self.before_sums()
         return self._weight
 
     def watch(
@@ -194,6 +199,7 @@ class GradientSync:
         if self.has_sharded:
             check_sharded(optimizer)
             accept_whole_states(optimizer)
+        self.optimizers.append(optimizer)
         for group in optimizer.param_groups:
             self.watch(group["params"])
         if self._world_size > 1:
@@ -318,6 +324,8 @@ class GradientSync:
 
     def _finish_backward(self) -> None:
         self._is_queued = False
+        if self.before_sums is not None:
+            self.before_sums()
         if self.frequency > 1 and not self.has_optimizer:
             raise RuntimeError(
                 "With `gradient_accumulation` above 1 the optimizer must be prepared, as it has to"

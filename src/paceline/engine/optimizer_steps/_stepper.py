@@ -25,6 +25,7 @@ from paceline.engine.parallel._rank_grid import RankGrid
 from paceline.engine.parallel._tensor_parallel import check_tensor_options, place_gradients
 from paceline.engine.profiling._step_timeline import BACKWARD, REDUCE, STEP
 from paceline.engine.profiling._step_timer import StepTimer
+from paceline.engine.state._rank_differences import RankCheck
 from paceline.engine.tensors._optimizer_parameters import all_parameters, parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 
@@ -43,6 +44,7 @@ class Stepper:
         shard_size: With FSDP, the number of ranks that hold one copy of a model; None for all. With
             a tensor-parallel plan, the number of groups.
         tensor_size: The ranks that divide a model by a tensor-parallel plan.
+        rank_check: How ranks are compared; by default completely.
 
     Raises:
         TypeError: `tensor_size` is no integer.
@@ -58,12 +60,14 @@ class Stepper:
         data_parallel: DataParallel = DataParallel.FLAT,
         shard_size: int | None = None,
         tensor_size: int = 1,
+        rank_check: RankCheck | None = None,
     ) -> None:
         check_shard_size(shard_size, data_parallel)
         # Which ranks share a model, and which ones share the samples.
         self.grid = RankGrid(distributed, device, tensor_size, shard_size)
         check_tensor_options(self.grid.tensor_size, data_parallel)
         self.device = device
+        self.rank_check = rank_check or RankCheck()
         self.data_parallel = data_parallel
         is_by_horovod = data_parallel is DataParallel.HOROVOD and distributed.size > 1
         self.all_reduce: AllReduce | None = HorovodSum() if is_by_horovod else self.grid.all_reduce

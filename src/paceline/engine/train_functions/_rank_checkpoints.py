@@ -9,6 +9,7 @@ from typing import Any
 from paceline import core
 from paceline.engine.checkpoints._background_saver import CheckpointSaver
 from paceline.engine.checkpoints._kept_checkpoints import KeptCheckpoints
+from paceline.engine.train_functions._rank_comparison import RankComparison
 from paceline.engine.train_functions._rank_reporter import RankReporter
 from paceline.journal import RunDirectory
 from paceline.storage import CheckpointStorage, Kept, RetentionRules
@@ -34,6 +35,7 @@ class RankCheckpoints:
         existing: The checkpoints that are there, from before.
         rules: Which ones the chief keeps.
         is_score_minimized: Whether a smaller score is better.
+        comparison: What compares the ranks before a checkpoint exists.
 
     Attributes:
         num_saves: How many this rank has saved.
@@ -51,6 +53,7 @@ class RankCheckpoints:
         existing: Iterable[Kept],
         rules: RetentionRules,
         is_score_minimized: bool,
+        comparison: RankComparison,
     ) -> None:
         self.num_saves = 0
         self._run = run
@@ -58,6 +61,7 @@ class RankCheckpoints:
         self._reporter = reporter
         self._rank = rank
         self._is_score_minimized = is_score_minimized
+        self._comparison = comparison
         storage.watch(partial(reporter.record_store_state, storage.url))
         self._saver = CheckpointSaver(rank, local_size)
         self._parts = core.CheckpointParts(
@@ -76,9 +80,11 @@ class RankCheckpoints:
 
         Raises:
             CheckpointWriteError: Training must not go on without what could not be stored.
+            RanksDifferError: Ranks differ in what they must have alike.
         """
         self.settle()
         self._parts.check()
+        self._comparison.compare_start()
         self._reporter.begin()
         return self.num_saves + 1
 
@@ -100,6 +106,7 @@ class RankCheckpoints:
         self.num_saves += 1
         if self._rank >= num_parts:
             return
+        self._comparison.leave(_digest_name(self.num_saves))
         reporter = self._reporter
         known = {
             "number": self.num_saves,
@@ -121,9 +128,13 @@ class RankCheckpoints:
 
         Raises:
             CheckpointWriteError: A part could not be stored.
+            RanksDifferError: They differ in what they must have alike.
         """
         try:
             self._saver.finish()
+            if error is None:
+                self._parts.check()
+                self._comparison.compare_start()
             if error is not None:
                 self._parts.finish(0, _FINISH_S)
         except Exception:
@@ -142,6 +153,7 @@ class RankCheckpoints:
         self._storage.watch(None)
 
     def _commit(self, uuid: str, metadata: dict[str, Any]) -> None:
+        self._comparison.compare(_digest_name(metadata["number"]), metadata["world_size"])
         journal = self._reporter.journal
         core.commit_checkpoint(
             self._run, self._storage, journal, uuid, metadata, num_shards=metadata["world_size"]
@@ -157,3 +169,7 @@ class RankCheckpoints:
 
     def _delete(self, kept: Kept) -> None:
         core.delete_checkpoint(self._run, self._storage, self._reporter.journal, kept.uuid)
+
+
+def _digest_name(number: int) -> str:
+    return f"checkpoint {number}"

@@ -10,6 +10,7 @@ import torch
 from paceline import core
 from paceline.engine.devices._device_and_process_group import own_device
 from paceline.engine.devices._random_generators import seed_everything
+from paceline.engine.state._rank_differences import RankCheck
 from paceline.engine.train_functions._checkpoint_reader import UserStateReader
 from paceline.engine.train_functions._checkpoint_writer import Files, TrainCheckpointWriter
 from paceline.engine.train_functions._loader_checks import (
@@ -20,6 +21,7 @@ from paceline.engine.train_functions._loader_checks import (
 from paceline.engine.train_functions._preemption_check import PreemptionCheck
 from paceline.engine.train_functions._prepared_loader import PreparedLoader
 from paceline.engine.train_functions._rank_checkpoints import RankCheckpoints
+from paceline.engine.train_functions._rank_comparison import RankComparison
 from paceline.engine.train_functions._rank_reporter import RankReporter
 from paceline.engine.train_functions._rank_state import RankState
 from paceline.engine.train_functions._user_loop import UserLoop
@@ -125,6 +127,14 @@ class RankSession(LooseSession):
         self._spec: RunSpec = spec
         self._decision = self._make_decision()
         self.reporter = self._make_reporter(on_report, is_parent_told=is_parent_told)
+        self._comparison = RankComparison(
+            RankCheck(spec.check_ranks),
+            self.gradients,
+            f"{spec.run_id}/{spec.attempt}/{spec.generation}",
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            num_busy_ranks=self.num_busy_ranks,
+        )
         self._checkpoints = self._make_checkpoints(storage)
         self._writer = TrainCheckpointWriter(
             spec,
@@ -182,6 +192,7 @@ class RankSession(LooseSession):
                 best=spec.num_to_keep if is_scored else None,
             ),
             is_score_minimized=spec.is_score_minimized,
+            comparison=self._comparison,
         )
 
     # ---- reports and checkpoints ---------------------------------------------------------

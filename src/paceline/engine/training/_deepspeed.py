@@ -26,6 +26,7 @@ from paceline.engine.parallel._flat_all_reduce import FlatReduction
 from paceline.engine.state._buffers_and_gradients import load_buffers
 from paceline.engine.state._load_models import check_numbers
 from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
+from paceline.engine.state._rank_differences import RankCheck
 from paceline.engine.training._training_loop import TrainingLoop
 from paceline.engine.training._training_state import TrainingState
 
@@ -44,7 +45,8 @@ class DeepSpeedStepper(Stepper):
     """
 
     def __init__(self, distributed: DistributedContext, device: torch.device) -> None:
-        super().__init__(distributed, device)
+        # The engines divide what all ranks would have.
+        super().__init__(distributed, device, rank_check=RankCheck(False))
         # For the profiler: ranks may wait for each other in all of `train_batch`.
         self.data_parallel = DataParallel.FSDP
         self.engines: list[Any] = []

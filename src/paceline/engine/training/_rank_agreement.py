@@ -54,6 +54,7 @@ class RankAgreement:
         self._stepper = stepper
         self._hooks = hooks
         self._is_alone = core.distributed.size == 1
+        self._is_start_compared = False
         self._next_look_s = 0.0
         self._wish = RankWish.NONE
         self._saves_continuously = self._is_save_told = False
@@ -110,6 +111,26 @@ class RankAgreement:
         """Return whether to leave now, the same on all ranks; all of them wait for it."""
         self.is_decision_due = False
         return max(self._core.distributed.allgather(self._own_wish()))
+
+    def compare_start(self, *, is_idle: bool) -> None:
+        """Do what `compare_ranks` does, once."""
+        if not self._is_start_compared:
+            self._is_start_compared = True
+            self.compare_ranks(is_idle=is_idle)
+
+    def compare_ranks(self, *, is_idle: bool) -> None:
+        """Compare what all ranks must have alike, unless that is turned off; all ranks call it.
+
+        Args:
+            is_idle: Whether this rank never has samples.
+
+        Raises:
+            RanksDifferError: They differ.
+        """
+        stepper, check = self._stepper, self._stepper.rank_check
+        if check.is_on and not self._is_alone:
+            digest = check.digest(stepper.models, stepper.optimizers, is_idle=is_idle)
+            check.compare(digest, self._core.distributed.allgather)
 
     def _own_wish(self) -> RankWish:
         """Return what this rank knows by signals, and the chief by the runner as well."""

@@ -119,8 +119,10 @@ class TrainingLoop:
         self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
-        if not is_reached and (reason := self._agreement.agree_now().stop_reason):
-            return reason
+        if not is_reached:
+            self._agreement.compare_start(is_idle=not self.data.own_shards)
+            if reason := self._agreement.agree_now().stop_reason:
+                return reason
         while not is_reached:
             before = self.position
             if self._is_plain() and (next_look is None or before.batches + 1 < next_look):
@@ -365,9 +367,11 @@ class TrainingLoop:
 
         Raises:
             NonFiniteError: A metric was not finite and training is to stop then.
+            RanksDifferError: Ranks differ in what they must have alike.
         """
         if self.last_checkpoint != self.position:
             self.means.check_finite()
+            self._agreement.compare_ranks(is_idle=not self.data.own_shards)
             began = time.perf_counter()
             with self.storing():
                 self._loop_hooks.save(self.position)

@@ -73,6 +73,7 @@ class RunSpec:
         kept: The checkpoints that earlier generations have left.
         is_stepwise: Whether the function waits at each report until its driver lets it go on.
         storage_per_node: Whether `storage` is a directory of this node alone.
+        check_ranks: Whether workers are compared, see `RankCheck`.
         restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
         judged_metrics: The metrics that a master's search needs to judge a report; None without
             such a search.
@@ -93,6 +94,7 @@ class RunSpec:
     kept: tuple[Kept, ...] = ()
     is_stepwise: bool = False
     storage_per_node: bool = False
+    check_ranks: bool | tuple[str, ...] = True
     restart_causes: tuple[str, ...] = ()
     judged_metrics: tuple[str, ...] | None = None
 

@@ -1,0 +1,108 @@
+"""Comparison of the ranks of a user's own loop, in which no rank waits for another one."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.engine.gradients._gradient_sync import GradientSync
+from paceline.engine.state._rank_differences import RankCheck, RankDigest, check_digests
+
+_START = "start"
+
+
+class RankComparison:
+    """Each rank leaves digests of its prepared models in torch's store; the chief compares them.
+
+    It does so at the first backward pass, also of models that are prepared later, and with each
+    checkpoint.
+
+    Args:
+        check: What is compared.
+        gradients: The prepared models and optimizers.
+        run: What tells this generation of a run from others.
+        rank: The rank.
+        world_size: The number of ranks.
+        num_busy_ranks: The first ranks, which have samples of their own.
+    """
+
+    def __init__(
+        self,
+        check: RankCheck,
+        gradients: GradientSync,
+        run: str,
+        *,
+        rank: int,
+        world_size: int,
+        num_busy_ranks: int,
+    ) -> None:
+        self._check = check
+        self._gradients = gradients
+        self._run = run
+        self._rank = rank
+        self._world_size = world_size
+        self._is_idle = rank >= num_busy_ranks
+        self._num_known = 0
+        # What the chief has not compared yet, besides checkpoints.
+        self._begun: list[str] = []
+        self._is_on = check.is_on and world_size > 1 and dist.is_initialized()
+        if self._is_on:
+            gradients.before_sums = self._note_backward
+
+    def leave(self, name: str) -> None:
+        """Leave a digest of this rank, under a name that is the same on all ranks."""
+        if self._is_on:
+            gradients = self._gradients
+            digest = self._check.digest(
+                gradients.models, gradients.optimizers, is_idle=self._is_idle
+            )
+            _store().set(self._key(name, self._rank), pickle.dumps(digest))
+
+    def compare(self, name: str, num_ranks: int) -> None:
+        """Compare, on the chief, what the first ranks have left.
+
+        Raises:
+            RanksDifferError: They differ.
+        """
+        if self._is_on:
+            check_digests(self._taken(name, num_ranks))
+
+    def compare_start(self) -> None:
+        """Compare, on the chief, the ranks at their first backward pass, unless that was done.
+
+        Raises:
+            RanksDifferError: They differ.
+        """
+        for name in list(self._begun):
+            keys = [self._key(name, rank) for rank in range(self._world_size)]
+            # The next call comes soon.
+            if _store().check(keys):
+                self._begun.remove(name)
+                self.compare(name, self._world_size)
+
+    def _note_backward(self) -> None:
+        num_known = len(self._gradients.models) + len(self._gradients.optimizers)
+        if num_known != self._num_known:
+            self._num_known = num_known
+            name = f"{_START} {num_known}"
+            self.leave(name)
+            self._begun += [name] if self._rank == 0 else []
+        elif self._begun:
+            self.compare_start()
+
+    def _taken(self, name: str, num_ranks: int) -> Sequence[RankDigest]:
+        store, keys = _store(), [self._key(name, rank) for rank in range(num_ranks)]
+        digests = [pickle.loads(store.get(key)) for key in keys]  # noqa: S301 - our own ranks'
+        for key in keys:
+            store.delete_key(key)
+        return digests
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"paceline/{self._run}/{name}/{rank}"
+
+
+def _store() -> Any:
+    # The group has one of its own, whoever has made it.
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -1,0 +1,132 @@
+"""Ranks of a train function that have drifted apart; no rank waits for another one."""
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import train
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+X = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
+        self.head = nn.Linear(4, 1)
+        self.register_buffer("queue", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.body(x))
+
+
+def function(config: dict[str, Any]) -> float:
+    what, mode = config["what"], config.get("mode", "flat")
+    is_odd = train.world_rank() == config.get("odd")
+    model: Any = Net()
+    if what != "initialisation":
+        model = train.prepare_model(model, data_parallel=mode)
+    plain = getattr(model, "module", model)
+    if what == "weights" and is_odd:
+        with torch.no_grad():
+            plain.head.weight.add_(1)
+    rate = 0.02 if what == "rate" and is_odd else 0.01
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=rate))
+    loader = train.prepare_data_loader(DataLoader(DATA, batch_size=8, shuffle=True))
+    for epoch in range(3):
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            if what == "autograd":
+                parameters = [*model.parameters()]
+                gradients = torch.autograd.grad(loss, parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+            else:
+                train.backward(loss)
+            optimizer.step()
+        if what == "validation" and is_odd and epoch == config["epoch"]:
+            with torch.no_grad():
+                plain.head.weight.mul_(2)
+        if what == "queue":
+            plain.queue.fill_(train.world_rank())
+        train.report(epoch=epoch)
+        if config.get("saves", True):
+            train.save_checkpoint(epoch=epoch)
+    return loss.item()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[train.Trainer]:
+    with train.Trainer(num_workers=3, run_dir=tmp_path_factory.mktemp("runs") / "run") as trainer:
+        yield trainer
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to the end, as workers stay from test to test."""
+
+
+GROUPS = {0: "one on rank 0, one on ranks 1, 2", 2: "one on ranks 0, 1, one on rank 2"}
+EACH = "3 values: one on rank 0, one on rank 1, one on rank 2"
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("weights", "model_0.head.weight"),
+        ("rate", "lr of group 0 of optimizer 0"),
+        ("initialisation", "parameter 0 of optimizer 0"),
+        ("autograd", "model_0.body.0.weight"),
+        ("validation", "model_0.head.weight"),
+    ],
+)
+def test_the_first_tensor_that_differs_is_named_with_the_ranks(
+    workers: train.Trainer, what: str, name: str, odd: int
+) -> None:
+    said = {"initialisation": EACH, "autograd": EACH, "rate": "is 0.0"}.get(what, GROUPS[odd])
+    with pytest.raises(train.RanksDifferError, match=f"`{re.escape(name)}` must be .*{said}"):
+        workers.run(function, {"what": what, "odd": odd, "epoch": 1})
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_difference_at_the_last_checkpoint_is_found_and_the_checkpoint_is_not_kept(
+    workers: train.Trainer, odd: int
+) -> None:
+    with pytest.raises(train.RanksDifferError, match=r"`model_0.head.weight` must be the same"):
+        workers.run(function, {"what": "validation", "odd": odd, "epoch": 2})
+    assert workers.get_last_checkpoint() == {"epoch": 1}
+
+
+def test_a_function_without_checkpoints_is_compared_at_its_start(workers: train.Trainer) -> None:
+    with pytest.raises(train.RanksDifferError, match=r"`model_0.head.weight` must be the same"):
+        workers.run(function, {"what": "weights", "odd": 2, "mode": "overlapped", "saves": False})
+
+
+@pytest.mark.parametrize("mode", ["flat", "overlapped", "fsdp"])
+def test_batch_norm_dropout_and_shards_are_no_difference(workers: train.Trainer, mode: str) -> None:
+    assert len(workers.run(function, {"what": "", "mode": mode})) == 3
+
+
+def test_a_buffer_of_each_rank_is_refused_unless_it_is_named_or_nothing_is_compared(
+    workers: train.Trainer,
+) -> None:
+    with pytest.raises(train.RanksDifferError, match="`model_0.queue` must be the same"):
+        workers.run(function, {"what": "queue"})
+    for chosen in (["queue"], False):
+        with train.Trainer(num_workers=2, check_ranks=chosen) as trainer:
+            assert len(trainer.run(function, {"what": "queue"})) == 2
+    with pytest.raises(TypeError, match="`check_ranks` must be True, False or names"):
+        train.Trainer(num_workers=0, check_ranks=3)  # type: ignore[arg-type]

@@ -180,6 +180,25 @@ def test_best_validation_is_the_better_of_ours_and_the_runners(
         assert context.train.get_experiment_best_validation() == expected
 
 
+@pytest.mark.parametrize("value", ["low", True, np.bool_(False), [1.0]])
+def test_a_searched_metric_that_is_no_number_is_refused_by_name(
+    cluster_run: Callable[..., RunDirectory], value: Any
+) -> None:
+    cluster_run(config={"searcher": {"name": "random", "metric": "loss"}})
+    with core.init() as context:
+        with pytest.raises(TypeError, match=r"'loss' must be a number.*Hint: report a float"):
+            context.train.report_validation_metrics(1, {"loss": value, "accuracy": 1.0})
+        # Other groups and names may have anything.
+        context.train.report_training_metrics(1, {"loss": "low"})
+        context.train.report_validation_metrics(1, {"state": "good", "loss": nan})
+
+
+def test_a_single_trial_may_report_anything(cluster_run: Callable[..., RunDirectory]) -> None:
+    cluster_run(config={"searcher": {"name": "single", "metric": "loss"}})
+    with core.init() as context:
+        context.train.report_validation_metrics(1, {"loss": "low"})
+
+
 @pytest.mark.parametrize("steps", [2**63, np.uint64(2**63), 2**100])
 def test_a_step_that_no_database_holds_is_refused(steps: Any) -> None:
     with core.init() as context:

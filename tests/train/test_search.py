@@ -217,6 +217,50 @@ def late_divergence(config: dict[str, Any]) -> None:
         train.report(loss=float(loss))
 
 
+def say(config: dict[str, Any]) -> None:
+    """Report a string with every second `lr`, or nothing of what is searched for."""
+    is_bad = config["lr"] < 1.5
+    Path(config["notes"], f"{config['lr']}").touch()
+    if config["lacks"] and is_bad:
+        train.report(accuracy=1.0)
+    else:
+        train.report(loss="low" if is_bad else 1.0)
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_trial_without_a_number_fails_alone_once_another_has_reported_one(
+    trainer: train.Trainer, tmp_path: Path, lacks: bool
+) -> None:
+    results = train.search(
+        say,
+        {**SPACE, "notes": str(tmp_path), "lacks": lacks},
+        {"name": "random", "metric": "loss", "max_trials": 6},
+        trainer=trainer,
+        max_concurrent_trials=1,
+        # The first one reports a number.
+        seed=4,
+    )
+    states = [(trial.config["lr"] < 1.5, trial.state) for trial in results]
+    assert states[0] == (False, "completed")
+    assert set(states) == {(False, "completed"), (True, "failed")}
+    told = "needs `loss` as a number" if lacks else "'loss' must be a number"
+    assert all(told in str(trial.error) for trial in results if trial.error)
+
+
+def test_a_search_ends_at_the_first_trial_without_the_metric_if_none_has_reported_it(
+    trainer: train.Trainer, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="no report of trial 1 had it .*accuracy"):
+        train.search(
+            say,
+            {"lr": 1.0, "notes": str(tmp_path), "lacks": True},
+            {"name": "random", "metric": "loss", "max_trials": 6},
+            trainer=trainer,
+            max_concurrent_trials=1,
+        )
+    assert len(list(tmp_path.glob("1.0"))) == 1
+
+
 def evaluate_apart(config: dict[str, Any]) -> None:
     """Report as a library does that has one name for the metric of training and of validation."""
     from paceline.integrations._library_reports import report_of_library

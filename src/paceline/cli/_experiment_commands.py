@@ -258,7 +258,8 @@ def wait(
 ) -> None:
     """Wait for the end of an experiment.
 
-    The exit code is 0 if it is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
+    The exit code is 0 if it is COMPLETED, 3 if it is COMPLETED with lost records, 4 if its search
+    ended because no trial reported the searched metric, else 1.
     """
     from paceline.cli._connection import connect
     from paceline.cli._state_words import exit_code, lost_records_text

@@ -42,13 +42,13 @@ def describe(
 
 
 def note_of_end(experiment: "Experiment") -> str | None:
-    """Return why an experiment that has completed has no best trial; None if it has one."""
+    """Return why an experiment that has ended well but for it has no best trial, else None."""
     from paceline.cli._leaderboard_table import why_no_best
 
     data = experiment.data
     if data.is_unmanaged or data.best_metric is not None or data.num_records_lost:
         return None  # What was lost may have told of one.
-    if data.state.value != "COMPLETED":
+    if data.state.value != "COMPLETED" and not data.is_unmeasured:
         return None
     return why_no_best(experiment) if data.num_trials else None
 

@@ -28,7 +28,7 @@ ERROR_KINDS = {
     "user": "user (in the code or the configuration)",
     "permanent": "permanent (of the home or the installation)",
 }
-_FAILED, _INCOMPLETE = 1, 3
+_FAILED, _INCOMPLETE, _UNMEASURED = 1, 3, 4
 
 
 def experiment_word(data: "ExperimentData") -> str:
@@ -59,5 +59,5 @@ def lost_records_text(num_records: int) -> str:
 def exit_code(data: "ExperimentData") -> int:
     """Return the exit code of a command that waited for an experiment's end."""
     if data.state.value != "COMPLETED":
-        return _FAILED
+        return _UNMEASURED if data.is_unmeasured else _FAILED
     return _INCOMPLETE if data.num_records_lost else 0

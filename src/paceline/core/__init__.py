@@ -60,7 +60,12 @@ from paceline.core._node_storage import NodeStorage
 from paceline.core._open_run import OpenedRun, next_run_number, open_run
 from paceline.core._preempt_context import PreemptContext, SignalWatch
 from paceline.core._profiler_context import ProfilerContext
-from paceline.core._report_checks import RESERVED_GROUPS, group_of_rank
+from paceline.core._report_checks import (
+    RESERVED_GROUPS,
+    check_judged,
+    group_of_rank,
+    searched_metrics,
+)
 from paceline.core._run_directories import local_directory, run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
@@ -148,6 +153,7 @@ __all__ = [
     "as_trackers",
     "begin_journal",
     "check_given_storage",
+    "check_judged",
     "check_shared_storage",
     "commit_checkpoint",
     "delete_checkpoint",
@@ -185,6 +191,7 @@ __all__ = [
     "restorable_checkpoint",
     "resuming_by",
     "run_name",
+    "searched_metrics",
     "storage_at",
     "storage_of_new_run",
     "summarize_run",

@@ -1,6 +1,7 @@
 """Checks of what a report names: its step, its group, and its metrics."""
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.journal import decode_value, same_value
@@ -28,6 +29,38 @@ def new_metrics(
                 " each only once."
             )
     return {key: value for key, value in metrics.items() if key not in known}
+
+
+def searched_metrics(searcher: Mapping[str, Any], judged: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the metrics that must be numbers, as a search chooses among its trials by them.
+
+    Args:
+        searcher: The `searcher` section of the trial's config; empty without one.
+        judged: The metrics that the search needs to judge a report, if it judges them.
+    """
+    if not searcher or searcher.get("name") == "single":
+        return ()
+    return tuple(judged or [searcher["metric"]])
+
+
+def check_judged(metrics: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse a report in which a metric that a search needs is no number.
+
+    Args:
+        metrics: The report, encoded.
+        names: What `searched_metrics` has returned.
+
+    Raises:
+        TypeError: One is no number.
+    """
+    for name in names:
+        value = decode_value(metrics.get(name, 0))
+        if type(value) not in (int, float):
+            raise TypeError(
+                f"The metric {name!r} must be a number, as the search goes by it, but got"
+                f" {value!r}. Hint: report a float, or set the metric of the searcher to another"
+                " name."
+            )
 
 
 def checked_steps(steps_completed: object) -> int:

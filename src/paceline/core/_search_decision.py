@@ -43,6 +43,11 @@ class SearchDecision:
         self._silent_at: int | None = None
 
     @property
+    def metrics(self) -> Sequence[str] | None:
+        """The validation metrics that the search needs; None if there is no such search."""
+        return self._metrics
+
+    @property
     def is_expected(self) -> bool:
         """Whether the search judges validation reports, the same on every rank."""
         return self._metrics is not None

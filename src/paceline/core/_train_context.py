@@ -20,9 +20,11 @@ from paceline.core._plain_json import plain_json
 from paceline.core._report_checks import (
     MAX_STEPS,
     check_group,
+    check_judged,
     checked_steps,
     group_of_rank,
     new_metrics,
+    searched_metrics,
 )
 from paceline.core._search_decision import SearchDecision
 from paceline.core._tensorboard_files import PathMangler, PathSelector, TensorboardFiles
@@ -79,6 +81,7 @@ class TrainContext:
         self._checked_groups = {_TRAINING, _VALIDATION}
         self._is_history_read = rank == 0
         self._searched_metric = searcher.get("metric")
+        self._judged = searched_metrics(searcher, decision.metrics)
         self._is_smaller_better = bool(searcher.get("smaller_is_better", True))
         self._best_here: float | None = None
         self._has_reported_exit = False
@@ -112,7 +115,8 @@ class TrainContext:
         """Report metrics of validation; see `report_training_metrics`.
 
         Raises:
-            TypeError: A value, or `steps_completed`, has another type.
+            TypeError: A value, or `steps_completed`, has another type, or a metric that a search
+                needs is no number.
             ValueError: The step was reported with another value, or is not from 0 to 2**63 - 1.
         """
         encoded = self._report(_VALIDATION, steps_completed, metrics)
@@ -333,6 +337,8 @@ class TrainContext:
         if type(steps_completed) is not int or not 0 <= steps_completed <= MAX_STEPS:
             steps_completed = checked_steps(steps_completed)
         encoded = encode_metrics(metrics)
+        if self._judged and group == _VALIDATION:
+            check_judged(encoded, self._judged)
         if self._rank:
             group = group_of_rank(group, self._rank)
         with self._lock:

@@ -41,6 +41,10 @@ _STATES = {
 }
 
 
+class MetricMissingError(ValueError):
+    """Raised when a search ends as none of its trials has reported the searched metric."""
+
+
 class NextMove(Enum):
     """What a trial does after a report."""
 
@@ -84,6 +88,7 @@ class SearchRun:
         smaller_is_better: Whether smaller values of the metric are better.
         length: How long trials train at most; None if the search does not say.
         can_extend: Whether the search may let trials go on that have trained to their length.
+        is_single: Whether there is one trial only, which needs no metric to be chosen by.
         config: What each trial's config has besides its hyperparameters.
         make_result: Makes what is told of a trial: a subclass of `TrialOutcome`.
     """
@@ -99,6 +104,7 @@ class SearchRun:
         smaller_is_better: bool,
         length: int | None,
         can_extend: bool,
+        is_single: bool,
         config: Mapping[str, Any],
     ) -> None:
         self.trials: dict[str, SearchTrial] = {}
@@ -109,6 +115,7 @@ class SearchRun:
         self._smaller_is_better = smaller_is_better
         self._length = length
         self._can_extend = can_extend
+        self._is_single = is_single
         self._config = config
         self._make_result = make_result
         self._ready: deque[SearchTrial] = deque()
@@ -199,21 +206,41 @@ class SearchRun:
                 self._apply(given)
             return self._next_move(trial)
 
+    def check_report(self, trial: SearchTrial, judged: Mapping[str, Any]) -> None:
+        """Check what the search judges of a report.
+
+        Raises:
+            TypeError: The searched metric is no number.
+        """
+        value = judged.get(self._metric, 0)
+        if _metric_number(value) is None:
+            raise TypeError(
+                f"The metric {self._metric!r} must be a number, as the search goes by it, but trial"
+                f" {trial.result.number} reported {value!r}. Hint: report a float, or set `metric`"
+                " of the searcher to another name."
+            )
+
     def check_metric(self, trial: SearchTrial) -> None:
         """Check that a trial that has ended by itself has told the search what it needs.
 
         Raises:
+            MetricMissingError: None of its reports had the metric, nor those of another trial.
             ValueError: None of its reports had the metric.
         """
         result = trial.result
         # A function without reports is welcome to any search that judges none.
         if result.value is not None or not (result.num_reports or self._can_extend):
             return
-        raise ValueError(
+        problem = (
             f"The search needs `{self._metric}` as a number in the reports, but no report of trial"
             f" {result.number} had it (the last one had: {', '.join(result.metrics) or 'nothing'})."
             " Hint: report it, or set `metric` of the searcher to what is reported."
         )
+        if self._is_single:
+            logger.warning(problem)
+            return
+        has_any = any(each.result.value is not None for each in self.trials.values())
+        raise (ValueError if has_any else MetricMissingError)(problem)
 
     def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
         """Note that a trial has ended."""

@@ -89,6 +89,7 @@ def begun_search(
         smaller_is_better=searcher.smaller_is_better,
         length=searcher.length,
         can_extend=wants_reports,
+        is_single=searcher.name == "single",
         config=config,
         make_result=make_result,
     )

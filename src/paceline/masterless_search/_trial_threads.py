@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from paceline.masterless_search._search_run import (
+    MetricMissingError,
     NextMove,
     SearchRun,
     SearchTrial,
@@ -75,7 +76,13 @@ class TrialThread(threading.Thread):
                 if report is None:
                     run.get_results()
                     self._search.check_metric(trial)
+                else:
+                    self._search.check_report(trial, _judged_metrics(report))
+            except MetricMissingError:
+                # Others would train as much for nothing.
+                raise
             except Exception as error:
+                run.stop()
                 self._fail(trial, error)
                 return
             move = (

@@ -51,7 +51,8 @@ class Experiment(Message):
     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
     `values` has the columns that a list was asked for, `notes` is told for a single one only.
     `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search has
-    rungs to show.
+    rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
+    finite value of the searched metric.
     """
 
     id: int
@@ -78,6 +79,7 @@ class Experiment(Message):
     is_archived: bool = False
     forked_from: int | None = None
     has_code: bool = False
+    is_unmeasured: bool = False
     has_rungs: bool = False
     num_checkpoints: int = 0
     checkpoint_bytes: int = 0

@@ -179,7 +179,8 @@ class RunDriver(GroupRun):
         if start is None and opened.latest_checkpoint is not None:
             start = Checkpoint.stored(self._storage, opened.latest_checkpoint)
         strategy = request.strategy
-        judged = opened.info.judged_metrics
+        judged, trial = opened.info.judged_metrics, opened.info.trial
+        searcher = (trial.config.get("searcher") or {}) if trial else {}
         return RunSpec(
             run_id=opened.info.run_id,
             run_dir=str(opened.path),
@@ -198,6 +199,7 @@ class RunDriver(GroupRun):
             check_ranks=request.check_ranks,
             storage_per_node=self._is_stored_per_node,
             judged_metrics=None if judged is None else tuple(judged),
+            searched_metrics=core.searched_metrics(searcher, judged),
         )
 
     def _count_shards(self) -> int:

@@ -573,7 +573,7 @@ def test_with_operations_no_validation_report_is_needed(bench: Any) -> None:
         ("validation", {}, False),
     ],
 )
-def test_a_metric_that_is_never_reported_is_an_error_in_every_search(
+def test_a_metric_that_is_never_reported_is_an_error_in_every_search_but_a_single_trial(
     bench: Any, search: str, group: str, metrics: dict[str, Any], is_missing: bool
 ) -> None:
     """A script that does not validate is welcome, as in the first steps of a guide."""
@@ -582,13 +582,70 @@ def test_a_metric_that_is_never_reported_is_an_error_in_every_search(
     if metrics:
         bench.send(attempt_id, bench.metrics(group, 1, **metrics))
     bench.end(attempt_id)
-    assert bench.trial(1).state == ("ERROR" if is_missing else "COMPLETED")
+    is_error = is_missing and search != "single"
+    assert bench.trial(1).state == ("ERROR" if is_error else "COMPLETED")
     assert ("the code never reported it" in bench.notes(1)) == is_missing
-    if is_missing:
+    if is_error:
         assert bench.state(experiment_id) in ("ERROR", "STOPPING_ERROR")
         assert "`loss` in the validation metrics" in bench.experiment(experiment_id).error
+        assert bench.experiment(experiment_id).search_end == "unmeasured"
     is_nan = math.nan in metrics.values()
     assert ("`loss` was NaN or infinite in the only report" in bench.notes(1)) == is_nan
+
+
+def test_a_single_trial_is_warned_at_its_first_validation_and_completes(bench: Any) -> None:
+    experiment_id = bench.create("single")
+    attempt_id = bench.start(1)
+    bench.validate(attempt_id, 1, accuracy=0.5)
+    assert "(reported: accuracy, epochs)" in bench.notes(1)
+    for step in range(2, 6):
+        bench.validate(attempt_id, step, accuracy=0.5)
+    assert bench.notes(1).count("the code never reported it") == 1
+    bench.end(attempt_id)
+    assert bench.state(experiment_id) == "COMPLETED"
+
+
+@pytest.mark.parametrize("search", ["random", "grid", "halving", "adaptive"])
+def test_a_search_ends_at_the_third_validation_of_a_trial_if_none_has_reported_the_metric(
+    bench: Any, search: str
+) -> None:
+    experiment_id = bench.create(search)
+    one, two = bench.start(1), bench.start(2)
+    for attempt_id, step in ((one, 1), (two, 1), (one, 2), (two, 2)):
+        bench.validate(attempt_id, step, accuracy=0.5)
+    assert bench.state(experiment_id) == "ACTIVE"
+    bench.validate(one, 3, accuracy=0.5)
+    assert bench.state(experiment_id) == "STOPPING_ERROR"
+    for attempt_id in (one, two, *[a.id for a in bench.live_attempts() if a.id not in (one, two)]):
+        bench.end(attempt_id, code=1, reason=ExitReason.KILLED)
+    assert bench.state(experiment_id) == "ERROR"
+    experiment = bench.experiment(experiment_id)
+    assert experiment.error.startswith("Trial 1: The search needs `loss`")
+    assert experiment.search_end == "unmeasured"
+    bench.check_replay(experiment_id)
+
+
+@pytest.mark.parametrize("search", ["random", "grid", "halving", "adaptive"])
+@pytest.mark.parametrize("reporter", [1, 2])
+def test_once_a_trial_has_reported_the_metric_one_without_it_fails_alone(
+    bench: Any, search: str, reporter: int
+) -> None:
+    experiment_id = bench.create(search)
+    attempts = {1: bench.start(1), 2: bench.start(2)}
+    lacking = 3 - reporter
+    bench.validate(attempts[reporter], 1, loss=0.5)
+    for step in range(1, 6):
+        bench.validate(attempts[lacking], step, accuracy=0.5)
+    assert bench.state(experiment_id) == "ACTIVE"
+    bench.end(attempts[lacking])
+    assert bench.trial(lacking).state == "ERROR"
+    assert "`loss` in the validation metrics" in bench.trial(lacking).error
+    assert bench.trial(reporter).state == "ACTIVE"
+    assert bench.state(experiment_id) == "ACTIVE"
+    exited = [each for each in bench.inputs(experiment_id) if each["type"] == "exited"]
+    assert [each["reason"] for each in exited] == ["error"]
+    assert len(bench.trials(experiment_id)) > 2
+    bench.check_replay(experiment_id)
 
 
 def test_a_metric_that_only_a_superseded_attempt_reported_counts_as_missing(bench: Any) -> None:
@@ -602,7 +659,7 @@ def test_a_metric_that_only_a_superseded_attempt_reported_counts_as_missing(benc
     assert bench.state(experiment_id) == "ERROR"
 
 
-def test_a_searched_metric_that_is_always_nan_lets_the_search_end(bench: Any) -> None:
+def test_a_searched_metric_that_is_always_nan_ends_the_search_with_an_error(bench: Any) -> None:
     experiment_id = bench.create("halving")
     for _ in range(40):
         bench.schedule()
@@ -614,8 +671,10 @@ def test_a_searched_metric_that_is_always_nan_lets_the_search_end(bench: Any) ->
         bench.validate(attempt.id, 2, loss=math.nan)
         assert bench.attempt(attempt.id).preempt_reason is not None
         bench.leave(attempt.id)
-    assert bench.state(experiment_id) == "COMPLETED"
-    assert bench.experiment(experiment_id).best_metric is None
+    experiment = bench.experiment(experiment_id)
+    assert (experiment.state, experiment.search_end) == ("ERROR", "unmeasured")
+    assert "must report a finite value of the searched metric `loss`" in experiment.error
+    assert experiment.best_metric is None
     assert len(bench.trials(experiment_id)) == 6
     assert {row.steps_completed for row in bench.trials(experiment_id)} == {2}
     assert all("`loss` was NaN or infinite in the only" in bench.notes(n) for n in range(1, 7))

@@ -40,6 +40,7 @@ _CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"external_path": "/run"}, {"run_dir": "/run"}),
     ({"context_digest": "d"}, {"has_code": True}),
     ({"num_records_lost": 2}, {"num_records_lost": 2}),
+    ({"search_end": "unmeasured"}, {"is_unmeasured": True}),
     ({"labels": ["a"]}, {"labels": ["a"]}),
     ({"warnings": ["Look."]}, {"warnings": ["Look."]}),
     (

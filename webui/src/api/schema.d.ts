@@ -1916,6 +1916,11 @@ export interface components {
              */
             has_code?: boolean;
             /**
+             * Is Unmeasured
+             * @default false
+             */
+            is_unmeasured?: boolean;
+            /**
              * Has Rungs
              * @default false
              */

@@ -38,6 +38,7 @@ class RankReporter:
         groups: The names of the groups for metrics and for times.
         first_report: The number after which reports begin, unless `begin` says otherwise.
         decision: Hears of the reports that a search judges.
+        searched_metrics: The metrics that must be numbers in these.
         on_report: Called after each report of the thread that makes this object; for a function
             that runs in its driver's process.
         restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
@@ -53,12 +54,14 @@ class RankReporter:
         groups: tuple[str, str],
         first_report: int,
         decision: core.SearchDecision,
+        searched_metrics: Sequence[str],
         on_report: Callable[[], None] | None,
         restart_causes: Sequence[str] = (),
         is_parent_told: bool = True,
     ) -> None:
         self.journal = JournalWriter(directory)
         self._decision = decision
+        self._searched_metrics = searched_metrics
         self._throughput = StepThroughput()
         self._position = Position()
         self.num_reports = 0
@@ -102,6 +105,8 @@ class RankReporter:
         judged = self._key.rank == 0 and (
             validation if isinstance(validation, bool) else encode_metrics(dict(validation))
         )
+        if judged:
+            core.check_judged(encoded if judged is True else judged, self._searched_metrics)
         with self._lock:
             if not self._has_begun:
                 self._begin(None, None)

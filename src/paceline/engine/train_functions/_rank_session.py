@@ -171,6 +171,7 @@ class RankSession(LooseSession):
             groups=(METRICS_GROUP, TIMINGS_GROUP),
             first_report=spec.first_report,
             decision=self._decision,
+            searched_metrics=spec.searched_metrics,
             on_report=on_report,
             restart_causes=spec.restart_causes,
             is_parent_told=is_parent_told,

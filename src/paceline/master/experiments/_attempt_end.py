@@ -26,6 +26,8 @@ from paceline.master.experiments._failure_causes import cause_of_end
 from paceline.master.experiments._searched_metric_checks import (
     describe_missing_metric,
     describe_nan_metric,
+    is_single,
+    others_have_reported,
 )
 from paceline.master.experiments._start_delays import (
     is_lost_runner,
@@ -36,6 +38,7 @@ from paceline.master.experiments._start_delays import (
 )
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import INVALID_HP
+from paceline.master.experiments._validation_ingest import end_unmeasured
 from paceline.master.store import Transaction, config_of, tables
 from paceline.messages.attempts import AttemptEnd
 from paceline.messages.node_runners import LOCAL_NAME, LOCAL_NODE
@@ -257,10 +260,11 @@ def _follow_end(
         warning = describe_nan_metric(transaction, trial, experiment)
     if warning is not None:
         changes.note(transaction, trial.id, trial.num_attempts, "WARNING", warning)
-    if problem is not None:
+    if problem is not None and not is_single(experiment):
+        have_others = others_have_reported(transaction, trial, experiment)
         changes.end_trial(transaction, trial, TrialState.ERROR, error=problem, kind=ErrorKind.USER)
-        changes.fail_experiment(transaction, experiment.id, f"Trial {trial.id}: {problem}")
-        changes.end_experiment_if_done(transaction, experiment.id)
+        if not have_others:
+            end_unmeasured(changes, transaction, trial, problem)
     else:
         changes.end_trial(
             transaction,

@@ -8,6 +8,7 @@ from sqlalchemy import Row, insert, select, update
 
 from paceline import faults
 from paceline.config import Searcher
+from paceline.master.experiments._searched_metric_checks import is_never_finite
 from paceline.master.experiments._state_transitions import SearchEnd
 from paceline.master.experiments._stored_searches import Searches
 from paceline.master.store import Transaction, config_of, new_id, tables
@@ -152,11 +153,9 @@ class SearchOperations:
                 end = SearchEnd.FAILED
             elif operation.cancel:
                 end = SearchEnd.CANCELED
-            transaction.connection.execute(
-                update(tables.experiments)
-                .where(tables.experiments.c.id == experiment_id)
-                .values(search_end=end.value)
-            )
+            elif is_never_finite(transaction.connection, experiment_id):
+                end = SearchEnd.UNMEASURED
+            self._changes.end_search(transaction, experiment_id, end)
 
     def _create_trial(
         self, transaction: Transaction, experiment_id: int, operation: Create

@@ -9,8 +9,10 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 from paceline import faults
 from paceline.master.experiments._failing_stores import FailingStores
 from paceline.master.experiments._search_operations import SearchOperations
+from paceline.master.experiments._searched_metric_checks import describe_unmeasured
 from paceline.master.experiments._state_transitions import (
     EXPERIMENT_TRANSITIONS,
+    INVALID_HP,
     TRIAL_TRANSITIONS,
     NotFoundError,
     SearchEnd,
@@ -183,6 +185,34 @@ class StateChanges:
             if wanted in TRIAL_TRANSITIONS[TrialState(trial.state)]:
                 self.stop_trial(transaction, trial, wanted, reason)
 
+    def tell_missed_exits(self, transaction: Transaction, experiment_id: int) -> None:
+        """Tell a search of trials that ended while its experiment was stopping."""
+        search = self.searches.peek(transaction, experiment_id)
+        assert search is not None
+        running = {view.request_id for view in search.trials() if view.exit_reason is None}
+        trials = tables.trials.c
+        query = select(tables.trials).where(
+            trials.experiment_id == experiment_id, trials.state.not_in(LIVE_TRIALS)
+        )
+        for trial in transaction.connection.execute(query.order_by(trials.id)).all():
+            if trial.request_id in running:
+                is_invalid = trial.stop_reason == INVALID_HP
+                reason = search_exit(TrialState(trial.state))
+                given = Exited(
+                    request_id=trial.request_id,
+                    reason=ExitReason.INVALID_HP if is_invalid else reason,
+                )
+                self.search_operations.apply_input(transaction, experiment_id, given)
+
+    def end_search(self, transaction: Transaction, experiment_id: int, end: SearchEnd) -> None:
+        """Note how an experiment's search has ended; it gets no more inputs."""
+        experiments = tables.experiments
+        transaction.connection.execute(
+            update(experiments)
+            .where(experiments.c.id == experiment_id)
+            .values(search_end=end.value)
+        )
+
     def fail_experiment(self, transaction: Transaction, experiment_id: int, message: str) -> None:
         """Stop an experiment because of an error that no other attempt can cure."""
         row = self.experiment(transaction.connection, experiment_id)
@@ -205,7 +235,9 @@ class StateChanges:
                 SearchEnd(row.search_end), counted_trial_states(connection, experiment_id)
             )
             error = None
-            if stopping is ExperimentState.STOPPING_ERROR:
+            if row.search_end == SearchEnd.UNMEASURED.value:
+                error = describe_unmeasured(connection, experiment_id)
+            elif stopping is ExperimentState.STOPPING_ERROR:
                 error = describe_failure(connection, experiment_id)
             self.set_experiment_state(transaction, experiment_id, stopping, error=error)
             state = stopping

@@ -92,11 +92,15 @@ class NotFoundError(LookupError):
 
 
 class SearchEnd(str, Enum):
-    """End of a search; REOPENED leaves the outcome to the trials that were continued."""
+    """End of a search; REOPENED leaves the outcome to the trials that were continued.
+
+    UNMEASURED is that of a search in which no trial has reported a finite value of its metric.
+    """
 
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELED = "canceled"
+    UNMEASURED = "unmeasured"
     REOPENED = "reopened"
 
 
@@ -132,6 +136,7 @@ def stopping_state(end: SearchEnd, trial_states: set[TrialState]) -> ExperimentS
             end = SearchEnd.CANCELED
     return {
         SearchEnd.FAILED: ExperimentState.STOPPING_ERROR,
+        SearchEnd.UNMEASURED: ExperimentState.STOPPING_ERROR,
         SearchEnd.CANCELED: ExperimentState.STOPPING_CANCELED,
     }.get(end, ExperimentState.STOPPING_COMPLETED)
 

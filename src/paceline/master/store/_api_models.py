@@ -69,6 +69,7 @@ def experiment_model(
         is_archived=row.is_archived,
         forked_from=row.forked_from,
         has_code=row.context_digest is not None,
+        is_unmeasured=row.search_end == "unmeasured",
         num_checkpoints=counts.num_checkpoints,
         checkpoint_bytes=counts.checkpoint_bytes,
         num_records_lost=row.num_records_lost,

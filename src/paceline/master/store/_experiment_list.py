@@ -74,7 +74,7 @@ _LISTED = select(
         for name in (
             *("id", "name", "description", "state", "progress", "created_at", "ended_at", "error"),
             *("best_trial_id", "best_metric", "parent_trial_id", "forked_from", "is_archived"),
-            *("external_id", "external_path", "context_digest", "num_records_lost"),
+            *("external_id", "external_path", "context_digest", "num_records_lost", "search_end"),
         )
     ),
     *(type_coerce(_experiments.c[name], Text).label(name) for name in JSON_COLUMNS),

@@ -77,6 +77,7 @@ class RunSpec:
         restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
         judged_metrics: The metrics that a master's search needs to judge a report; None without
             such a search.
+        searched_metrics: The metrics that must be numbers in what a master's search judges.
     """
 
     run_id: str
@@ -97,6 +98,7 @@ class RunSpec:
     check_ranks: bool | tuple[str, ...] = True
     restart_causes: tuple[str, ...] = ()
     judged_metrics: tuple[str, ...] | None = None
+    searched_metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.config import ConfigError
+from paceline.journal import EarlyExitReported
 from paceline.master.experiments import NotFoundError, RefusedError, TransitionError
 from paceline.master.store import tables
 from paceline.messages.states import ExitReason
@@ -458,3 +459,53 @@ def test_what_a_smaller_master_cannot_run_waits_and_holds_nobody_up(
     bench.command("activate", large)
     bench.schedule()
     assert [row.experiment_id for row in bench.live_attempts()] == [small]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("random", {"max_trials": 6}), ("grid", {})])
+def test_a_canceled_search_that_is_continued_creates_the_other_trials_too(
+    bench: Any, kind: str, changes: dict[str, Any]
+) -> None:
+    experiment_id = bench.create(kind, searcher=changes)
+    num_trials = 6 if kind == "random" else 4
+    bench.end(bench.start(1))
+    attempts = [bench.start(2), bench.start(3)]
+    bench.command("cancel", experiment_id)
+    for attempt_id in attempts:
+        bench.leave(attempt_id)
+    assert bench.state(experiment_id) == "CANCELED"
+    bench.command("continue_experiment", experiment_id, {})
+    assert bench.trial_states(experiment_id) == ["COMPLETED", "ACTIVE", "ACTIVE"]
+    for trial_id in range(2, num_trials + 1):
+        assert bench.state(experiment_id) == "ACTIVE"
+        bench.end(bench.start(trial_id))
+    assert bench.trial_states(experiment_id) == ["COMPLETED"] * num_trials
+    assert bench.state(experiment_id) == "COMPLETED"
+    assert bench.experiment(experiment_id).progress == 1.0
+    bench.check_replay(experiment_id)
+
+
+def test_a_canceled_search_that_is_continued_knows_what_ended_while_it_was_stopping(
+    bench: Any,
+) -> None:
+    """The second trial is killed by itself before the cancellation, so the search replaced it."""
+    experiment_id = bench.create("random", searcher={"max_trials": 4})
+    one, two = bench.start(1), bench.start(2)
+    bench.send(two, EarlyExitReported(time=1.0, reason="invalid_hp"))
+    bench.end(two)
+    assert len(bench.trials(experiment_id)) == 3
+    three = bench.start(3)
+    bench.command("cancel", experiment_id)
+    bench.end(one)
+    bench.leave(three)
+    for _ in range(2):
+        # A second cancellation and continuation changes nothing.
+        bench.command("continue_experiment", experiment_id, {})
+        bench.command("cancel", experiment_id)
+    bench.command("continue_experiment", experiment_id, {})
+    while bench.schedule() or bench.live_attempts():
+        for attempt in bench.live_attempts():
+            bench.send(attempt.id)
+            bench.end(attempt.id)
+    assert bench.state(experiment_id) == "COMPLETED"
+    assert len(bench.trials(experiment_id)) == 5
+    bench.check_replay(experiment_id)

@@ -233,7 +233,8 @@ class Commands:
         """Reopen an ended experiment: its trials go on from their latest checkpoints.
 
         A `single` experiment goes on in any case, with overrides if given; `random` and `grid`
-        experiments go on with the trials that did not complete.
+        experiments go on with the trials that did not complete, and with those that their search
+        has yet to create.
 
         Raises:
             NotFoundError: There is no such experiment.
@@ -250,7 +251,10 @@ class Commands:
         if searcher.name != "single":
             query = query.where(trials.c.state != TrialState.COMPLETED.value)
         reopened = list(transaction.connection.execute(query.order_by(trials.c.id)))
-        if not reopened:
+        search = self._changes.searches.peek(transaction, experiment_id)
+        # A search whose experiment was canceled has not come to its end.
+        is_unfinished = search is not None and not search.is_over
+        if not reopened and not is_unfinished:
             raise RefusedError(
                 "nothing_to_continue",
                 f"Experiment {experiment_id} must have trials that did not complete, but all did.",
@@ -264,11 +268,13 @@ class Commands:
                 ended_at=None,
                 error=None,
                 progress=0.0,
-                search_end=SearchEnd.REOPENED.value,
+                search_end=None if is_unfinished else SearchEnd.REOPENED.value,
                 is_archived=False,
             )
         )
         self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
+        if is_unfinished:
+            self._changes.tell_missed_exits(transaction, experiment_id)
 
     def _reopen_trial(self, transaction: Transaction, trial: Any) -> None:
         if TrialState(trial.state).is_terminal:

@@ -217,6 +217,28 @@ def late_divergence(config: dict[str, Any]) -> None:
         train.report(loss=float(loss))
 
 
+def meet(config: dict[str, Any]) -> None:
+    """Count the trials that run at the same time."""
+    own = Path(config["notes"], f"running-{os.getpid()}")
+    own.touch()
+    for epoch in range(1, 4):
+        time.sleep(0.1)
+        number = len(list(own.parent.glob("running-*")))
+        train.report(epochs=epoch, loss=config["lr"], together=number)
+    own.unlink()
+
+
+def test_no_more_trials_run_at_once_than_the_searcher_says(tmp_path: Path) -> None:
+    """The search has two brackets, and there is room for two trials."""
+    results = train.search(
+        meet,
+        {**SPACE, "notes": str(tmp_path)},
+        {**asha(max_concurrent_trials=1, max_trials=4), "max_length": {"epochs": 4}},
+        max_concurrent_trials=2,
+    )
+    assert [trial.metrics["together"] for trial in results] == [1] * 4
+
+
 def say(config: dict[str, Any]) -> None:
     """Report a string with every second `lr`, or nothing of what is searched for."""
     is_bad = config["lr"] < 1.5

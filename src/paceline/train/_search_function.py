@@ -56,7 +56,7 @@ def search(
         trainer: Workers for one trial at a time. Those of further trials are made with the same
             arguments. By default each trial has one worker.
         max_concurrent_trials: How many trials run at once; as many as there are cores and GPUs for
-            by default.
+            by default, but no more than `max_concurrent_trials` of the searcher.
         config: What each trial's config has besides; any values.
         dataset: See `Trainer.run`.
         checkpoint_strategy: Which checkpoints of a trial to keep; the newest one by default.
@@ -98,7 +98,8 @@ def search(
     try:
         run = begun_search(chosen, journal, config or {}, TrialResult)
         with ExitStack() as stack:
-            trainers = _search_trainers(trainer, max_concurrent_trials, stack)
+            most = getattr(chosen.searcher, "max_concurrent_trials", None)
+            trainers = _search_trainers(trainer, max_concurrent_trials, most, stack)
             conduct(run, [starting(each) for each in trainers])
         results = _search_results(run, chosen.searcher, journal.path)
     except BaseException as raised:
@@ -124,8 +125,17 @@ def _check_can_search(max_concurrent_trials: int | None) -> None:
         )
 
 
-def _search_trainers(given: Trainer | None, number: int | None, stack: ExitStack) -> list[Trainer]:
-    """Return a trainer for each trial at a time; those that are made here end with the stack."""
+def _search_trainers(
+    given: Trainer | None, number: int | None, most: int | None, stack: ExitStack
+) -> list[Trainer]:
+    """Return a trainer for each trial at a time; those that are made here end with the stack.
+
+    Args:
+        given: The trainer of the caller.
+        number: How many trials the caller asks for; as many as there is room for by default.
+        most: How many the search may run at once; 0 and None are no limit.
+        stack: Ends what is made here.
+    """
     first = given
     if first is None:
         first = stack.enter_context(Trainer(num_workers=1, cluster="auto"))
@@ -133,6 +143,7 @@ def _search_trainers(given: Trainer | None, number: int | None, stack: ExitStack
         # A Ray that is started here must not end between trials, nor start in a thread of one.
         stack.callback(RayConnection().close)
     number = number or first.num_concurrent()
+    number = min(number, most or number)
     beside = (first.replace_beside(index) for index in range(1, number))
     return [first, *map(stack.enter_context, beside)]
 

@@ -509,3 +509,48 @@ def test_a_canceled_search_that_is_continued_knows_what_ended_while_it_was_stopp
     assert bench.state(experiment_id) == "COMPLETED"
     assert len(bench.trials(experiment_id)) == 5
     bench.check_replay(experiment_id)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_more_trials_run_at_once_than_the_search_may(bench: Any, limit: int) -> None:
+    """There are more brackets than that, and a trial that was stopped has not left yet."""
+    experiment_id = bench.create("adaptive", searcher={"max_concurrent_trials": limit})
+    assert bench.trial_states(experiment_id) == ["ACTIVE"] * 3
+    other = bench.create("single")
+    seen: set[int] = set()
+    for _ in range(60):
+        bench.schedule()
+        live = [row for row in bench.live_attempts() if row.experiment_id == experiment_id]
+        assert len(live) <= limit
+        if not live:
+            break
+        seen.update(row.trial_id for row in live)
+        attempt = live[0]
+        bench.send(attempt.id)
+        for epoch in (1, 2, 4, 8):
+            if bench.attempt(attempt.id).preempt_reason is None:
+                bench.validate(attempt.id, epoch, loss=bench.trial(attempt.trial_id).hparams["lr"])
+        # The stopped trial keeps its slot, and the next one waits.
+        assert not [row for row in bench.schedule() if bench.attempt(row).trial_id in seen]
+        live = [row for row in bench.live_attempts() if row.experiment_id == experiment_id]
+        assert len(live) <= limit
+        bench.leave(attempt.id)
+    assert bench.state(experiment_id) == "COMPLETED"
+    assert len(seen) == 8
+    # Others get the slots that are free meanwhile.
+    assert [row.experiment_id for row in bench.live_attempts()] == [other]
+
+
+def test_no_more_trials_of_a_continued_search_run_at_once_than_it_may(bench: Any) -> None:
+    experiment_id = bench.create(
+        "random", searcher={"max_trials": 4, "max_concurrent_trials": 1}, max_restarts=0
+    )
+    for trial_id in range(1, 5):
+        bench.end(bench.start(trial_id), code=1)
+    bench.command("continue_experiment", experiment_id, {})
+    assert bench.trial_states(experiment_id) == ["ACTIVE"] * 4
+    for trial_id in range(1, 5):
+        attempt_id = bench.start(trial_id)
+        assert len(bench.live_attempts()) == 1
+        bench.end(attempt_id)
+    assert bench.state(experiment_id) == "COMPLETED"

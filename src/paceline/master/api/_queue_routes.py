@@ -26,6 +26,10 @@ from paceline.messages.pools_and_queue import MoveExperiment, QueueEntry
 
 router = ApiRouter(tags=["queue"], route_class=ReadingRoute)
 
+# Clients know no words for those of trials that wait for another node, or for others of their
+# search.
+_WORDS: dict[Reason, Any] = {Reason.ELSEWHERE: "slots_in_use", Reason.MAX_TRIALS: "max_slots"}
+
 _NEED_SLOTS = (Reason.SLOTS_IN_USE, Reason.TOO_LARGE)
 _ALL_CLOSED = (
     "All slots of the pool {pool!r} are drained, or their nodes do not answer. Hint: `paceline slot"
@@ -143,12 +147,7 @@ def _queue_entry(
         experiment_name=name,
         num_slots=waiting.num_slots,
         waiting_since=max(created_at, ended_at or 0.0),
-        # Clients know no word for that of a trial that waits for another node.
-        reason="starting"
-        if reason is None
-        else "slots_in_use"
-        if reason is Reason.ELSEWHERE
-        else reason.value,
+        reason="starting" if reason is None else _WORDS.get(reason, reason.value),
         detail=detail,
         pool=waiting.pool,
         num_ahead=result.place,
@@ -186,6 +185,8 @@ def _queue_detail(
             )
         case Reason.MAX_SLOTS:
             return f"Its experiment may use {waiting.max_slots} slots at a time."
+        case Reason.MAX_TRIALS:
+            return f"Its search may run {waiting.max_trials} trial(s) at a time."
         case Reason.POOL_LIMIT:
             return f"The pool {waiting.pool!r} may use {settings.max_slots} slots at a time."
         case Reason.PREEMPTING:

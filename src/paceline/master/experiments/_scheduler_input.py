@@ -264,6 +264,8 @@ class _QueueRanks:
             experiment_id=experiment_id,
             num_slots=wanted.fewest_slots,
             max_slots=_max_slots_of(*self._known[experiment_id]),
+            # Brackets and trials that are continued may be more than a search may run.
+            max_trials=getattr(config.searcher, "max_concurrent_trials", None) or None,
             pool=wanted.pool or DEFAULT_POOL,
             priority=priority,
             weight=weight,

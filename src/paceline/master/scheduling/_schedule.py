@@ -70,14 +70,16 @@ def decide(
 
     Those of one pool come in the order in which they get slots. A trial that does not fit holds up
     those of its pool behind it, so that a large one is never starved by small ones; one that only
-    its experiment's own `max_slots` holds back does not, and neither does one that fits no nodes of
-    its pool even if they are free (they may be fewer than before), nor one that waits for another
-    node than that on which it failed.
+    its experiment's own limit of slots or trials holds back does not, and neither does one that
+    fits no nodes of its pool even if they are free (they may be fewer than before), nor one that
+    waits for another node than that on which it failed.
     """
     holding = list(holding)
     used_by: Counter[int] = Counter()
+    trials_of: Counter[int] = Counter()
     for holder in holding:
         used_by[holder.experiment_id] += holder.num_slots
+        trials_of[holder.experiment_id] += 1
     nodes_of, holding_of = _by_pool(nodes, holding)
     # Only of the pools that trials wait for.
     queues: dict[str, _PoolSchedule] = {}
@@ -88,7 +90,7 @@ def decide(
             own = nodes_of.get(trial.pool, [])
             settings = pools.get(trial.pool) if own else None
             queue = queues[trial.pool] = _PoolSchedule(
-                settings or PoolSettings(), holding_of.get(trial.pool, []), own, used_by
+                settings or PoolSettings(), holding_of.get(trial.pool, []), own, used_by, trials_of
             )
         if queue.is_fifo:
             yield queue.judge(trial)
@@ -121,11 +123,13 @@ class _PoolSchedule:
         holding: Sequence[Holding],
         nodes: Sequence[NodeSlots],
         used_by: Counter[int],
+        trials_of: Counter[int],
     ) -> None:
         self.is_fifo = settings.policy is PolicyName.FIFO
         self._policy = POLICIES[settings.policy](holding)
         self._max_slots = settings.max_slots
         self._used_by = used_by
+        self._trials_of = trials_of
         self._usable = {
             node.node_id: frozenset(node.slots) - node.drained
             for node in nodes
@@ -206,6 +210,12 @@ class _PoolSchedule:
         in_use = self._used_by[trial.experiment_id]
         if trial.max_slots is not None and in_use + trial.num_slots > trial.max_slots:
             return Reason.MAX_SLOTS
+        # What leaves runs until it has left.
+        if (
+            trial.max_trials is not None
+            and self._trials_of[trial.experiment_id] >= trial.max_trials
+        ):
+            return Reason.MAX_TRIALS
         size = (trial.num_slots, trial.allow_uneven)
         if size not in self._obstacles:
             self._obstacles[size] = self._size_obstacle(*size)
@@ -275,6 +285,7 @@ class _PoolSchedule:
 
     def _note(self, trial: Waiting, preempts: tuple[Holding, ...]) -> None:
         self._used_by[trial.experiment_id] += trial.num_slots
+        self._trials_of[trial.experiment_id] += 1
         self._num_used += trial.num_slots
         self._num_staying += trial.num_slots
         self._policy.note_given(trial, preempts)

@@ -16,6 +16,7 @@ class Reason(str, Enum):
     SLOTS_IN_USE = "slots_in_use"
     BEHIND_OTHERS = "behind_others"
     MAX_SLOTS = "max_slots"
+    MAX_TRIALS = "max_concurrent_trials"
     TOO_LARGE = "too_large"
     POOL_LIMIT = "pool_limit"
     PREEMPTING = "preempting"
@@ -74,6 +75,8 @@ class Waiting:
 
     Attributes:
         num_slots: How many slots it needs. An elastic one takes up to `most_slots`.
+        max_slots: How many slots its experiment may use at once; None is no limit.
+        max_trials: How many trials of its experiment may run at once; None is no limit.
         allow_uneven: It may have more slots on one node than on another.
         failed_on: Nodes on which its last attempts failed. It gets another one, if one is large
             enough.
@@ -84,6 +87,7 @@ class Waiting:
     experiment_id: int
     num_slots: int
     max_slots: int | None
+    max_trials: int | None = None
     pool: str = DEFAULT_POOL
     priority: int = DEFAULT_PRIORITY
     weight: float = 1.0

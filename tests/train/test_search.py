@@ -217,6 +217,29 @@ def late_divergence(config: dict[str, Any]) -> None:
         train.report(loss=float(loss))
 
 
+def refuse(config: dict[str, Any]) -> None:
+    (Path(config["notes"]) / f"{config['lr']}").touch()
+    raise core.InvalidHP("none will do")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("searcher", [asha(max_trials=2), {"name": "random", "max_trials": 2}])
+def test_a_search_ends_once_100_trials_in_a_row_refuse_their_hyperparameters(
+    trainer: train.Trainer, tmp_path: Path, searcher: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"100 trials in a row refused .*Hint: narrow") as raised:
+        train.search(
+            refuse,
+            {**SPACE, "notes": str(tmp_path)},
+            {"metric": "loss", **searcher},
+            trainer=trainer,
+            max_concurrent_trials=1,
+        )
+    assert "none will do" in str(raised.value.__cause__)
+    assert len(list(tmp_path.glob("1.*"))) == 100
+
+
 def meet(config: dict[str, Any]) -> None:
     """Count the trials that run at the same time."""
     own = Path(config["notes"], f"running-{os.getpid()}")

@@ -17,6 +17,7 @@ from paceline.journal import SearchInputTaken, decode_value, encode_metrics
 from paceline.masterless_search._search_journal import SearchJournal
 from paceline.masterless_search._trial_outcome import TrialOutcome
 from paceline.search import (
+    MAX_INVALID_IN_A_ROW,
     Create,
     Exited,
     ExitReason,
@@ -127,6 +128,7 @@ class SearchRun:
         # Threads without a trial.
         self._num_idle = 0
         self._is_closed = False
+        self._num_invalid_in_a_row = 0
 
     @property
     def directory(self) -> Path:
@@ -243,11 +245,22 @@ class SearchRun:
         raise (ValueError if has_any else MetricMissingError)(problem)
 
     def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
-        """Note that a trial has ended."""
+        """Note that a trial has ended.
+
+        Raises:
+            ValueError: Too many trials in a row have refused their hyperparameters.
+        """
         with self._changed:
             trial.result.error = error
             self._running.pop(trial.create.request_id, None)
             self._exit(trial, reason)
+            is_invalid = reason is ExitReason.INVALID_HP
+            if is_invalid and self._num_invalid_in_a_row >= MAX_INVALID_IN_A_ROW:
+                raise ValueError(
+                    f"{self._num_invalid_in_a_row} trials in a row refused their hyperparameters"
+                    " (InvalidHP). Hint: narrow the ranges of the space, or look at the condition"
+                    " that raises it."
+                ) from error
 
     def pause(self, trial: SearchTrial) -> None:
         """Note that a trial has left its workers and may go on later."""
@@ -339,6 +352,8 @@ class SearchRun:
         if isinstance(given, Exited):
             trial = self.trials[given.request_id]
             trial.exit_reason = given.reason
+            is_invalid = given.reason is ExitReason.INVALID_HP
+            self._num_invalid_in_a_row = self._num_invalid_in_a_row + 1 if is_invalid else 0
             state = _STATES[given.reason]
             is_early = self._length is not None and trial.result.time < self._length
             is_stopped = trial.is_stopped and given.reason is ExitReason.COMPLETED

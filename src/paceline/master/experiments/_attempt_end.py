@@ -49,14 +49,12 @@ from paceline.messages.states import (
     TrialState,
     kind_of_end,
 )
+from paceline.search import MAX_INVALID_IN_A_ROW
 from paceline.search import ExitReason as SearchExit
 
 faults.register("master.attempt.ended")
 
 NO_RUNNER = "the runner died"
-# A search replaces trials that refuse their hyperparameters; so many in a row mean that it would
-# do so for ever.
-_MAX_INVALID_IN_A_ROW = 100
 # A shell tells by such a code that its command was ended by a signal.
 _BY_SIGNAL = 128
 # What Python puts before the text of an `OSError`. The words after it may be Paceline's own.
@@ -290,7 +288,7 @@ def _end_invalid(
         changes.fail_experiment(
             transaction,
             trial.experiment_id,
-            f"{_MAX_INVALID_IN_A_ROW} trials in a row refused their hyperparameters (InvalidHP)."
+            f"{MAX_INVALID_IN_A_ROW} trials in a row refused their hyperparameters (InvalidHP)."
             " Hint: narrow the ranges, or look at the condition that raises it.",
         )
         changes.end_experiment_if_done(transaction, trial.experiment_id)
@@ -303,7 +301,7 @@ def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
         select(trials.c.stop_reason)
         .where(trials.c.experiment_id == experiment_id, trials.c.ended_at.is_not(None))
         .order_by(trials.c.ended_at.desc())
-        .limit(_MAX_INVALID_IN_A_ROW)
+        .limit(MAX_INVALID_IN_A_ROW)
     )
     reasons = transaction.connection.execute(query).scalars().all()
-    return len(reasons) == _MAX_INVALID_IN_A_ROW and set(reasons) == {INVALID_HP}
+    return len(reasons) == MAX_INVALID_IN_A_ROW and set(reasons) == {INVALID_HP}

@@ -1,13 +1,14 @@
 """A search method from outside the package: the median stopping rule.
 
-A trial is stopped when the best value that it has reported is worse than the median of the other
-trials' running means up to the same time, after Golovin et al., "Google Vizier: A Service for
-Black-Box Optimization" (KDD 2017), section 3.2.
+A trial is stopped when the best value that it has reported is worse than the median of the running
+means that other trials had when they reported at the same time, after Golovin et al., "Google
+Vizier: A Service for Black-Box Optimization" (KDD 2017), section 3.2. So trials must validate at
+the same times.
 """
 
 import math
+from bisect import insort
 from dataclasses import dataclass
-from statistics import fmean, median
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -97,8 +98,10 @@ class MedianMethod(SearchMethod):
         self._maker = maker
         self._config = config
         self._num_counted = 0
-        # The reports of each trial: pairs of the time and the value, smaller is better.
-        self._reports: dict[str, list[list[float]]] = {}
+        # Of each trial: the number of its reports, their sum, the best one and the last time.
+        self._trials: dict[str, list[float]] = {}
+        # The running means of all trials at each time, in order: each report adds one in O(log n).
+        self._means: dict[float, list[float]] = {}
 
     def start(self) -> list[Operation]:
         """Return the operations that create the first trials."""
@@ -107,27 +110,26 @@ class MedianMethod(SearchMethod):
 
     def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
         """Stop the trial if it is worse than the median of the others."""
-        value = metric if self._config.smaller_is_better else -metric
-        own = self._reports[request_id]
-        # NaN is worse than everything. Infinities have no mean, and JSON does not know them.
-        own.append([time, _WORST if math.isnan(value) else max(-_WORST, min(value, _WORST))])
-        if time >= self._config.max_time:
-            return [Stop(request_id=request_id)]
-        means = [
-            fmean(value for at, value in reports if at <= time)
-            for other, reports in self._reports.items()
-            if other != request_id and reports and reports[0][0] <= time
-        ]
-        if time < self._config.min_time or len(means) < self._config.min_others:
+        number, total, best, last_time = self._trials[request_id]
+        if time <= last_time:
+            # An attempt that was started again repeats what was told before.
             return []
-        is_worse = min(value for _, value in own) > median(means)
-        return [Stop(request_id=request_id)] if is_worse else []
+        value = metric if self._config.smaller_is_better else -metric
+        # What is not finite is worse than everything.
+        value = max(-_WORST, min(value, _WORST)) if math.isfinite(value) else _WORST
+        number, total, best = number + 1, total + value, min(best, value)
+        self._trials[request_id] = [number, total, best, time]
+        others = self._means.setdefault(time, [])
+        is_early = time < self._config.min_time or len(others) < self._config.min_others
+        is_worse = not is_early and best > _median(others)
+        insort(others, total / number)
+        is_over = is_worse or time >= self._config.max_time
+        return [Stop(request_id=request_id)] if is_over else []
 
     def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
         """Create the next trial; one with invalid hyperparameters does not count."""
         if reason is ExitReason.INVALID_HP:
             self._num_counted -= 1
-            del self._reports[request_id]
         return self._create() if self._num_counted < self._config.max_trials else []
 
     def num_trials(self, num_invalid: int) -> int:
@@ -140,16 +142,27 @@ class MedianMethod(SearchMethod):
 
     def snapshot(self) -> dict[str, Any]:
         """Return the method's state as JSON-able data."""
-        reports = {trial: list(pairs) for trial, pairs in self._reports.items()}
-        return {"num_counted": self._num_counted, "reports": reports}
+        return {
+            "num_counted": self._num_counted,
+            "trials": {trial: list(facts) for trial, facts in self._trials.items()},
+            "means": [[time, list(means)] for time, means in self._means.items()],
+        }
 
     def load(self, snapshot: dict[str, Any]) -> None:
         """Take the state over from a snapshot."""
         self._num_counted = snapshot["num_counted"]
-        self._reports = {trial: list(pairs) for trial, pairs in snapshot["reports"].items()}
+        self._trials = {trial: list(facts) for trial, facts in snapshot["trials"].items()}
+        self._means = {time: list(means) for time, means in snapshot["means"]}
 
     def _create(self) -> list[Operation]:
         self._num_counted += 1
         create = self._maker.sampled()
-        self._reports[create.request_id] = []
+        self._trials[create.request_id] = [0, 0.0, _WORST, 0.0]
         return [create, Train(request_id=create.request_id, length=self._config.max_time)]
+
+
+def _median(ordered: list[float]) -> float:
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2

@@ -3,8 +3,10 @@
 import dataclasses
 import importlib
 import itertools
+import math
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -22,6 +24,7 @@ from paceline.search import (
     Create,
     ExitReason,
     Operation,
+    Reported,
     SearchConfig,
     SearchMethod,
     SearchMethodError,
@@ -30,6 +33,7 @@ from paceline.search import (
     Stop,
     Train,
     TrialMaker,
+    simulate,
 )
 from paceline.testing import check_search_method
 
@@ -160,3 +164,38 @@ def test_wrong_arguments_are_refused() -> None:
         check_search_method(Broken(metric="loss", rule=""), num_runs=0)
     with pytest.raises(SpaceError):
         check_search_method(GridSearcher(metric="loss"), {"lr": {"type": "double", "minval": 0}})
+
+
+@pytest.mark.parametrize("smaller_is_better", [True, False])
+def test_median_stopping_decides_as_its_definition_says(smaller_is_better: bool) -> None:
+    """Values are drawn from the trial's seed; some are not finite, which is worse than all."""
+    section = MedianStopping(
+        metric="loss", max_trials=40, max_time=12, min_time=3, smaller_is_better=smaller_is_better
+    )
+    strange = {0: math.nan, 1: math.inf, 2: -math.inf}
+    result = simulate(
+        section.search_config(),
+        {},
+        3,
+        lambda create, time: strange.get(
+            create.trial_seed * 31 % (97 - time), create.trial_seed % 1009 + time
+        ),
+        report_every=1,
+    )
+    values: dict[str, list[float]] = {}
+    means: dict[float, list[float]] = {}
+    num_stopped = 0
+    for given, operations in zip(result.inputs, result.operations, strict=True):
+        if not isinstance(given, Reported):
+            continue
+        sign = 1 if smaller_is_better else -1
+        value = sign * given.metric if math.isfinite(given.metric) else 1e300
+        own = values.setdefault(given.request_id, [])
+        own.append(value)
+        others = means.setdefault(given.time, [])
+        is_worse = given.time >= 3 and len(others) >= 3 and min(own) > median(others)
+        others.append(sum(own) / len(own))
+        is_stopped = Stop(request_id=given.request_id) in operations
+        assert is_stopped == (is_worse or given.time >= 12)
+        num_stopped += is_worse
+    assert 0 < num_stopped < 40

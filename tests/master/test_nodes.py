@@ -1123,3 +1123,29 @@ def test_a_fifo_in_the_place_of_a_mark_is_replaced(
     os.mkfifo(mark)
     assert start_with_storages(master, join, storage, tmp_path / "b") == [1, 2]
     assert mark.is_file()
+
+
+@pytest.mark.parametrize("drained", ["node", "slots"])
+def test_a_group_that_waits_for_drained_slots_holds_up_nobody_and_says_why(
+    master: Any, join: Callable[..., FakeRunner], drained: str
+) -> None:
+    left, gone = (join(name, 2, address="10.0.0.1") for name in ("left", "gone"))
+    places = ["/nodes/gone"] if drained == "node" else [f"/nodes/gone/slots/{n}" for n in (0, 1)]
+    for place in places:
+        assert master.http.post(f"{place}/drain", json={}).status_code == 204
+    master.create(**SINGLE, resources={"slots_per_trial": 4})
+    master.create(**SINGLE, resources={"slots_per_trial": 1})
+    run(master)
+    [attempt_id] = left.take()
+    assert trial_of(master, attempt_id) == 2
+    assert gone.take() == []
+    [group] = master.http.get("/queue").json()
+    assert group["detail"] == (
+        "It needs 4 slots, but the pool 'default' has 2 now (2 more are drained)."
+    )
+    for place in places:
+        assert master.http.post(f"{place}/resume", json={}).status_code == 204
+    run(master)
+    end(master, left, code=0)
+    run(master)
+    assert len(left.take()) == len(gone.take()) == 1

@@ -132,6 +132,87 @@ def situations(draw: st.DrawFn, policy: PolicyName | None = None) -> Situation:
     return Situation(tuple(waiting), tuple(holding), tuple(nodes), settings)
 
 
+@st.composite
+def situations_after_failures(draw: st.DrawFn) -> Situation:
+    """Return situations in which trials have failed on some of the nodes."""
+    situation = draw(situations())
+    node_ids = st.frozensets(st.sampled_from([node.node_id for node in situation.nodes]))
+    waiting = tuple(replace(one, failed_on=draw(node_ids)) for one in situation.waiting)
+    return replace(situation, waiting=waiting)
+
+
+@given(situations_after_failures())
+def test_a_trial_that_waits_for_another_node_holds_its_place_there(situation: Situation) -> None:
+    usable = {
+        node.node_id: set(node.slots) - node.drained for node in situation.nodes if node.is_open
+    }
+    results = situation.results()
+    for number, result in enumerate(results):
+        trial = result.waiting
+        others = [
+            node_id
+            for node_id, slots in usable.items()
+            if node_id not in trial.failed_on and len(slots) >= trial.num_slots
+        ]
+        if others:
+            # It does not go where it failed, nor does it make others leave there.
+            assert result.node_id in others or not result.slots
+            assert all(
+                any(part[0] not in trial.failed_on for part in one.parts) for one in result.preempts
+            )
+        if result.reason is Reason.ELSEWHERE:
+            taken = {one.node_id for one in results[number + 1 :] if one.slots}
+            assert set(others) - taken, "all nodes that it waits for are given to those behind"
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+def test_a_large_trial_that_failed_on_one_node_starts_on_another_one(policy: PolicyName) -> None:
+    """Small ones keep coming, and get the slots of the node on which it failed."""
+    nodes = (NodeSlots(node_id=1, slots=(0, 1, 2, 3)), NodeSlots(node_id=2, slots=(0, 1, 2, 3)))
+    large = Waiting(
+        trial_id=1, experiment_id=1, num_slots=4, max_slots=None, priority=1,
+        failed_on=frozenset({1}),
+    )  # fmt: skip
+    small = tuple(
+        Waiting(trial_id=10 + n, experiment_id=2, num_slots=1, max_slots=None, priority=99)
+        for n in range(40)
+    )
+    holding = tuple(
+        Holding(experiment_id=2, slots=(slot,), node_id=2, attempt_id=slot + 1, priority=99)
+        for slot in range(4)
+    )
+    situation = Situation((large, *small), holding, nodes, PoolSettings(policy=policy))
+    started: list[int] = []
+    for _ in range(8):
+        after = situation.after()
+        started += [one.node_id for one in after.holding if one.experiment_id == 1]
+        if started:
+            break
+        # Each round the attempt of node 2 that began first ends, and all that are leaving leave.
+        oldest = next(one for one in after.holding if one.node_id == 2)
+        staying = [one for one in after.holding if one is not oldest and not one.is_leaving]
+        situation = replace(after, holding=tuple(staying))
+    assert started == [2]
+    assert sum(one.node_id == 1 for one in after.holding) == 4
+
+
+@pytest.mark.parametrize("drained", ["slots", "node"])
+def test_drained_slots_are_not_counted_on_for_a_group(drained: str) -> None:
+    """It needs more than is left, and holds up nobody."""
+    nodes = (
+        NodeSlots(node_id=1, slots=(0, 1), can_join=True),
+        NodeSlots(
+            node_id=2, slots=(0, 1), can_join=True, drained=frozenset({0, 1}),
+            is_open=drained == "slots",
+        ),
+    )  # fmt: skip
+    group = Waiting(trial_id=1, experiment_id=1, num_slots=4, max_slots=None)
+    small = Waiting(trial_id=2, experiment_id=2, num_slots=1, max_slots=None)
+    first, second = decide([group, small], [], nodes)
+    assert first.reason is Reason.TOO_LARGE
+    assert (second.node_id, second.slots) == (1, (0,))
+
+
 @given(situations())
 def test_no_slot_is_given_twice_and_no_limit_exceeded(situation: Situation) -> None:
     after = situation.after()

@@ -218,7 +218,12 @@ def _too_large_for_queue(
     waiting = result.waiting
     needed = f"It needs {_slots_text(waiting.num_slots)}, but"
     if total < waiting.num_slots:
-        return f"{needed} the pool {waiting.pool!r} has {total or 'none'} now."
+        num_drained = sum(len(node.drained) for node in cluster.nodes if node.pool == waiting.pool)
+        drained = f" ({num_drained} more {'are' if num_drained > 1 else 'is'} drained)"
+        return (
+            f"{needed} the pool {waiting.pool!r} has {total or 'none'} now"
+            f"{drained if num_drained else ''}."
+        )
     text = (
         f"{needed} in the pool {waiting.pool!r} no node has more than {largest}, and no nodes that"
         f" reach each other have so many"

@@ -88,7 +88,7 @@ def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float)
     known = [
         replace(
             node,
-            drained=drained.get(node.node_id, frozenset()),
+            drained=node.drained | drained.get(node.node_id, frozenset()),
             is_pausing=node.node_id in resting,
         )
         if node.node_id in drained or node.node_id in resting

@@ -194,6 +194,7 @@ class Nodes:
                     can_join=node.id in joining,
                     is_open=self.presence.is_ready(node.id) and not node.is_draining,
                     only_pool=self.only_pool(node),
+                    is_drained=node.is_draining,
                 )
                 for node in present
             ]

@@ -52,12 +52,19 @@ class RegisteredNode:
     has_left: bool = False
 
     def slots(
-        self, *, can_join: bool, is_open: bool = True, only_pool: str | None = None
+        self,
+        *,
+        can_join: bool,
+        is_open: bool = True,
+        only_pool: str | None = None,
+        is_drained: bool = False,
     ) -> NodeSlots:
         """Return the slots of this node for the scheduler."""
+        slots = tuple(range(len(self.facts.devices)))
         return NodeSlots(
             node_id=self.id,
-            slots=tuple(range(len(self.facts.devices))),
+            slots=slots,
+            drained=frozenset(slots if is_drained else ()),
             pool=self.facts.pool,
             labels=self.facts.labels,
             is_open=is_open,

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from paceline.master.scheduling._policies import POLICIES
@@ -71,8 +72,8 @@ def decide(
     Those of one pool come in the order in which they get slots. A trial that does not fit holds up
     those of its pool behind it, so that a large one is never starved by small ones; one that only
     its experiment's own limit of slots or trials holds back does not, and neither does one that
-    fits no nodes of its pool even if they are free (they may be fewer than before), nor one that
-    waits for another node than that on which it failed.
+    fits no nodes of its pool even if they are free (they may be fewer than before). One that waits
+    for another node than that on which it failed holds up that one node.
     """
     holding = list(holding)
     used_by: Counter[int] = Counter()
@@ -177,8 +178,15 @@ class _PoolSchedule:
             behind = self._behind if reason is Reason.BEHIND_OTHERS else None
             return SchedulingResult(waiting=trial, reason=reason, place=place, behind=behind)
         avoided = self._nodes_to_avoid(trial)
-        with self._free.without(avoided):
+        with self._without(avoided):
             parts = self._take(trial)
+            preempts = None if parts is not None or self.is_fifo else self._make_room(trial)
+            if preempts is not None:
+                # What is free of the slots that it will get is kept for it.
+                for part in (
+                    self._future.take(trial.num_slots, allow_uneven=trial.allow_uneven) or ()
+                ):
+                    self._free.remove(*part)
         if parts is not None:
             for part in parts:
                 self._future.remove(*part)
@@ -189,17 +197,14 @@ class _PoolSchedule:
             return SchedulingResult(
                 waiting=trial, slots=slots, node_id=node_id, others=tuple(others), place=place
             )
-        if avoided:
-            return SchedulingResult(waiting=trial, reason=Reason.ELSEWHERE, place=place)
-        preempts = None if self.is_fifo else self._make_room(trial)
         if preempts is None:
-            self._behind = trial
             is_full = not self._has_room(self._num_used, trial.num_slots)
+            if avoided and not is_full:
+                self._keep_node(trial, avoided)
+                return SchedulingResult(waiting=trial, reason=Reason.ELSEWHERE, place=place)
+            self._behind = trial
             reason = Reason.POOL_LIMIT if is_full else Reason.SLOTS_IN_USE
             return SchedulingResult(waiting=trial, reason=reason, place=place)
-        # What is free of the slots that it will get is kept for it.
-        for part in self._future.take(trial.num_slots, allow_uneven=trial.allow_uneven) or ():
-            self._free.remove(*part)
         self._note(trial, preempts)
         return SchedulingResult(
             waiting=trial, reason=Reason.PREEMPTING, place=place, preempts=preempts
@@ -230,6 +235,31 @@ class _PoolSchedule:
         others = self._usable.keys() - trial.failed_on
         has_other = any(len(self._usable[node_id]) >= trial.num_slots for node_id in others)
         return trial.failed_on & self._usable.keys() if has_other else frozenset()
+
+    @contextmanager
+    def _without(self, avoided: frozenset[int]) -> Iterator[None]:
+        """Return a context in which some nodes have nothing that could be used."""
+        usable = self._usable
+        self._usable = {one: slots for one, slots in usable.items() if one not in avoided}
+        try:
+            with self._free.without(avoided), self._future.without(avoided):
+                yield
+        finally:
+            self._usable = usable
+
+    def _keep_node(self, trial: Waiting, avoided: frozenset[int]) -> None:
+        """Keep the node for a trial on which it lacks the fewest slots: it holds its place there.
+
+        Those behind it get slots of other nodes, also of those on which it failed.
+        """
+        others = [
+            node_id
+            for node_id, slots in self._usable.items()
+            if node_id not in avoided and len(slots) >= trial.num_slots
+        ]
+        kept = max(others, key=self._free.num_free)
+        self._free.keep(kept)
+        self._future.keep(kept)
 
     def _size_obstacle(self, num_slots: int, allow_uneven: bool) -> Reason | None:
         """Return why a trial of a size gets nothing even if all slots are free."""

@@ -53,6 +53,11 @@ class FreeSlots:
             for node_id, free in hidden.items():
                 self._set(node_id, free)
 
+    def keep(self, node_id: int) -> None:
+        """Give no slot of a node any more."""
+        if node_id in self._free:
+            self._set(node_id, [])
+
     def num_free(self, node_id: int) -> int:
         """Return the number of free slots of a node."""
         return len(self._free.get(node_id, ()))

@@ -967,7 +967,8 @@ def test_a_trial_that_fails_on_a_node_waits_for_another_one_and_holds_up_nobody(
     run(master)
     assert bad.take() == []
     [first, *_] = queue = master.http.get("/queue").json()
-    assert first["detail"] == "It failed on a node, and waits until another one has room."
+    # By now three trials have failed there, so that it rests.
+    assert first["detail"] == "It waits until 1 of 1 slot is free on one node."
     assert {one["reason"] for one in queue} == {"slots_in_use"}
     logs = master.http.get(f"/trials/{failed[0]}/logs").text
     assert "The attempt failed on the node 'bad' (exit code 1: no GPU); restart 1 of 5" in logs
@@ -1149,3 +1150,101 @@ def test_a_group_that_waits_for_drained_slots_holds_up_nobody_and_says_why(
     end(master, left, code=0)
     run(master)
     assert len(left.take()) == len(gone.take()) == 1
+
+
+def resting(master: Any) -> dict[str, bool]:
+    """Return whether each node rests, as lists of nodes have it."""
+    return {
+        node["name"]: node["rests_until"] is not None for node in master.http.get("/nodes").json()
+    }
+
+
+def fail_once(master: Any, runner: FakeRunner, **told: Any) -> int:
+    """Let a node take a trial and fail, and return the trial."""
+    run(master)
+    assert len(runner.take()) == 1
+    return trial_of(master, end(master, runner, **told))
+
+
+def test_a_bad_node_eats_no_search_while_the_good_one_is_away(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    bad, good = join("bad"), join("good")
+    good.work(is_leaving=True)
+    for _ in range(5):
+        master.create(**SINGLE)
+    # Each trial fails there once, and waits for the other node; then the node rests.
+    failed = [fail_once(master, bad) for _ in range(2)]
+    [first, *_] = master.http.get("/queue").json()
+    assert first["detail"] == "It failed on a node, and waits for another one, which is away."
+    failed.append(fail_once(master, bad))
+    assert len(set(failed)) == 3
+    run(master)
+    assert bad.take() == []
+    assert resting(master) == {"bad": True, "good": False}
+    [problem] = master.http.get("/status").json()["problems"]
+    assert problem.startswith("The node bad rests for ")
+    assert "attempts of 3 trials or more failed there within 60 s" in problem
+    details = {one["trial_id"]: one["detail"] for one in master.http.get("/queue").json()}
+    assert len(details) == 5
+    rests = "Several trials failed on the node that it needs, which rests for "
+    assert all(detail.startswith(rests) for detail in details.values())
+    good.register()
+    good.work()
+    for _ in range(5):
+        run(master)
+        good.take()
+        end(master, good, code=0, detail=None)
+    states = {trial: master.http.get(f"/trials/{trial}").json()["state"] for trial in details}
+    assert set(states.values()) == {"COMPLETED"}, states
+
+
+def test_nodes_do_not_rest_if_all_of_them_fail(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    """Then the cause is in the code, and its trials end at once."""
+    first, second = join("first"), join("second")
+    for _ in range(6):
+        master.create(**SINGLE)
+    for _ in range(12):
+        run(master)
+        for runner in (first, second):
+            if runner.take():
+                end(master, runner)
+    assert resting(master) == {"first": False, "second": False}
+    states = [master.http.get(f"/trials/{trial}").json()["state"] for trial in range(1, 7)]
+    assert states == ["ERROR"] * 6
+
+
+def test_a_trial_that_fails_twice_on_the_only_node_is_given_up(
+    master: Any, join: Callable[..., FakeRunner]
+) -> None:
+    only = join("only")
+    master.create(**SINGLE)
+    fail_once(master, only)
+    fail_once(master, only)
+    trial = master.http.get("/trials/1").json()
+    assert (trial["state"], trial["restarts"]) == ("ERROR", 1)
+    assert "the same way as the one before" in trial["error"]
+
+
+def test_a_success_ends_the_rest_of_a_node(master: Any, join: Callable[..., FakeRunner]) -> None:
+    bad, _ = join("bad", 2), join("good")
+    for _ in range(6):
+        master.create(**SINGLE)
+    run(master)
+    bad.take()
+    [first, *_] = bad.attempts
+    kept = first
+    for _ in range(3):
+        [attempt_id] = [one for one in bad.attempts if one != kept]
+        body = {"reason": "exited", "code": 1, "signal": None, "time": 1.0, "detail": "no GPU"}
+        assert master.attempt(attempt_id, "end", **body).status_code == 204
+        bad.attempts = [kept]
+        bad.work()
+        run(master)
+        bad.take()
+    assert resting(master)["bad"]
+    body = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
+    assert master.attempt(kept, "end", **body).status_code == 204
+    assert not resting(master)["bad"]

@@ -95,6 +95,7 @@ def test_trials_go_on_after_an_outage_without_a_restart(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("minutes", [1, 5])
 def test_an_outage_of_minutes_ends_no_trial_of_a_search_with_all_defaults(
     s3: str,

@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from paceline.cli._slot_texts import labels_text, memory_text, slots_text
 
 if TYPE_CHECKING:
     from paceline.client import Client
+    from paceline.messages.nodes_and_slots import Node
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -169,7 +171,7 @@ def list_nodes(json: Json = False) -> None:
     rows = [
         {
             "Node": node.name,
-            "State": node.state,
+            "State": _state_of(node),
             "Pool": node.pool,
             "Labels": labels_text(node.labels),
             "Slots": slots_text(node, len(node.devices)),
@@ -192,6 +194,12 @@ def list_nodes(json: Json = False) -> None:
         empty="The master has no slots, and no other machine has registered. `paceline runner` on"
         " one does, and so do the runners of pools that start some: `paceline pool list`.",
     )
+
+
+def _state_of(node: "Node") -> str:
+    """Return the state of a node in words; one may rest after failures of several trials."""
+    rest_s = (node.rests_until or 0.0) - time.time()
+    return f"{node.state}, rests {rest_s:.0f} s" if rest_s > 0 else node.state
 
 
 def _trials_by_node(client: "Client") -> dict[str, set[int]]:

@@ -13,11 +13,7 @@ from uuid import uuid4
 
 from paceline.core._attempt_journal import record_store_state
 from paceline.core._checkpoint_download import CheckpointDownload
-from paceline.core._checkpoint_parts import (
-    CheckpointParts,
-    commit_checkpoint,
-    delete_checkpoint,
-)
+from paceline.core._checkpoint_parts import CheckpointParts, commit_checkpoint, delete_checkpoint
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import DownloadMode
 from paceline.core._plain_json import plain_json
@@ -41,6 +37,7 @@ from paceline.storage import (
     CheckpointStorage,
     Selector,
     copy_files,
+    failing_store_of,
     glob_selector,
 )
 
@@ -331,9 +328,9 @@ class CheckpointContext:
                 ):
                     if is_chief:
                         self._commit(uuid, checked, num_shards=distributed.size)
-            except BaseException:
+            except BaseException as error:
                 with suppress(CheckpointError):  # What is left is swept later.
-                    if is_chief:
+                    if is_chief and failing_store_of(error) is None:
                         storage.discard(uuid)
                 raise
         if not is_chief:

@@ -137,6 +137,7 @@ class Master:
             node,
             self.leases,
             self.nodes.slots,
+            self.nodes.returning_slots,
             (self.unmanaged.end_silent, self.lost_nodes.look),
             self.transfers.forget_ended,
         )

@@ -22,6 +22,7 @@ from paceline.storage._errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointWriteError,
+    failing_store_of,
 )
 from paceline.storage._manifest import (
     MANIFEST_NAME,
@@ -108,10 +109,10 @@ class ObjectStorage(CheckpointStorage):
                 yield path
         except FileExistsError:
             raise
-        except BaseException:
-            # What a store keeps that does not answer is swept later.
-            with suppress(CheckpointError):
-                self.discard(uuid)
+        except BaseException as error:
+            with suppress(CheckpointError):  # What is left is swept later.
+                if failing_store_of(error) is None:
+                    self.discard(uuid)
             raise
 
     @contextmanager

@@ -2348,6 +2348,7 @@ export interface components {
          *     `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
          *     `address` is where other nodes reach it, for trials on several nodes. `device_memory_bytes` has
          *     the memory of each device in bytes, 0 for one that is unknown; it is empty if none is known.
+         *     A node on which one trial after another failed gets no attempts before `rests_until`.
          *     `num_slots_drained` devices get no attempts; attempts still hold `num_slots_draining` of these.
          */
         Node: {
@@ -2403,6 +2404,8 @@ export interface components {
              * @default 0
              */
             num_slots_draining?: number;
+            /** Rests Until */
+            rests_until?: number | null;
         };
         /** Page[Checkpoint] */
         Page_Checkpoint_: {

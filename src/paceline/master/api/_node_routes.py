@@ -100,11 +100,12 @@ def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False
         live = sorted(running_attempts(connection), key=lambda attempt: attempt.id)
         drained = all_drained(master, connection)
         pools = read_pools(connection)
+        resting = master.reconciler.cluster(connection, time.time()).failing_nodes
     nodes = [_node_view(master, node, live, drained) for node in master.nodes.all()]
     if include_local and master.devices:
         pool = pool_of(DEFAULT_POOL, {}, pools)
-        return [_local_view(master, pool, live, drained), *nodes]
-    return nodes
+        nodes = [_local_view(master, pool, live, drained), *nodes]
+    return [node.model_copy(update={"rests_until": resting.get(node.id)}) for node in nodes]
 
 
 @router.post("/nodes/{name}/drain", status_code=204)

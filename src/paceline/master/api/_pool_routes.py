@@ -17,7 +17,7 @@ from paceline.master.api._slot_routes import (
     drain_slots,
     resume_slots,
 )
-from paceline.master.experiments import read_cluster, read_pools
+from paceline.master.experiments import read_pools
 from paceline.master.scheduling import PoolSettings
 from paceline.master.starters import PoolRunners
 from paceline.master.store import Transaction, tables
@@ -35,7 +35,7 @@ SlotNumber = Annotated[int, Path(ge=0, le=2**31 - 1)]
 def list_pools(master: MasterOf) -> list[Pool]:
     """List the pools that have nodes or settings, or whose runners the master starts."""
     with master.database.read() as connection:
-        cluster = read_cluster(connection, master.reconciler.slots(), time.time())
+        cluster = master.reconciler.cluster(connection, time.time())
         drained = all_drained(master, connection)
     started = master.pool_runners
     names = {node.pool for node in cluster.nodes} | set(cluster.pools) | set(started.names())

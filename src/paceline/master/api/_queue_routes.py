@@ -12,7 +12,7 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._problem_answers import ApiError
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf, write_rows
-from paceline.master.experiments import Cluster, move_experiment, read_cluster
+from paceline.master.experiments import Cluster, move_experiment
 from paceline.master.scheduling import (
     PolicyName,
     PoolSettings,
@@ -51,7 +51,7 @@ def list_queue(
     """
     now = time.time()
     with master.database.read() as connection:
-        cluster = read_cluster(connection, master.reconciler.slots(), now)
+        cluster = master.reconciler.cluster(connection, now)
         found = (
             one
             for one in _queue_results(connection, cluster)
@@ -167,7 +167,9 @@ def _queue_detail(
 ) -> str:
     waiting, behind = result.waiting, result.behind
     of_pool = [
-        len(set(node.slots) - node.drained) for node in cluster.nodes if node.pool == waiting.pool
+        len(set(node.slots) - node.drained)
+        for node in cluster.nodes
+        if node.pool == waiting.pool and node.node_id not in cluster.failing_nodes
     ]
     total, largest = sum(of_pool), max(of_pool, default=0)
     match result.reason:
@@ -192,6 +194,8 @@ def _queue_detail(
         case Reason.PREEMPTING:
             return "Less important trials store a checkpoint and make room for it."
         case Reason.ELSEWHERE:
+            if waiting.awaits_node:
+                return "It failed on a node, and waits for another one, which is away."
             return "It failed on a node, and waits until another one has room."
         case Reason.PAUSING:
             return _pausing_in_queue(cluster, result, now)
@@ -249,6 +253,11 @@ def _pausing_in_queue(cluster: Cluster, result: SchedulingResult, now: float) ->
     else:
         until = min(cluster.pausing_nodes.values(), default=now)
         why = "An attempt could not start on the node that it needs"
+        if until in cluster.failing_nodes.values():
+            return (
+                "Several trials failed on the node that it needs, which rests for"
+                f" {max(until - now, 0.0):.0f} s; another node would do."
+            )
     return f"{why}; the next one starts in {max(until - now, 0.0):.0f} s."
 
 

@@ -1,9 +1,11 @@
 """Routes by which the master is watched: for people, and for Prometheus."""
 
+import time
 from typing import Any
 
 import psutil
 from fastapi import Request, Response
+from sqlalchemy import Connection
 
 from paceline.master._master import Master
 from paceline.master._measurements import LAG_BOUNDS_S, REQUEST_BOUNDS_S
@@ -12,7 +14,7 @@ from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._master_routes import read_master
 from paceline.master.api._reading_route import ReadingRoute
 from paceline.master.api._row_helpers import MasterOf
-from paceline.master.experiments import missing_methods
+from paceline.master.experiments import NUM_TRIALS, WITHIN_S, missing_methods
 from paceline.master.store import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -24,6 +26,7 @@ from paceline.master.store import (
     number_by_state,
 )
 from paceline.messages.master_info import MasterStatus
+from paceline.messages.node_runners import LOCAL_NAME, LOCAL_NODE
 
 router = ApiRouter(tags=["master"], route_class=ReadingRoute)
 
@@ -83,8 +86,20 @@ def _status_facts(master: Master) -> dict[str, Any]:
             "num_points": sum(number_by_state(connection, POINTS).values()),
             "num_waiting": num_waiting(connection),
             "missing_methods": missing_methods(connection),
+            "failing_nodes": _describe_failing_nodes(master, connection),
             "failing_stores": master.changes.failing_stores.describe(connection),
         }
+
+
+def _describe_failing_nodes(master: Master, connection: Connection) -> list[str]:
+    now = time.time()
+    names = {LOCAL_NODE: LOCAL_NAME} | {node.id: node.name for node in master.nodes.all()}
+    return [
+        f"The node {names.get(node_id, node_id)} rests for {until - now:.0f} s, as attempts of"
+        f" {NUM_TRIALS} trials or more failed there within {WITHIN_S:.0f} s. Hint: the logs of"
+        " these trials say why; `paceline runner drain` keeps the node out for longer."
+        for node_id, until in master.reconciler.cluster(connection, now).failing_nodes.items()
+    ]
 
 
 def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
@@ -98,7 +113,7 @@ def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
         for one in master.transfers.waiting.all()
     ]
     problems += [one.text for one in master.changes.storage_calls.silent()]
-    problems += found["failing_stores"]
+    problems += [*found["failing_stores"], *found["failing_nodes"]]
     if master.database.failure is not None:
         problems.append(str(master.database.failure))
     free = master.sizes.free_bytes()

@@ -27,6 +27,7 @@ from paceline.master.experiments._experiment_edits import (
     move_experiment,
     set_archived,
 )
+from paceline.master.experiments._failing_nodes import NUM_TRIALS, WITHIN_S
 from paceline.master.experiments._multi_node_attempts import end_runner, note_begun
 from paceline.master.experiments._reconciler import Reconciler
 from paceline.master.experiments._record_ingest import RecordIngest
@@ -64,6 +65,8 @@ from paceline.master.experiments._stored_searches import (
 from paceline.master.experiments._unmanaged_runs import Unmanaged
 
 __all__ = [
+    "NUM_TRIALS",
+    "WITHIN_S",
     "Candidate",
     "CheckpointPlace",
     "Cluster",

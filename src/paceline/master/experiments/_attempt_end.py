@@ -2,6 +2,7 @@
 
 import errno
 import signal
+import time
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from paceline.master.experiments._exit_decisions import (
 )
 from paceline.master.experiments._failed_attempts import is_failed_start
 from paceline.master.experiments._failure_causes import cause_of_end
+from paceline.master.experiments._scheduler_input import drained_slots, read_pools
 from paceline.master.experiments._searched_metric_checks import (
     describe_missing_metric,
     describe_nan_metric,
@@ -39,9 +41,10 @@ from paceline.master.experiments._start_delays import (
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import INVALID_HP
 from paceline.master.experiments._validation_ingest import end_unmeasured
+from paceline.master.scheduling import in_pools
 from paceline.master.store import Transaction, config_of, tables
 from paceline.messages.attempts import AttemptEnd
-from paceline.messages.node_runners import LOCAL_NAME, LOCAL_NODE
+from paceline.messages.node_runners import DEFAULT_POOL, LOCAL_NAME, LOCAL_NODE
 from paceline.messages.states import (
     AttemptState,
     ErrorKind,
@@ -55,6 +58,7 @@ from paceline.search import ExitReason as SearchExit
 faults.register("master.attempt.ended")
 
 NO_RUNNER = "the runner died"
+_FAILED_OUTCOME = "error"
 # A shell tells by such a code that its command was ended by a signal.
 _BY_SIGNAL = 128
 # What Python puts before the text of an `OSError`. The words after it may be Paceline's own.
@@ -89,7 +93,9 @@ def end_attempt(
     )  # fmt: skip
     trial = changes.trial(connection, attempt.trial_id)
     experiment = changes.experiment(connection, attempt.experiment_id)
-    facts = _facts_of_end(transaction, trial, attempt, config_of(experiment), end, error)
+    config = config_of(experiment)
+    facts = _facts_of_end(changes, transaction, trial, attempt, config, end, error)
+    _note_node(changes, transaction, attempt, facts)
     decision = judge_exit(facts)
     if decision.note:
         changes.note(transaction, trial.id, attempt.number, decision.level, decision.note)
@@ -149,6 +155,7 @@ def _error_kind_of_end(end: AttemptEnd, attempt: Row[Any], error: str | None) ->
 
 
 def _facts_of_end(
+    changes: StateChanges,
     transaction: Transaction,
     trial: Row[Any],
     attempt: Row[Any],
@@ -187,7 +194,7 @@ def _facts_of_end(
         ),
         has_other_nodes=bool(where),
         where=where,
-        is_repeated=_is_repeated_end(transaction, attempt, end, error),
+        is_repeated=_is_repeated_end(changes, transaction, attempt, config, end, error),
         text=describe_attempt_end(end, error),
     )
 
@@ -209,29 +216,79 @@ def _describe_node(transaction: Transaction, attempt: Row[Any]) -> str:
     return f" on the node {name!r}" if len(names) > 1 and name is not None else ""
 
 
+def _note_node(
+    changes: StateChanges, transaction: Transaction, attempt: Row[Any], facts: AttemptFacts
+) -> None:
+    """Note how an attempt on one node has ended: a node may be the cause of many failures."""
+    if attempt.members is not None or attempt.run_attempt is not None:
+        return
+    node_id, nodes = attempt.node_id or LOCAL_NODE, changes.failing_nodes
+    has_ended = facts.reason in (ExitReason.EXITED, ExitReason.START_FAILED)
+    if has_ended and (facts.kind is None or _has_stored(transaction, attempt)):
+        transaction.after_commit(lambda: nodes.note_success(node_id))
+    elif (
+        has_ended
+        and facts.kind is not ErrorKind.TRANSIENT
+        and attempt.outcome in (None, _FAILED_OUTCOME)
+    ):
+        trial_id, now = attempt.trial_id, time.time()
+        transaction.after_commit(lambda: nodes.note_failure(node_id, trial_id, now))
+
+
+def _has_stored(transaction: Transaction, attempt: Row[Any]) -> bool:
+    checkpoints = tables.checkpoints
+    stored = select(checkpoints.c.uuid).where(
+        checkpoints.c.trial_id == attempt.trial_id, checkpoints.c.attempt == attempt.number
+    )
+    return transaction.connection.execute(stored.limit(1)).first() is not None
+
+
+def _has_other_node(
+    changes: StateChanges, transaction: Transaction, attempt: Row[Any], config: ExperimentConfig
+) -> bool:
+    """Tell whether another node that is good for a trial is there, or was a moment ago."""
+    connection, wanted = transaction.connection, config.resources
+    own, pool = attempt.node_id or LOCAL_NODE, wanted.pool or DEFAULT_POOL
+    failing, drained = changes.failing_nodes.all(time.time()), drained_slots(connection)
+    return any(
+        node.node_id != own
+        and node.pool == pool
+        and node.node_id not in failing
+        and len(set(node.slots) - node.drained - drained.get(node.node_id, frozenset()))
+        >= wanted.fewest_slots
+        for node in in_pools(changes.known_nodes(), read_pools(connection))
+    )
+
+
 def _is_repeated_end(
-    transaction: Transaction, attempt: Row[Any], end: AttemptEnd, error: str | None
+    changes: StateChanges,
+    transaction: Transaction,
+    attempt: Row[Any],
+    config: ExperimentConfig,
+    end: AttemptEnd,
+    error: str | None,
 ) -> bool:
     """Tell whether an attempt failed as the one before it did, and has stored no checkpoint.
 
-    What was ended by a signal was lost, and may be luckier the next time.
+    What was ended by a signal was lost, and may be luckier the next time. If both failed on one
+    node, that may be the cause, unless there is no other one.
     """
     if end.reason is not ExitReason.EXITED or end.code is None or end.code >= _BY_SIGNAL:
         return False
-    attempts, checkpoints = tables.attempts, tables.checkpoints
+    attempts = tables.attempts
     before = transaction.connection.execute(
-        select(attempts.c.exit).where(
+        select(attempts.c.exit, attempts.c.node_id, attempts.c.members).where(
             attempts.c.trial_id == attempt.trial_id, attempts.c.number == attempt.number - 1
         )
     ).first()
     if before is None or before.exit is None or before.exit["reason"] != end.reason.value:
         return False
     stored_end = msgspec.to_builtins(end) | {"error": error}
-    stored = select(checkpoints.c.uuid).where(
-        checkpoints.c.trial_id == attempt.trial_id, checkpoints.c.attempt == attempt.number
-    )
     is_same = cause_of_end(before.exit) == cause_of_end(stored_end)
-    return is_same and transaction.connection.execute(stored.limit(1)).first() is None
+    if not is_same or _has_stored(transaction, attempt):
+        return False
+    is_on_one_node = attempt.members is before.members is None and attempt.node_id == before.node_id
+    return not (is_on_one_node and _has_other_node(changes, transaction, attempt, config))
 
 
 def _follow_end(

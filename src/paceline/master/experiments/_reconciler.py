@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import Row, delete, func, select
+from sqlalchemy import Connection, Row, delete, func, select
 
 from paceline import faults
 from paceline.master.executors import AttemptStatus, Executor
@@ -26,7 +26,7 @@ from paceline.master.experiments._multi_node_attempts import (
 )
 from paceline.master.experiments._runner_leases import Leases
 from paceline.master.experiments._runner_watch import RunnerWatch
-from paceline.master.experiments._scheduler_input import read_cluster
+from paceline.master.experiments._scheduler_input import Cluster, read_cluster
 from paceline.master.experiments._start_delays import start_delay_after
 from paceline.master.experiments._state_changes import (
     StateChanges,
@@ -77,6 +77,7 @@ class Reconciler:
         node: Node,
         leases: Leases,
         other_slots: Callable[[], list[NodeSlots]] = list,
+        returning_slots: Callable[[], list[NodeSlots]] = list,
         upkeep: Sequence[Callable[[Transaction], None]] = (),
         clean_up: Callable[[], None] = lambda: None,
     ) -> None:
@@ -85,6 +86,11 @@ class Reconciler:
         self._executor = executor
         self._node = node
         self._other_slots = other_slots
+        self._returning_slots = returning_slots
+        changes.known_nodes = lambda: [
+            *(node for node in self.slots() if node.is_open),
+            *returning_slots(),
+        ]
         self._upkeep = upkeep
         self._clean_up = clean_up
         self._wakeup = threading.Event()
@@ -103,6 +109,16 @@ class Reconciler:
         """Return the slots of all nodes, the master's own machine first."""
         own = NodeSlots(slots=tuple(range(len(self._node.devices))))
         return [own, *self._other_slots()]
+
+    def cluster(self, connection: Connection, now: float) -> Cluster:
+        """Return all nodes with what is known of them, and who holds and wants their slots."""
+        return read_cluster(
+            connection,
+            self.slots(),
+            now,
+            returning=self._returning_slots(),
+            failing=self._changes.failing_nodes.all(now),
+        )
 
     def start(self) -> None:
         """Begin."""
@@ -187,7 +203,7 @@ class Reconciler:
 
     def _schedule(self, transaction: Transaction) -> None:
         connection, now = transaction.connection, time.time()
-        cluster = read_cluster(connection, self.slots(), now)
+        cluster = self.cluster(connection, now)
         if cluster.is_full and not cluster.preempts:
             return
         waiting = (
@@ -220,7 +236,7 @@ class Reconciler:
         Pools that need none are absent. For executors that start runners by need.
         """
         with self._database.read() as connection:
-            cluster = read_cluster(connection, self.slots(), time.time())
+            cluster = self.cluster(connection, time.time())
             waiting = cluster.waiting_trials(connection)
             results = decide(waiting, cluster.holding, cluster.nodes, cluster.pools)
             return needs_of(results, cluster.holding)

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 from paceline.config import ExperimentConfig, MissingSearcher
 from paceline.master.experiments._attempt_rows import live_attempts
 from paceline.master.experiments._failed_attempts import nodes_of_failed_attempts
+from paceline.master.experiments._failing_nodes import resting_nodes
 from paceline.master.experiments._start_delays import nodes_in_start_delay, trials_in_start_delay
 from paceline.master.scheduling import (
     DEFAULT_PRIORITY,
@@ -26,6 +27,7 @@ from paceline.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
 
 _NUM_READ_AT_ONCE = 200
 _NOWHERE: Mapping[int, frozenset[int]] = {}
+_NEVER: Mapping[int, float] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,8 @@ class Cluster:
 
     Attributes:
         pausing_nodes: The nodes that get nothing for a moment, and until when.
+        failing_nodes: Those of them on which several trials failed.
+        returning: Nodes that are not open, but were a moment ago.
         pausing_trials: The same of trials.
         failed_on: Of trials whose last attempts failed, the nodes of these.
     """
@@ -42,14 +46,23 @@ class Cluster:
     holding: list[Holding]
     pools: Mapping[str, PoolSettings]
     pausing_nodes: dict[int, float]
+    failing_nodes: dict[int, float]
+    returning: list[NodeSlots]
     pausing_trials: dict[int, float]
     failed_on: dict[int, frozenset[int]]
 
     def waiting_trials(self, connection: Connection) -> "Iterator[Waiting]":
         """Yield the trials that want to run, as `waiting_trials`."""
-        return waiting_trials(
+        for trial in waiting_trials(
             connection, is_by_arrival=self.is_by_arrival, failed_on=self.failed_on
-        )
+        ):
+            awaits = bool(trial.failed_on) and any(
+                node.pool == trial.pool
+                and node.node_id not in trial.failed_on
+                and len(set(node.slots) - node.drained) >= trial.num_slots
+                for node in self.returning
+            )
+            yield replace(trial, awaits_node=True) if awaits else trial
 
     @property
     def is_full(self) -> bool:
@@ -81,10 +94,28 @@ class Cluster:
         return PolicyName.FIFO if settings is None else settings.policy
 
 
-def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float) -> Cluster:
-    """Return nodes with what the database says of them."""
+def read_cluster(
+    connection: Connection,
+    nodes: Sequence[NodeSlots],
+    now: float,
+    *,
+    returning: Sequence[NodeSlots] = (),
+    failing: Mapping[int, float] = _NEVER,
+) -> Cluster:
+    """Return nodes with what the database says of them.
+
+    Args:
+        connection: The database.
+        nodes: The nodes that are there.
+        now: The time in seconds since the epoch.
+        returning: Nodes that are not open, but were a moment ago.
+        failing: Nodes on which several trials failed, and until when they would rest.
+    """
     pools, drained = read_pools(connection), drained_slots(connection)
-    resting = nodes_in_start_delay(connection, now)
+    lacking = nodes_in_start_delay(connection, now)
+    placed, returning = in_pools(nodes, pools), in_pools(returning, pools)
+    failing = resting_nodes(failing, placed, returning)
+    resting = lacking | failing
     known = [
         replace(
             node,
@@ -93,16 +124,20 @@ def read_cluster(connection: Connection, nodes: Sequence[NodeSlots], now: float)
         )
         if node.node_id in drained or node.node_id in resting
         else node
-        for node in in_pools(nodes, pools)
+        for node in placed
     ]
+    # One that lacks something, and will have it in a moment, is waited for as well.
+    returning += [node for node in known if node.node_id in lacking and node.node_id not in failing]
     is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
     return Cluster(
         nodes=known,
         holding=_slot_holdings(connection, is_ranked=is_ranked),
         pools=pools,
         pausing_nodes=resting,
+        failing_nodes=failing,
+        returning=returning,
         pausing_trials=trials_in_start_delay(connection, now),
-        failed_on=nodes_of_failed_attempts(connection) if len(known) > 1 else {},
+        failed_on=nodes_of_failed_attempts(connection) if len(known) + len(returning) > 1 else {},
     )
 
 

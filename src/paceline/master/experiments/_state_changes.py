@@ -1,12 +1,13 @@
 """Changes of experiments and trials inside a transaction: the one place where states are set."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, select, update
 
 from paceline import faults
+from paceline.master.experiments._failing_nodes import FailingNodes
 from paceline.master.experiments._failing_stores import FailingStores
 from paceline.master.experiments._search_operations import SearchOperations
 from paceline.master.experiments._searched_metric_checks import describe_unmeasured
@@ -26,6 +27,7 @@ from paceline.master.experiments._storage_calls import StorageCalls
 from paceline.master.experiments._stored_search_views import store_search_view
 from paceline.master.experiments._stored_searches import Searches
 from paceline.master.experiments._trial_failures import counted_trial_states, describe_failure
+from paceline.master.scheduling import NodeSlots
 from paceline.master.store import LogStore, Transaction, tables
 from paceline.messages.states import (
     LIVE_TRIALS,
@@ -79,6 +81,9 @@ class StateChanges:
         self.being_deleted: set[str] = set()
         self.storage_calls = StorageCalls()
         self.failing_stores = FailingStores()
+        self.failing_nodes = FailingNodes()
+        # The nodes that are open, and those that were a moment ago.
+        self.known_nodes: Callable[[], Sequence[NodeSlots]] = tuple
 
     # ---- reading -------------------------------------------------------------------------
 

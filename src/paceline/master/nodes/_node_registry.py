@@ -36,6 +36,9 @@ from paceline.master.scheduling import NodeSlots
 from paceline.master.store import Database, Transaction, keep_ids, new_id, slots_by_node, tables
 from paceline.messages.node_runners import DEFAULT_POOL, NodeFacts, NodePoll, NodeSession
 
+# A node that was there so long ago is expected to come back.
+_RETURNS_WITHIN_S = 300.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -197,6 +200,17 @@ class Nodes:
                     is_drained=node.is_draining,
                 )
                 for node in present
+            ]
+
+    def returning_slots(self) -> list[NodeSlots]:
+        """Return the slots of nodes that are away, but were there within the last minutes."""
+        with self._lock:
+            return [
+                node.slots(can_join=False, is_open=False, only_pool=self.only_pool(node))
+                for node in self.all()
+                if not node.is_draining
+                and (self.presence.is_lost(node.id) or self.presence.is_cut_off(node.id))
+                and (self.seen_at(node.id) or 0.0) > time.time() - _RETURNS_WITHIN_S
             ]
 
     def only_pool(self, node: RegisteredNode) -> str | None:

@@ -233,7 +233,9 @@ class _PoolSchedule:
         if not trial.failed_on:
             return trial.failed_on
         others = self._usable.keys() - trial.failed_on
-        has_other = any(len(self._usable[node_id]) >= trial.num_slots for node_id in others)
+        has_other = trial.awaits_node or any(
+            len(self._usable[node_id]) >= trial.num_slots for node_id in others
+        )
         return trial.failed_on & self._usable.keys() if has_other else frozenset()
 
     @contextmanager
@@ -257,9 +259,10 @@ class _PoolSchedule:
             for node_id, slots in self._usable.items()
             if node_id not in avoided and len(slots) >= trial.num_slots
         ]
-        kept = max(others, key=self._free.num_free)
-        self._free.keep(kept)
-        self._future.keep(kept)
+        # None if it awaits one that is not there.
+        for kept in [max(others, key=self._free.num_free)] if others else ():
+            self._free.keep(kept)
+            self._future.keep(kept)
 
     def _size_obstacle(self, num_slots: int, allow_uneven: bool) -> Reason | None:
         """Return why a trial of a size gets nothing even if all slots are free."""

@@ -80,6 +80,7 @@ class Waiting:
         allow_uneven: It may have more slots on one node than on another.
         failed_on: Nodes on which its last attempts failed. It gets another one, if one is large
             enough.
+        awaits_node: Such a node is not there, but was a moment ago: the trial waits for it.
         last_served: When its experiment last got slots, in seconds since the epoch.
     """
 
@@ -95,6 +96,7 @@ class Waiting:
     most_slots: int = 0
     allow_uneven: bool = False
     failed_on: frozenset[int] = frozenset()
+    awaits_node: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,20 @@
 """The order of samples and its shards."""
 
+from collections.abc import Iterator
 from itertools import chain
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from paceline.engine import EpochOrder, ShardedData, mix_seed, shards_of_worker, shuffled_indices
 from paceline.engine.loaders._epoch_order import CutIndices, without_rest
@@ -125,3 +133,34 @@ def test_shards_that_make_no_whole_batch_are_left_out(
     assert isinstance(kept, CutIndices)
     assert [index for shard in kept for index in shard] == list(range(num_kept))
     assert list(without_rest(list(shards), num_shards)) == list(kept)
+
+
+def test_a_sampler_of_ones_own_is_not_read_before_its_epoch_begins() -> None:
+    class Told(Sampler[int]):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[int]:
+            drawn.append(len(drawn))
+            return iter(range(4))
+
+    drawn: list[int] = []
+    dataset = TensorDataset(torch.arange(4))
+    loaders = {
+        "own": DataLoader(dataset, 2, sampler=Told()),
+        "shuffled": DataLoader(dataset, 2, shuffle=True),
+        "weighted": DataLoader(dataset, 2, sampler=WeightedRandomSampler([1.0] * 4, 4)),
+    }
+    data = {
+        name: ShardedData(loader, num_shards=1, own_shards=range(1), seed=0)
+        for name, loader in loaders.items()
+    }
+    assert data["own"].known_order(0) is None
+    assert not drawn
+    order = data["own"].order(0)
+    assert data["own"].known_order(0) is order
+    assert data["own"].known_order(1) is None
+    assert drawn == [0]
+    # Its weights may be changed between two epochs.
+    assert data["weighted"].known_order(0) is None
+    assert data["shuffled"].known_order(1) is not None

@@ -135,6 +135,19 @@ class ShardedData:
             )
         return order
 
+    def known_order(self, epoch: int) -> EpochOrder | None:
+        """Return an epoch's order; None if that is not decided before the epoch begins.
+
+        A sampler of the user's own may depend on what happens until then.
+        """
+        if self.is_iterable or not (epoch in self._cached or self._is_order_ours()):
+            return None
+        return self.order(epoch)
+
+    def _is_order_ours(self) -> bool:
+        is_batched = type(self._loader.batch_sampler) is BatchSampler
+        return is_batched and _is_shuffled(self._loader.sampler) is not None
+
     def _has_own_state(self) -> bool:
         """Tell whether the order may depend on how often it was drawn before."""
         batch_sampler = self._loader.batch_sampler

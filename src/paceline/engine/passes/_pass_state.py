@@ -140,10 +140,10 @@ def _go_to_position(
 ) -> None:
     if not replica.position.load_state(stored):
         _tell(replica, "The state was stored with other data or shards: its epoch begins anew.")
-    sizes = {"batches": replica.position.num_batches, "samples": replica.position.num_samples}
-    for name, size in sizes.items():
-        if stored.get(f"num_{name}", size) != size:
-            changes.note(f"the number of {name} of an epoch", stored[f"num_{name}"], size)
+    for name, size in replica.position.sizes().items():
+        before = stored.get(name, size)
+        if before != size and None not in (before, size):
+            changes.note(f"the number of {name.removeprefix('num_')} of an epoch", before, size)
 
 
 def _load_own(replica: TrainsInPasses, objects: ModelsAndOptimizers, state: dict[str, Any]) -> None:

@@ -98,13 +98,21 @@ class DataPosition:
         self.epoch, self.next_batch = epoch, next_batch
         self._batches = None
 
+    def sizes(self) -> dict[str, int | None]:
+        """Return the batches and samples of the present epoch; None if they are not known yet."""
+        data = self._data
+        order = data.order(self.epoch) if self.next_batch else data.known_order(self.epoch)
+        return {
+            "num_batches": None if order is None else order.num_batches,
+            "num_samples": None if order is None else order.num_samples,
+        }
+
     def state(self) -> dict[str, Any]:
         """Return the position."""
         return {
             "epoch": self.epoch,
             "next_batch": self.next_batch,
-            "num_batches": self.num_batches,
-            "num_samples": self.num_samples,
+            **self.sizes(),
             "num_shards": self._data.num_shards,
             "stream": self._data.stream_state(),
             "seeds_epochs": self._data.seeds_epochs,
@@ -115,7 +123,7 @@ class DataPosition:
         self.go_to(state["epoch"], state["next_batch"])
         self._data.seeds_epochs = state.get("seeds_epochs", False)
         fits = state["num_shards"] == self._data.num_shards
-        fits = fits and state["num_batches"] == self.num_batches
+        fits = fits and state["num_batches"] in (None, self.sizes()["num_batches"])
         if not fits:
             self.go_to(state["epoch"], 0)
         elif state["next_batch"]:

@@ -12,7 +12,7 @@ _SIZES = {"epoch_batches": "global batches", "epoch_samples": "samples"}
 
 
 def epoch_sizes(order: EpochOrder | None) -> dict[str, int | None]:
-    """Return the numbers of global batches and of samples of an epoch; None without a length."""
+    """Return the numbers of global batches and of samples of an epoch; None if not known."""
     return {
         "epoch_batches": None if order is None else order.num_batches,
         "epoch_samples": None if order is None else order.num_samples,
@@ -31,7 +31,7 @@ def note_epoch_sizes(
         changes: Takes what was changed.
         training: The checkpoint's state that all ranks share.
         position: Where the checkpoint lies.
-        order: The samples of the epoch that goes on; None for data without a length.
+        order: The samples of the epoch that goes on; None if they are not known.
 
     Raises:
         CheckpointMismatchError: An epoch was begun that the present data do not have.
@@ -41,7 +41,7 @@ def note_epoch_sizes(
         return
     for name, size in epoch_sizes(order).items():
         stored = training.get(name, size)
-        if stored != size:
+        if stored != size and None not in (stored, size):
             changes.note(f"the number of {_SIZES[name]} of an epoch", stored, size)
 
 

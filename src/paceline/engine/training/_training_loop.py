@@ -76,8 +76,8 @@ class TrainingLoop:
         self._reach_fault = faults.reach if faults.is_active() else None
 
     def num_epoch_batches(self, epoch: int) -> int | None:
-        """Return the number of global batches of an epoch, None for data without a length."""
-        order = self.data.order(epoch)
+        """Return the number of global batches of an epoch, None if it is not known."""
+        order = self.data.known_order(epoch)
         return None if order is None else order.num_batches
 
     def open_epoch(self) -> None:

@@ -103,7 +103,10 @@ class TrainingState:
             is_within_epoch=loop.position.batch_in_epoch > 0,
             warn=changes.warn,
         )
-        note_epoch_sizes(changes, training, loop.position, loop.data.order(loop.position.epochs))
+        epoch = loop.position.epochs
+        is_begun = loop.position.batch_in_epoch > 0
+        order = loop.data.order(epoch) if is_begun else loop.data.known_order(epoch)
+        note_epoch_sizes(changes, training, loop.position, order)
         in_files = {"models": models_in(parts), "optimizers": _numbered(parts, "optimizer")}
         self._objects().load_shared_state({**training, **in_files}, changes)
         stepper.accumulation.num_steps = training["num_optimizer_steps"]
@@ -182,7 +185,7 @@ class TrainingState:
             **({"has_gradients": gradients is not None} if stepper.is_sharded else {}),
             **({"tensor_parallel_size": tensor_size} if tensor_size > 1 else {}),
             **state,
-            **epoch_sizes(loop.data.order(loop.position.epochs)),
+            **epoch_sizes(loop.data.known_order(loop.position.epochs)),
             **({} if identity is None else {"data": identity}),
             **facts,
         }

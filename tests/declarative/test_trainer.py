@@ -298,6 +298,12 @@ def test_a_training_goes_on_if_an_old_checkpoint_is_gone(make_config: MakeConfig
 def test_the_directory_of_outputs_is_local(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match="`model_save_dir` must be a directory of this machine"):
         Trainer(make_config(model_save_dir="s3://bucket/x")).build()
+    Path("file").touch()
+    Path("link").symlink_to("nowhere")
+    for name in ("file", "file/below", "link"):
+        match = rf"`model_save_dir` must be a directory, but got '{name}', and '.*/(file|link)' is"
+        with pytest.raises(ValueError, match=match):
+            Trainer(make_config(model_save_dir=name)).build()
 
 
 class Interrupted(Trainer):
@@ -321,6 +327,94 @@ class InterruptedInValidation(Trainer):
         if not self.model.training and self.current_epoch == 1:
             signal.raise_signal(signal.SIGINT)
         return super().process_data_loader_yield(data_and_labels)
+
+
+class InterruptedInOwnLoop(Trainer):
+    """Has a loop of its own, which leaves no history, and is told to leave in the third epoch."""
+
+    strikes = True
+
+    def run_training_epoch(self) -> None:
+        for index, batch in enumerate(self.training_dataloader):
+            if self.strikes and (self.current_epoch, index) == (2, 1):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.1)
+            _, loss, _, _ = self.load_data_and_get_loss(batch, self.get_epoch_loss_buffer())
+            self.run_model_update_step(loss)
+
+
+def test_a_loop_of_ones_own_that_is_told_to_leave_loses_nothing(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Straight(InterruptedInOwnLoop):
+        strikes = False
+
+    straight = trained(noisy(make_config, random_seed=5, model_save_dir="straight"), Straight)
+    losses = straight.loss_tracker["val_loss"]
+    assert len(set(losses)) == len(losses) == 4
+    left = trained(noisy(make_config, random_seed=5), InterruptedInOwnLoop)
+    assert not left.is_finished
+    assert left.context.loop is not None
+    assert left.context.loop.position.batches == 2 * 4 + 2
+    monkeypatch.setenv("PACELINE_RESUME", "auto")
+    resumed = trained(noisy(make_config), Straight)
+    assert weights(resumed) == weights(straight)
+    assert dict(resumed.loss_tracker) == dict(straight.loss_tracker)
+    # What the methods have told is recorded, as with those of the trainer.
+    run = RunDirectory(resumed.context.core.run_dir)
+    rows = list(read_metrics(run, "validation"))
+    assert [row.metrics["val_loss"] for row in rows] == losses
+    assert [row.steps_completed for row in rows] == [4, 8, 12, 16]
+
+
+def test_an_early_stop_counts_epochs_of_a_loop_of_ones_own() -> None:
+    class Worse(Trainer):
+        def run_training_epoch(self) -> None:
+            for batch in self.training_dataloader:
+                self.run_model_update_step(-self.load_data_and_get_loss(batch, [0.0] * 2)[1])
+
+    config = one_weight(early_stopping_patience=2, num_epochs=9)
+    trainer = trained(config, Worse)
+    assert trainer.loss_tracker["epochs"] == [0, 1, 2]
+    config.checkpoint_dir = "."
+    assert trained(config, Worse).loss_tracker["epochs"] == [0, 1, 2]
+
+
+class StepsInLoop(Trainer):
+    """The loop of generic_trainer, which steps the scheduler by itself."""
+
+    def run_training_epoch(self) -> None:
+        losses = self.get_epoch_loss_buffer()
+        for batch in self.training_dataloader:
+            losses, loss, _, _ = self.load_data_and_get_loss(batch, losses)
+            self.run_model_update_step(loss)
+            self.scheduler.step()
+            self.loss_tracker["lrs"].append(self.scheduler.get_last_lr()[0])
+        self.loss_tracker.update_losses([4.0, 4.0], "loss", self.current_epoch)
+
+
+class StepsAfterLoop(StepsInLoop):
+    """Steps the scheduler once more in each validation."""
+
+    def run_training_epoch(self) -> None:
+        Trainer.run_training_epoch(self)
+
+    def run_validation(self) -> None:
+        super().run_validation()
+        self.scheduler.step()
+
+
+def test_a_scheduler_is_stepped_by_the_trainer_or_by_code_of_ones_own() -> None:
+    config = one_weight(
+        scheduler=StepLR, scheduler_params={"step_size": 2, "gamma": 0.5}, num_epochs=2
+    )
+    usual = trained(config).loss_tracker["lrs"]
+    assert trained(config, StepsInLoop).loss_tracker["lrs"] == usual
+    config.num_epochs = 3
+    config.checkpoint_dir = "."
+    assert trained(config, StepsInLoop).loss_tracker["lrs"][:6] == usual
+    with pytest.raises(RuntimeError, match="stepped by the trainer alone, .* StepLR was also"):
+        trained(one_weight(scheduler=StepLR, scheduler_params={"step_size": 2}), StepsAfterLoop)
 
 
 @pytest.mark.parametrize("kind", [Interrupted, InterruptedInValidation])
@@ -573,6 +667,37 @@ def test_losses_of_ones_own_may_be_numbers_added_to_the_records(make_config: Mak
     assert tracker["loss_phase"] == [0.0, 0.0]
 
 
+def test_a_plain_plateau_scheduler_of_ones_own_sees_each_validation() -> None:
+    class Own(Trainer):
+        def build_scheduler(self) -> None:
+            self.scheduler = ReduceLROnPlateau(self.optimizer, patience=0, mode="max")
+
+    assert trained(one_weight(num_epochs=3), Own).scheduler.get_last_lr() == pytest.approx([1e-3])
+
+
+def test_a_validation_of_ones_own_is_in_inference_mode_and_precision() -> None:
+    class Own(Trainer):
+        def run_validation(self) -> None:
+            for batch in self.validation_dataloader:
+                preds = self.load_data_and_get_loss(batch, self.get_epoch_loss_buffer())[2]
+                told.append((self.model.training, preds[0].dtype))
+
+    told: list[Any] = []
+    x = torch.rand(8, 1)
+    data = TensorDataset(x, x)
+    config = one_weight(
+        model_class=nn.Linear,
+        model_params=ModelParameters.of({"in_features": 1, "out_features": 1}),
+        training_dataset=data,
+        validation_dataset=data,
+        loss_function=nn.MSELoss(),
+        automatic_mixed_precision=True,
+        mixed_precision_type="bf16",
+    )
+    trained(config, Own)
+    assert set(told) == {(False, torch.bfloat16)}
+
+
 def test_hooks_are_called_after_each_epoch_and_see_its_losses(make_config: MakeConfig) -> None:
     seen: list[Any] = []
     config = make_config(test_dataset=make_config().dataset)
@@ -616,6 +741,21 @@ def test_a_model_that_returns_too_many_predictions_is_refused(make_config: MakeC
 
 
 # ---- the order of calls ----------------------------------------------------------------------
+
+
+def test_names_of_generic_trainer_are_told_apart_from_mistakes(make_config: MakeConfig) -> None:
+    trainer = Trainer(make_config(num_workers=2, loss_weights=[1, 2]))
+    assert trainer.loss_criterion is trainer.configs.loss_function
+    assert (trainer.loss_weights, trainer.num_workers) == ((1, 2), 2)
+    with pytest.raises(AttributeError, match=r"no attribute 'gatekeeper'. Hint: `self.rank == 0`"):
+        trainer.gatekeeper.should_proceed()
+    with pytest.raises(AttributeError, match=r"`Trainer` has no attribute 'loss_criterium'.$"):
+        _ = trainer.loss_criterium
+    trainer.build()
+    assert not trainer.grad_scaler.is_enabled()
+    with pytest.raises(RuntimeError, match="Hint: `gradient_clip_norm`"):
+        trainer.grad_scaler.unscale_(trainer.optimizer)
+    trainer.cleanup()
 
 
 def test_training_follows_building_once(make_config: MakeConfig) -> None:

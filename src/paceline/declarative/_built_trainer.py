@@ -14,14 +14,13 @@ from paceline.declarative._config_classes import TrainingConfig
 from paceline.declarative._configured_trial import ConfiguredTrial
 from paceline.declarative._hyperparameters import with_hyperparameters
 from paceline.declarative._loss_history import LossTracker
+from paceline.declarative._own_builds import OwnBuilds
 from paceline.declarative._parts_from_config import (
     check_config_arguments,
     check_config_place,
-    clipping_of,
     losses_of,
     make_optimizer,
     make_scheduler,
-    mixed_precision_policy_of,
     num_epochs_of,
     num_launched_for_config,
     precision_of,
@@ -32,18 +31,18 @@ from paceline.declarative._parts_from_config import (
 from paceline.declarative._run_files import (
     CHECKPOINTS,
     SavedRun,
+    check_save_dir,
     checkpoints_in,
     encoder_of,
     load_weights,
     read_state,
 )
-from paceline.declarative._saved_outputs import Outputs
 from paceline.engine import form_of, loader_of, mover_to, split
 
 logger = logging.getLogger(__name__)
 
 
-class BuiltTrainer(Outputs):
+class BuiltTrainer(OwnBuilds):
     """What a config describes, built by methods that a subclass may override.
 
     Args:
@@ -68,9 +67,9 @@ class BuiltTrainer(Outputs):
         self.is_finished = False
         self.verbose = True
         self.debug = configs.debug
-        self.current_epoch = 0
+        self.current_epoch = self.num_epochs_done = 0
         self.num_epochs = self.configs.num_epochs
-        self.scheduler: Any = None
+        self._has_gone_on = False
         self.run_name: str | None = None
         self.trackers: Sequence[core.Tracker | str] = ()
         self._stack = ExitStack()
@@ -94,17 +93,30 @@ class BuiltTrainer(Outputs):
         with ExitStack() as stack:
             stack.push(self._stack)
             self.check_configs()
+            self.forget_build()
+            self._has_gone_on, self.current_epoch, self.num_epochs_done = False, 0, 0
             self.build_loss_tracker()
-            self.build_ranks()
+            self.require_built("loss_tracker", LossTracker)
+            self._build_place()
+            self._scale_parameters()
             self.build_scalable_parameters()
             self.build_device()
+            self.check_device()
+            self._take_datasets()
             self.build_split_datasets()
             self.build_dataloaders()
+            self.adopt_loaders()
             self.build_model()
+            self.adopt_model()
             self.build_optimizer()
+            self.adopt_optimizer()
             self.build_scheduler()
+            self.adopt_scheduler()
             self.build_dir()
+            self.make_dir()
+            self._make_engine()
             self.load_state_checkpoint()
+            self._begin()
             self._is_built = True
             stack.pop_all()
 
@@ -131,6 +143,7 @@ class BuiltTrainer(Outputs):
         core.local_directory(
             configs.model_save_dir, "model_save_dir", "models and histories are written"
         )
+        check_save_dir(configs.model_save_dir)
         self._is_managed = core.get_cluster_info() is not None
         self._stored = self._state_to_begin_with()
         stored = self._stored
@@ -191,7 +204,13 @@ class BuiltTrainer(Outputs):
         return stored
 
     def build_scalable_parameters(self) -> None:
-        """Multiply batch size and learning rate by the number of processes or GPUs."""
+        """Multiply batch size and learning rate by the number of processes or GPUs.
+
+        Set `learning_rate`, or `all_proc_batch_size` for the samples of all processes together.
+        """
+        self._scale_parameters()
+
+    def _scale_parameters(self) -> None:
         self.all_proc_batch_size = self.configs.batch_size_per_process * self.num_processes
         self.learning_rate = self.configs.learning_rate_per_process * self.num_processes
 
@@ -202,30 +221,29 @@ class BuiltTrainer(Outputs):
     def build_split_datasets(self) -> None:
         """Make the data sets for training and validation, the same on every rank."""
         configs = self.configs
-        self.dataset = configs.dataset
-        self.training_dataset = configs.training_dataset
-        self.validation_dataset = configs.validation_dataset
-        self.test_dataset = configs.test_dataset
         if self.training_dataset is None or self.validation_dataset is None:
             self.training_dataset, self.validation_dataset = split(
                 self.dataset, configs.validation_ratio, self._seed
             )
 
+    def _take_datasets(self) -> None:
+        configs = self.configs
+        self.dataset = configs.dataset
+        self.training_dataset = configs.training_dataset
+        self.validation_dataset = configs.validation_dataset
+        self.test_dataset = configs.test_dataset
+
     def build_dataloaders(self) -> None:
         """Make the loaders; a batch is what one process trains on."""
         self.training_dataloader = self._loader("training_dataset", is_shuffled=True)
         self.validation_dataloader = self._loader("validation_dataset")
-        self.test_dataloader = None
         if self.test_dataset is not None:
             self.test_dataloader = self._loader("test_dataset")
-        # The last batch of an epoch may be smaller.
-        self.iterations_per_epoch = -(-len(self.training_dataset) // self.all_proc_batch_size)
 
     def build_model(self) -> None:
         """Make the model and load its first weights, if there are any."""
         configs = self.configs
         model: nn.Module = configs.model_class(**configs.model_params.values())
-        self._encoder_name = ""
         if configs.pretrained_model_path is not None:
             name, part = "", model
             if configs.load_pretrained_encoder_only:
@@ -233,17 +251,7 @@ class BuiltTrainer(Outputs):
                 if not configs.load_pretrained_classifier:
                     name, part = self._encoder_name, encoder
             load_weights(part, configs.pretrained_model_path, name)
-        self._plain_model = model
-        parallel = configs.parallelization_params
-        self.model = self.context.wrap_model(
-            model,
-            trainable_only=parallel.trainable_only,
-            shard_units=parallel.shard_units,
-            shard_precision=mixed_precision_policy_of(parallel),
-            gradient_checkpointing=parallel.gradient_checkpointing,
-            compile=parallel.compile,
-            tensor_plan=parallel.tensor_plan,
-        )
+        self.model = self.wrap_model(model)
         if self._num_devices > 1:
             logger.info(
                 "DataParallel uses %d GPUs in one process. One process for each is faster:"
@@ -257,9 +265,10 @@ class BuiltTrainer(Outputs):
         """Make the optimizer, of parameter groups if they are given."""
         encoder = getattr(self._plain_model, self._encoder_name) if self._encoder_name else None
         self.optimizer = self.context.wrap_optimizer(
-            make_optimizer(self.configs, self._plain_model, encoder, self.num_processes)
+            make_optimizer(
+                self.configs, self._plain_model, encoder, self.learning_rate, self._rate_scale()
+            )
         )
-        self._clip_gradients = clipping_of(self.configs)
 
     def build_scheduler(self) -> None:
         """Make the scheduler of the learning rate, if there is to be one."""
@@ -271,36 +280,51 @@ class BuiltTrainer(Outputs):
 
     def build_dir(self) -> None:
         """Make the directory for what the run writes."""
-        self._save_dir = Path(self.configs.model_save_dir)
-        if self.rank == 0:
-            self._save_dir.mkdir(parents=True, exist_ok=True)
-        self.barrier()
+        self.make_dir()
 
     def load_state_checkpoint(self) -> None:
-        """Make the engine's trainer, and go on from what the run or `checkpoint_dir` stored."""
-        self._trial = ConfiguredTrial(self)
-        self._engine = pytorch.Trainer(self._trial, self.context)
+        """Go on from what the run or `checkpoint_dir` stored."""
         if self._stored is not None:
             self._engine.restore(self._stored.place)
+        self._go_on()
+
+    def _build_place(self) -> None:
+        """Call `build_ranks`, and begin the run if an override has not."""
+        self.build_ranks()
+        if "context" in vars(self):
+            return
+        own = vars(self).get("rank"), vars(self).get("num_processes")
+        BuiltTrainer.build_ranks(self)
+        check_config_place((own[0], None), self.rank, self.context.distributed.size)
+        self.num_processes = self.num_processes if own[1] is None else own[1]
+
+    def _make_engine(self) -> None:
+        self._trial = ConfiguredTrial(self)
+        self._engine = pytorch.Trainer(self._trial, self.context)
+        config = self.context.get_experiment_config()
+        self.num_epochs = num_epochs_of(config, self.configs.num_epochs)
+
+    def _go_on(self) -> None:
+        """Begin with the epoch at which a stored state stands."""
+        self._has_gone_on = True
+        if self._engine.steps_completed:
+            self.current_epoch = self.num_epochs_done
+
+    def _begin(self) -> None:
+        if not self._has_gone_on:
+            # The state of the run itself is restored, whatever an override has loaded.
+            self._go_on()
         begun = self.context.core.latest_checkpoint
         if begun is None and self._stored is not None:
             begun = self._stored.uuids[-1]
         kept = checkpoints_in(self._save_dir)
         # Those of another run that wrote here stay.
         self._kept = self._keep_newest(kept if begun in kept else [])
-        num_batches = self._engine.steps_completed
-        self.current_epoch = self.loss_tracker.current_epoch + 1
-        config = self.context.get_experiment_config()
-        self.num_epochs = num_epochs_of(config, self.configs.num_epochs)
-        if num_batches:
+        if num_batches := self._engine.steps_completed:
             epoch = self.current_epoch + 1
             self._say("Going on after %d batches, in epoch %d.", num_batches, epoch)
 
     # ---- small parts ---------------------------------------------------------------------
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.context.distributed.allgather(None)
 
     def _loader(self, name: str, *, is_shuffled: bool = False) -> Any:
         configs, dataset = self.configs, getattr(self, name)
@@ -310,10 +334,30 @@ class BuiltTrainer(Outputs):
                 dataset, name, configs.data_label_separation_index, configs.leading_sample_axis
             ),
             num_workers=configs.num_workers,
-            batch_size=configs.batch_size_per_process * self._num_devices,
+            batch_size=self._shard_size(),
             is_shuffled=is_shuffled,
             pins=configs.pin_memory_for_dataloader and self.device.type == "cuda",
         )
+
+    def _shard_size(self) -> int:
+        """Return how many samples a process trains on at once.
+
+        Raises:
+            ValueError: `all_proc_batch_size` cannot be divided.
+        """
+        size, rest = divmod(self.all_proc_batch_size, self.context.num_shards)
+        if rest or size < 1:
+            raise ValueError(
+                f"`all_proc_batch_size` must be a multiple of the {self.context.num_shards}"
+                f" processes, but `build_scalable_parameters` has set {self.all_proc_batch_size}."
+            )
+        return size
+
+    def _rate_scale(self) -> float:
+        """Return what the learning rates of parameter groups are multiplied by."""
+        rate = self.configs.learning_rate_per_process
+        is_usual = self.learning_rate == rate * self.num_processes
+        return self.num_processes if is_usual else self.learning_rate / rate
 
     def _say(self, text: str, *values: Any) -> None:
         if self.verbose and self.rank == 0:

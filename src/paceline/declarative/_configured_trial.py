@@ -11,6 +11,9 @@ from paceline.engine import ExplainedVariance, accuracy
 if TYPE_CHECKING:
     from paceline.declarative._built_trainer import BuiltTrainer
 
+# The entry of a history in a checkpoint that is none of its lists.
+_DONE = "num_epochs_done"
+
 
 class ConfiguredTrial(pytorch.PyTorchTrial):
     """Call the trainer's methods for each batch, and name what they return.
@@ -134,12 +137,15 @@ class _History(pytorch.PyTorchCallback):
         self._trainer.note_checkpoint(uuid)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._trainer.loss_tracker.state_dict()
+        return {**self._trainer.loss_tracker.state_dict(), _DONE: self._trainer.num_epochs_done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         tracker = self._trainer.loss_tracker
         rates = tracker["lrs"]
+        # Earlier versions counted by the history, of which a method of a subclass may add nothing.
+        done = state_dict.pop(_DONE, None)
         tracker.load_state_dict(state_dict)
+        self._trainer.num_epochs_done = tracker.current_epoch + 1 if done is None else done
         # The trial appends to the list that it knows.
         rates[:] = tracker["lrs"]
         tracker["lrs"] = rates

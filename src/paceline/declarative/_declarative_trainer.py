@@ -1,7 +1,7 @@
 """The trainer: trains by the engine what a config describes."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import nn
 from paceline import pytorch
 from paceline.declarative._built_trainer import BuiltTrainer
 from paceline.declarative._loss_history import LossTracker
+from paceline.declarative._own_loops import TrainingBatches
+from paceline.engine import DrivenLoop
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,8 @@ class Trainer(BuiltTrainer):
     Override what does not fit. `process_data_loader_yield`, `move_to_device`,
     `load_data_and_get_loss`, `compute_losses`, `get_pred_dict` and `run_model_update_step` make up
     a training step; `run_training_epoch`, `run_validation` and `run_test` an epoch; the `build_`
-    methods run in the order in which `build` calls them.
+    methods run in the order in which `build` calls them. Each may call `super()`, or do without in
+    plain PyTorch.
 
     Args:
         configs: The config; as a trial of a master, its hyperparameters take the place of fields.
@@ -71,10 +74,9 @@ class Trainer(BuiltTrainer):
                     self.num_epochs,
                 )
             while self.current_epoch < self.num_epochs and not self._is_patience_over():
-                self.run_training_epoch()
-                self.run_validation()
-                if self.test_dataset is not None:
-                    self.run_test()
+                self._train_epoch()
+                self._evaluate_epoch()
+                self.num_epochs_done = self.current_epoch + 1
                 self._end_epoch()
                 self.current_epoch += 1
             self.update_saved_model("final_model.pth")
@@ -84,11 +86,13 @@ class Trainer(BuiltTrainer):
         return self.loss_tracker
 
     def run_training_epoch(self) -> None:
-        """Train for the rest of the epoch."""
+        """Train for the rest of the epoch.
+
+        A loop of your own goes through `self.training_dataloader` once. It gets this process's
+        batches in the order of the trainer, also after a resume; the scheduler steps between them.
+        """
         metrics = self._engine.train_for(pytorch.Epoch(1), of=pytorch.Epoch(self.num_epochs))
-        rates = self.loss_tracker["lrs"]
-        while len(rates) < self._engine.steps_completed:
-            rates.append(self.optimizer.param_groups[0]["lr"])
+        self._note_rates()
         self._note(metrics, "train", "loss")
         _call(self.configs.post_training_epoch_hook)
 
@@ -144,6 +148,98 @@ class Trainer(BuiltTrainer):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
+    def _train_epoch(self) -> None:
+        """Call `run_training_epoch`; ranks without samples learn the rates of the chief."""
+        rates = self.loss_tracker["lrs"]
+        num_before = len(rates)
+        if self.is_overridden("run_training_epoch"):
+            self._train_own_epoch()
+        else:
+            self.run_training_epoch()
+        if self.context.distributed.size > 1:
+            rates[num_before:] = self.context.distributed.broadcast(rates[num_before:])
+
+    def _train_own_epoch(self) -> None:
+        """Call `run_training_epoch` with the batches for a loop of its own.
+
+        Raises:
+            RuntimeError: It has trained on none.
+        """
+        engine, loader = self._engine, self.training_dataloader
+        before, sizes = engine.steps_completed, self._history_sizes()
+        with engine.own_epoch(of=pytorch.Epoch(self.num_epochs)) as batches:
+            batches = self._noting_rates(batches)
+            self.training_dataloader = TrainingBatches(loader, batches, self._num_batches_left)
+            try:
+                self.run_training_epoch()
+            finally:
+                self.training_dataloader = loader
+        if engine.steps_completed == before:
+            raise RuntimeError(
+                f"`{type(self).__name__}.run_training_epoch` must train on the trainer's batches,"
+                " but has trained on none. Hint: `for batch in self.training_dataloader`, or"
+                " super().run_training_epoch()."
+            )
+        self._check_scheduler()
+        self._note_rates()
+        if self.loss_tracker.current_epoch != self.current_epoch:
+            self.loss_tracker["epochs"].append(self.current_epoch)
+        self._report_own("training", ("loss", "train_acc_"), sizes)
+
+    def _evaluate_epoch(self) -> None:
+        """Call `run_validation` and `run_test`, with the model in the mode for them."""
+        sizes = self._history_sizes()
+        for model in self.context.models:
+            model.eval()
+        self.run_validation()
+        if self.is_overridden("run_validation"):
+            self._check_scheduler()
+            self._report_own("validation", ("val_loss", "val_acc_"), sizes)
+        if self.test_dataset is not None:
+            self.run_test()
+
+    def _noting_rates(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._note_rates()
+            yield batch
+
+    def _note_rates(self) -> None:
+        """Add the present learning rate for the batches that the history has none of."""
+        rates = self.loss_tracker["lrs"]
+        while len(rates) < self._engine.steps_completed:
+            rates.append(self.optimizer.param_groups[0]["lr"])
+
+    def _num_batches_left(self) -> int:
+        loop = self.context.loop
+        assert isinstance(loop, DrivenLoop)
+        return loop.num_shards_left()
+
+    def _check_scheduler(self) -> None:
+        for entry in self.context.lr_schedulers:
+            entry.check_steps()
+
+    def _history_sizes(self) -> dict[str, int]:
+        return {k: len(v) for k, v in self.loss_tracker.items() if isinstance(v, list)}
+
+    def _report_own(self, group: str, starts: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+        """Report what a method of a subclass's own has added to the history."""
+        if self.rank != 0:
+            return
+        train, step = self.context.core.train, self._engine.steps_completed
+        known = train.standing(group, step)
+        grown = (name for name, size in self._history_sizes().items() if size > sizes.get(name, 0))
+        news = {
+            name: self.loss_tracker[name][-1]
+            for name in grown
+            if name.startswith(starts) and name not in known
+        }
+        if news:
+            report = {
+                "training": train.report_training_metrics,
+                "validation": train.report_validation_metrics,
+            }
+            report[group](step, news)
+
     def _note(self, metrics: Mapping[str, Any], part: str, kind: str) -> bool:
         """Add an epoch's metrics to the history; tell whether they are the best."""
         names = self._trial.names_of(part)
@@ -161,7 +257,7 @@ class Trainer(BuiltTrainer):
         patience, tracker = self.configs.early_stopping_patience, self.loss_tracker
         if patience is None or not tracker["val_loss"]:
             return False
-        return bool(tracker.current_epoch - tracker["epoch_best_val_loss"] >= patience)
+        return bool(self.current_epoch - 1 - tracker["epoch_best_val_loss"] >= patience)
 
 
 def _call(hook: Callable[[], Any] | None) -> None:

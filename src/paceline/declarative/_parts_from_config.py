@@ -181,7 +181,11 @@ def recorded_fields(configs: TrainingConfig) -> dict[str, Any]:
 
 
 def make_optimizer(
-    configs: TrainingConfig, model: nn.Module, encoder: nn.Module | None, scale: int
+    configs: TrainingConfig,
+    model: nn.Module,
+    encoder: nn.Module | None,
+    rate: float,
+    scale: float,
 ) -> torch.optim.Optimizer:
     """Return the optimizer.
 
@@ -189,12 +193,12 @@ def make_optimizer(
         configs: The training.
         model: The model on its device.
         encoder: The part that is not to be trained, if there is one.
-        scale: What learning rates are multiplied by.
+        rate: The learning rate.
+        scale: What the learning rates of parameter groups are multiplied by.
 
     Raises:
         ValueError: A parameter group names no part of the model.
     """
-    rate = configs.learning_rate_per_process * scale
     parameters: Iterable[Any]
     if configs.multi_optimizer_param_dicts is not None:
         parameters = [
@@ -210,7 +214,7 @@ def make_optimizer(
     return optimizer
 
 
-def _parameter_group(model: nn.Module, group: Mapping[str, Any], scale: int) -> dict[str, Any]:
+def _parameter_group(model: nn.Module, group: Mapping[str, Any], scale: float) -> dict[str, Any]:
     path = group["params"]
     old = _OLD_PATH.fullmatch(path)
     name = path if old is None else old[1]
@@ -254,7 +258,6 @@ def make_scheduler(
         context: The engine's context.
     """
     is_default = configs.scheduler is CyclicLR and not configs.scheduler_params
-    mode = _STEP_MODES[configs.scheduler_step]
     if is_default:
         # Each group rises to its own rate.
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -273,9 +276,14 @@ def make_scheduler(
         )
     else:
         scheduler = configs.scheduler(optimizer, **configs.scheduler_params)
+    return context.wrap_lr_scheduler(scheduler, scheduler_step_mode(configs, scheduler))
+
+
+def scheduler_step_mode(configs: TrainingConfig, scheduler: Any) -> pytorch.LRScheduler.StepMode:
+    """Return when the engine steps a scheduler; that of a plateau is not for it."""
     if isinstance(scheduler, ReduceLROnPlateau):
-        mode = pytorch.LRScheduler.StepMode.MANUAL_STEP
-    return context.wrap_lr_scheduler(scheduler, mode)
+        return pytorch.LRScheduler.StepMode.MANUAL_STEP
+    return _STEP_MODES[configs.scheduler_step]
 
 
 def mixed_precision_policy_of(parallel: ParallelizationConfig) -> Any:

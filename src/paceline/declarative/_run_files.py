@@ -77,6 +77,20 @@ def read_state(save_dir: str | os.PathLike[str]) -> SavedRun:
         ) from error
 
 
+def check_save_dir(path: str) -> None:
+    """Refuse a `model_save_dir` that is no directory and cannot be made one.
+
+    Raises:
+        ValueError: It is a file, or lies below one.
+    """
+    place = Path(path).absolute()
+    found = next(each for each in (place, *place.parents) if os.path.lexists(each))
+    if not found.is_dir():
+        raise ValueError(
+            f"`model_save_dir` must be a directory, but got {path!r}, and {str(found)!r} is none."
+        )
+
+
 def checkpoints_in(save_dir: Path) -> list[str]:
     """Return the checkpoints that the state of a run keeps and that are there, the newest last."""
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline import pytorch
 from paceline.declarative._loss_history import LossTracker
@@ -33,6 +33,7 @@ class Outputs(Step):
     rank: int
     _engine: pytorch.Trainer
     _plain_model: nn.Module
+    training_dataloader: Any
     validation_dataloader: Any
     _save_dir: Path
     _is_managed: bool
@@ -71,7 +72,7 @@ class Outputs(Step):
             # Training goes on with the random numbers that it would have without this.
             with torch.random.fork_rng():
                 batch = next(iter(self.validation_dataloader))
-                data, _ = self.process_data_loader_yield(batch)
+                data, _ = self.divided(batch)
                 export_onnx(part, data, (self._save_dir / filename).with_suffix(".onnx"))
 
     def save_model_and_states_checkpoint(self) -> None:
@@ -109,6 +110,23 @@ class Outputs(Step):
             rules=RetentionRules(latest=_NUM_KEPT),
             delete=lambda kept: self.context.core.checkpoint.delete(kept.uuid),
         )
+
+    def run_testing(self, ind_list: Sequence[int], dataset: str = "train") -> list[Tensor]:
+        """Return the predictions of some samples, by the model in inference mode.
+
+        Args:
+            ind_list: The numbers of the samples.
+            dataset: "train" for those of the training data; else those of the validation data.
+        """
+        loader = self.training_dataloader if dataset == "train" else self.validation_dataloader
+        data, _ = self.divided(loader.collate_fn([loader.dataset[index] for index in ind_list]))
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.context.stepper.autocast():
+                return self._ordered(self.model(*data))
+        finally:
+            self.model.train(was_training)
 
     def plot_training_history(self) -> None:
         """Draw learning rate and losses into loss_history.png in `model_save_dir`.

@@ -1,5 +1,6 @@
 """One training step, in methods that a subclass of the trainer may override."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from paceline import pytorch
 from paceline.declarative._config_classes import TrainingConfig
 from paceline.engine import ClipGrads, LossPlan, Prediction
+
+_OF_CONFIG = object()
 
 
 class Step:
@@ -21,6 +24,7 @@ class Step:
         model: What is called: the model itself, or its `DataParallel`.
         optimizer: The optimizer.
         predictions: The names and kinds of what the model returns.
+        clip_gradients: What clips the gradients of a step as the config says, or None.
     """
 
     configs: TrainingConfig
@@ -31,7 +35,8 @@ class Step:
     predictions: Sequence[Prediction]
     _move: Callable[[Any], Any]
     _losses: LossPlan
-    _clip_gradients: ClipGrads | None
+    clip_gradients: ClipGrads | None
+    _takes_index: bool | None = None
 
     def load_data_and_get_loss(
         self, data_and_labels: Any, loss_buffer: list[Any]
@@ -46,23 +51,47 @@ class Step:
         Returns:
             The losses' values, the total to train on, predictions and labels.
         """
-        data, labels = self.process_data_loader_yield(data_and_labels)
-        preds = self._ordered(self.model(*data))
-        loss_buffer, total = self.compute_losses(loss_buffer, preds, labels)
+        data, labels = self.divided(data_and_labels)
+        # Loops of a subclass's own call this too.
+        with self.context.stepper.autocast():
+            preds = self._ordered(self.model(*data))
+            loss_buffer, total = self.compute_losses(loss_buffer, preds, labels)
         return loss_buffer, total, preds, labels
 
-    def process_data_loader_yield(self, data_and_labels: Any) -> tuple[list[Any], list[Any]]:
+    def divided(self, data_and_labels: Any) -> tuple[list[Any], list[Any]]:
+        """Return what `process_data_loader_yield` does, whether an override takes an index or not.
+
+        Args:
+            data_and_labels: What the loader gave: a list of items.
+        """
+        if self._takes_index is None:
+            parameters = inspect.signature(self.process_data_loader_yield).parameters
+            kinds = [parameter.kind for parameter in parameters.values()]
+            takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+            self._takes_index = takes_any or "data_label_separation_index" in parameters
+        if not self._takes_index:
+            return self.process_data_loader_yield(data_and_labels)
+        index = self.configs.data_label_separation_index
+        return self.process_data_loader_yield(data_and_labels, data_label_separation_index=index)
+
+    def process_data_loader_yield(
+        self, data_and_labels: Any, data_label_separation_index: Any = _OF_CONFIG
+    ) -> tuple[list[Any], list[Any]]:
         """Return the inputs and the labels of a batch, on the device.
 
         Args:
             data_and_labels: What the loader gave: a list of items.
+            data_label_separation_index: The number of items that are inputs, None for all; that of
+                the config by default.
         """
         if type(self).move_to_device is Step.move_to_device:
             # What is there already, as with a CPU, costs least when looked at together.
             items = self._move(data_and_labels)
         else:
             items = [self.move_to_device(item) for item in data_and_labels]
-        index = self.configs.data_label_separation_index
+        index = data_label_separation_index
+        if index is _OF_CONFIG:
+            index = self.configs.data_label_separation_index
         return (items, []) if index is None else (items[:index], items[index:])
 
     def move_to_device(self, var: Any) -> Any:
@@ -108,6 +137,13 @@ class Step:
             "run_model_update_step",
         )
 
+    def is_overridden(self, *names: str) -> bool:
+        """Tell whether a subclass or this object has any of some methods of its own."""
+        return any(
+            name in vars(self) or not getattr(type(self), name).__module__.startswith("paceline.")
+            for name in names
+        )
+
     def _keeps(self, *names: str) -> bool:
         """Tell whether methods of this class are overridden neither by a subclass nor here."""
         kind, own = type(self), vars(self)
@@ -130,7 +166,7 @@ class Step:
             pred = self._ordered(pred)[0]
         loss = self._losses.compute_one(pred, labels)
         self.context.backward(loss)
-        self.context.step_optimizer(self.optimizer, self._clip_gradients)
+        self.context.step_optimizer(self.optimizer, self.clip_gradients)
         return loss, [pred], labels
 
     def run_model_update_step(self, loss_node: Tensor) -> None:
@@ -140,7 +176,7 @@ class Step:
             loss_node: The total loss.
         """
         self.context.backward(loss_node)
-        self.context.step_optimizer(self.optimizer, self._clip_gradients)
+        self.context.step_optimizer(self.optimizer, self.clip_gradients)
 
     def _ordered(self, returned: Any) -> list[Tensor]:
         """Return what the model returned as a list in the order of the names.

@@ -128,6 +128,7 @@ from paceline.engine.training._deepspeed import (
     import_deepspeed,
     join_deepspeed,
 )
+from paceline.engine.training._driven_loop import DrivenLoop
 from paceline.engine.training._fit_defaults import (
     FitDefaults,
     is_test_mode,
@@ -174,6 +175,7 @@ __all__ = [
     "DeepSpeedState",
     "DeepSpeedStepper",
     "Destination",
+    "DrivenLoop",
     "EarlierState",
     "Epoch",
     "EpochOrder",

@@ -1,6 +1,8 @@
 """The trainer: what to train for how long, and what to do meanwhile."""
 
 import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from paceline.engine import (
     FitDefaults,
     ProfilingWindow,
     Schedule,
+    StopReason,
     TrainUnit,
     asked_state,
     checked_budget,
@@ -280,6 +283,31 @@ class Trainer:
             raise Preempted(reason.value)
         return training.metrics
 
+    @contextmanager
+    def own_epoch(self, *, of: TrainUnit | None = None) -> Iterator[Iterator[Any]]:
+        """Yield the batches of the rest of an epoch, to be trained on by a loop in the block.
+
+        `context.backward` and `context.step_optimizer`, or plain PyTorch, train on a batch as
+        within `train_batch`. Leaving the loop early ends the epoch. Nothing is reported.
+
+        Args:
+            of: How long training is in all, if that is known; for the progress that is shown.
+
+        Raises:
+            Preempted: Training was told to leave, where the next batch is asked for. The state is
+                stored.
+        """
+        self._open()
+        training = self._training
+        training.loop.timeline.window = self._window(self._defaults())
+        calls = self._context.stepper.calls
+        with training.own_epoch(checked_unit("of", of)) as shards:
+            calls.refuses_outside = True
+            try:
+                yield _until_preempted(shards)
+            finally:
+                calls.refuses_outside = False
+
     def validate(self) -> dict[str, Any]:
         """Validate the present state unless that was done, and return the metrics.
 
@@ -364,3 +392,9 @@ class Trainer:
 
     def _defaults(self) -> FitDefaults:
         return FitDefaults.from_config(self._context.get_experiment_config())
+
+
+def _until_preempted(shards: Generator[Any, None, StopReason]) -> Iterator[Any]:
+    reason = yield from shards
+    if reason.is_early:
+        raise Preempted(reason.value)

@@ -63,6 +63,8 @@ class WatchedUserCalls(GradientSync):
         self.is_context_calling = False
         self.is_in_batch = False
         self.has_begun = False
+        # Whether a loop of the user's own has to take its batches from the trainer.
+        self.refuses_outside = False
         self.has_window = False
         self._source = _Source.NOWHERE
         self._is_stepped = False
@@ -128,6 +130,7 @@ class WatchedUserCalls(GradientSync):
 
     def note_backward(self) -> None:
         """Note that the context runs a backward pass."""
+        self._check_within_batch()
         if self._source is _Source.PLAIN and not self._is_stepped:
             self._refuse_mixture()
         self._source, self._is_stepped = _Source.CONTEXT, False
@@ -136,8 +139,10 @@ class WatchedUserCalls(GradientSync):
         """Note that the context steps an optimizer; tell whether its gradients are summed already.
 
         Raises:
-            RuntimeError: There are gradients that the context knows nothing of, but has to.
+            RuntimeError: There are gradients that the context knows nothing of, but has to; or a
+                loop of the user's own steps outside of the trainer's batches.
         """
+        self._check_within_batch()
         if self._source is _Source.NOWHERE and (self.has_window or self._is_scaling()):
             raise RuntimeError(
                 f"{calling_method()} must call `context.backward` before"
@@ -274,7 +279,16 @@ class WatchedUserCalls(GradientSync):
         self._weight = self._stepper.accumulation.weight
         return super()._mean_loss(loss)
 
+    def _check_within_batch(self) -> None:
+        if self.refuses_outside and not self.is_in_batch:
+            raise RuntimeError(
+                f"{calling_method()} must train on the batches of the trainer, but does so on"
+                " others, of which no checkpoint and no rank would know. Hint: `for batch in"
+                " self.training_dataloader` in `run_training_epoch`, once."
+            )
+
     def _check_outside(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_within_batch()
         if self._world_size > 1 and self.has_begun and _has_gradients(optimizer):
             raise RuntimeError(
                 f"{calling_method()} must not step a wrapped optimizer outside of the training of"

@@ -32,6 +32,39 @@ class LRScheduler:
         self.step_mode = step_mode
         self.frequency = frequency
         self.num_seen_steps = 0
+        # What the scheduler has counted, if steps by the user's code are looked for.
+        self._count: int | None = None
+        self._is_alone = self._has_stepped = False
+
+    def give_way(self, *, is_alone: bool) -> None:
+        """Leave all steps to the user's code if it takes the first one.
+
+        Args:
+            is_alone: Whether there is one process; with several, such a step is refused.
+        """
+        self._is_alone, self._count = is_alone, self._counted()
+
+    def go_on(self, num_steps: int) -> None:
+        """Go on from a checkpoint at which the scheduler's optimizer had so many steps."""
+        self.num_seen_steps = num_steps
+        self._count = None if self._count is None else self._counted()
+
+    def check_steps(self) -> None:
+        """Look for steps that the user's code has taken.
+
+        Raises:
+            RuntimeError: There are some beside those of the trainer, or of one rank of several.
+        """
+        if self._count in (None, self._counted()) or self._is_manual():
+            return
+        if self._has_stepped or not self._is_alone:
+            kind = type(self.scheduler).__name__
+            raise RuntimeError(
+                f"A scheduler must be stepped by the trainer alone, which does so at each"
+                f" `scheduler_step`, but {kind} was also stepped by code of yours. Hint: leave"
+                " `scheduler.step()` out, or set `scheduler_step`."
+            )
+        self.step_mode = LRScheduler.StepMode.MANUAL_STEP
 
     def after_batch(self, position: Position, num_steps: int) -> None:
         """Step if one is due after a batch.
@@ -40,6 +73,8 @@ class LRScheduler:
             position: How far training is.
             num_steps: How often the scheduler's optimizer has stepped.
         """
+        if self._count is not None:
+            self.check_steps()
         has_stepped, self.num_seen_steps = num_steps > self.num_seen_steps, num_steps
         if self.step_mode is LRScheduler.StepMode.STEP_EVERY_BATCH:
             is_due = position.batches % self.frequency == 0
@@ -48,10 +83,21 @@ class LRScheduler:
         else:
             is_due = False
         if is_due:
-            self.scheduler.step()
+            self._step()
 
     def after_epoch(self, epoch: int) -> None:
         """Step if one is due after an epoch, counted from 0."""
         is_by_epoch = self.step_mode is LRScheduler.StepMode.STEP_EVERY_EPOCH
         if is_by_epoch and (epoch + 1) % self.frequency == 0:
-            self.scheduler.step()
+            self._step()
+
+    def _step(self) -> None:
+        self.scheduler.step()
+        if self._count is not None:
+            self._has_stepped, self._count = True, self._counted()
+
+    def _counted(self) -> int:
+        return int(getattr(self.scheduler, "last_epoch", 0))
+
+    def _is_manual(self) -> bool:
+        return self.step_mode is LRScheduler.StepMode.MANUAL_STEP

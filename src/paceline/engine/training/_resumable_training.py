@@ -21,11 +21,11 @@ from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._changed_settings import SettingChanges
+from paceline.engine.training._driven_loop import DrivenLoop
 from paceline.engine.training._loop_hooks import LoopHooks
 from paceline.engine.training._registered_models import RegisteredModels
 from paceline.engine.training._training_callbacks import TrainingCallbacks
 from paceline.engine.training._training_fit import TrainingFit
-from paceline.engine.training._training_loop import TrainingLoop
 from paceline.engine.training._training_state import (
     TrainingState,
     has_same_size,
@@ -149,7 +149,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         stepper, grid = parts.stepper, parts.stepper.grid
         data = self._build_data()
         self.has_schedulers = bool(parts.lr_schedulers)
-        self.loop = parts.loop = TrainingLoop(self._core, self, data, stepper, position)
+        self.loop = parts.loop = DrivenLoop(self._core, self, data, stepper, position)
         schedulers = [entry.scheduler for entry in parts.lr_schedulers]
         self._state = self.state_type(
             stepper, schedulers, parts.reducers, self._core.distributed.rank
@@ -221,7 +221,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         self.piece_end = training.get("piece_end")
         for entry in parts.lr_schedulers:
             optimizer = entry.scheduler.optimizer
-            entry.num_seen_steps = parts.stepper.num_steps_of.get(id(optimizer), 0)
+            entry.go_on(parts.stepper.num_steps_of.get(id(optimizer), 0))
         is_same_size = has_same_size(training, size, parts.stepper.grid.tensor_size)
         self._state.restore_own(stored, self.loop, is_same_size=is_same_size)
 

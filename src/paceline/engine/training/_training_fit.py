@@ -1,8 +1,9 @@
 """A training by the loop, with its checkpoints, its progress and its best validation."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +13,9 @@ from paceline.engine.checkpoints._best_validation import BestValidation
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position, TrainUnit, end_of_piece
 from paceline.engine.schedule._training_schedule import Schedule, StopReason
+from paceline.engine.training._driven_loop import DrivenLoop
 from paceline.engine.training._length_progress import LengthProgress
 from paceline.engine.training._training_checkpoints import TrainingCheckpoints
-from paceline.engine.training._training_loop import TrainingLoop
 
 # Their times differ from run to run, so they stay apart from the metrics of training.
 _TIMINGS_GROUP = "profiling"
@@ -54,7 +55,7 @@ class TrainingFit(ABC):
             count.
     """
 
-    loop: TrainingLoop
+    loop: DrivenLoop
 
     def __init__(self, core: Context, on_stored: Callable[[str], None]) -> None:
         self.best_validation = BestValidation()
@@ -161,6 +162,39 @@ class TrainingFit(ABC):
             self.store()
         return reason
 
+    @contextmanager
+    def own_epoch(self, whole: TrainUnit | None) -> Iterator[Generator[Any, None, StopReason]]:
+        """Yield the shards of the rest of an epoch, for a loop of the user's own in the block.
+
+        A loop that is left before its end has ended the epoch. The generator returns why it ended;
+        if that is early, the state is stored.
+
+        Args:
+            whole: How long training is in all, if that is known.
+        """
+        self.set_training_mode()
+        shards = self._own_shards(whole)
+        with self.interrupt_watched(), closing(shards):
+            yield shards
+            state = inspect.getgeneratorstate(shards)
+            if state == inspect.GEN_SUSPENDED:
+                self.loop.is_left = True
+                next(shards, None)
+            if state != inspect.GEN_CREATED:
+                self.loop.end_epoch()
+
+    def _own_shards(self, whole: TrainUnit | None) -> Generator[Any, None, StopReason]:
+        self.piece_end, self.metrics = None, {}
+        self.loop.tracer = self.tracer
+        self.progress.begin(whole, self.loop)
+        reason = yield from self.loop.shards()
+        self.progress.note_reason(reason)
+        if reason.is_early:
+            self.store()
+            self._core.preempt.settle()
+            self.close()
+        return reason
+
     def store(self) -> None:
         """Store a checkpoint unless this step has one, and wait until it is there."""
         with self.loop.storing():
@@ -184,13 +218,14 @@ class TrainingFit(ABC):
         Args:
             sums: What collects metrics over the batches of training.
         """
-        collected = sums.state()
+        collected, modes = sums.state(), [(model, model.training) for model in self.models]
         sums.reset()
         for model in self.models:
             model.eval()
         yield
         sums.load_state(collected)
-        self.set_training_mode()
+        for model, is_training in modes:
+            model.train(is_training)
 
     def set_training_mode(self) -> None:
         """Have the models train."""

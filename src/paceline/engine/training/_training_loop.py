@@ -2,8 +2,8 @@
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from paceline.engine.loaders._worker_batches import worker_stream_batches
 from paceline.engine.metrics._weighted_means import WeightedMeans
 from paceline.engine.optimizer_steps._stepper import Stepper
 from paceline.engine.profiling._step_timeline import MOVE, REDUCE, WAIT, WHOLE
-from paceline.engine.profiling._step_timer import StepTimer
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.schedule._training_schedule import Schedule, StopReason
@@ -96,14 +95,24 @@ class TrainingLoop:
 
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
+        with self._running(saves_continuously=schedule.saves_continuously):
+            reason = self._run(schedule)
+            self.timeline.flush()
+        return reason
+
+    @contextmanager
+    def _running(self, *, saves_continuously: bool = False) -> Iterator[None]:
+        """Notice calls of the user's code within the block, and count its time as training."""
         self._stepper.calls.begin(self.data.num_shards)
         num_batches = self.position.batches
         try:
             tracing = nullcontext() if self.tracer is None else self.tracer.running(num_batches)
             with self._account.spent_on(TRAINING, num_batches), tracing:
-                reason = self._run(schedule)
-                self.timeline.flush()
-            return reason
+                self._stepper.timer = None
+                self.timeline.begin()
+                self._agreement.begin(saves_continuously=saves_continuously)
+                self._throughput.start(self.position)
+                yield
         except BaseException:
             # It is ahead of the position. And perhaps the checkpoint was not stored.
             self._iterator, self.last_checkpoint = None, None
@@ -113,10 +122,6 @@ class TrainingLoop:
             self._stepper.is_stop_requested = False
 
     def _run(self, schedule: Schedule) -> StopReason:
-        self._stepper.timer = None
-        self.timeline.begin()
-        self._agreement.begin(saves_continuously=schedule.saves_continuously)
-        self._throughput.start(self.position)
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
         if not is_reached:
@@ -201,6 +206,20 @@ class TrainingLoop:
 
     def _train_batch(self) -> bool:
         """Train one global batch; False when the data are empty."""
+        before, hooks, measured = self.position, self._loop_hooks, self._stepper.measured
+        for data, size in self.shards_of_batch():
+            with measured(MOVE):
+                data = hooks.to_device(data)
+            with measured(WHOLE):
+                metrics = hooks.train_shard(data, before)
+            self.means.add(metrics, size, before.batches)
+        return self.position is not before
+
+    def shards_of_batch(self) -> Iterator[tuple[Any, int]]:
+        """Yield this rank's shards of the next global batch and their sizes, then go beyond it.
+
+        Each is trained on before the next one is asked for. Without any data there is no batch.
+        """
         if self._reach_fault is not None:
             self._reach_fault("engine.batch")
         self._stepper.is_plain = False
@@ -212,7 +231,8 @@ class TrainingLoop:
             self._loop_hooks.epoch_started(position.epochs)
         order = self._order
         if order is None:
-            return self._train_stream_batch()
+            yield from self._shards_of_stream_batch()
+            return
         assert self._iterator is not None
         batch = position.batch_in_epoch
         sizes = order.sizes(batch, self.data.own_shards)
@@ -228,13 +248,13 @@ class TrainingLoop:
             sizes = [sum(sizes)]
         elif not self._is_alone:
             accumulation.is_even = bool(order.sizes(batch, self._shards_of_last_rank))
-        self._train_shards(self._iterator, sizes, num_window, is_window_end)
+        yield from self._weighted(self._iterator, sizes, num_window, is_window_end)
         self._advance(num_records, is_epoch_end=batch + 1 == self._num_epoch_batches)
-        return True
 
-    def _train_shards(
+    def _weighted(
         self, shards: Iterator[Any], sizes: list[int], num_window: int, is_window_end: bool
-    ) -> None:
+    ) -> Iterator[tuple[Any, int]]:
+        """Yield shards, each while its weight is that of the present backward pass."""
         accumulation, position = self._accumulation, self.position
         self.present = position
         self._stepper.calls.enter_batch()
@@ -248,12 +268,7 @@ class TrainingLoop:
             accumulation.is_boundary = is_window_end and index == last
             if not self._is_alone:
                 self._stepper.begin_shard()
-            data = self._throughput.wait_for(shards)
-            if timer is None:
-                metrics = self._loop_hooks.train_shard(self._loop_hooks.to_device(data), position)
-            else:
-                metrics = self._train_shard_timed(data, timer)
-            self.means.add(metrics, size, position.batches)
+            yield self._throughput.wait_for(shards), size
         if is_window_end and not accumulation.is_even:
             with self._stepper.measured(REDUCE):
                 if sizes:
@@ -265,8 +280,8 @@ class TrainingLoop:
             timer.add(WAIT, self._throughput.data_wait_s - self._wait_before_s)
             self.timeline.note_batch(position.batches + 1, timer)
 
-    def _train_stream_batch(self) -> bool:
-        """Train one batch of data that have no length: the epoch ends where all ranks' end.
+    def _shards_of_stream_batch(self) -> Iterator[tuple[Any, int]]:
+        """Yield those of data that have no length: the epoch ends where all ranks' end.
 
         Only these data cost an exchange per batch. Over a window of several batches, each batch
         counts alike, as the number of samples to come is not known.
@@ -274,13 +289,14 @@ class TrainingLoop:
         next_part = self._next_joined if self._stepper.is_divided else self._next_shards
         shards, sizes, num_records = next_part()
         if not num_records:
-            return self._end_stream()
+            if self.position.batch_in_epoch:
+                self._end_epoch()
+            return
         accumulation = self._accumulation
         is_window_end = accumulation.is_window_end(self.position.batches)
         num_window = num_records * (accumulation.frequency if accumulation.average else 1)
-        self._train_shards(iter(shards), sizes, num_window, is_window_end)
+        yield from self._weighted(iter(shards), sizes, num_window, is_window_end)
         self._advance(num_records, is_epoch_end=False)
-        return True
 
     def _next_shards(self) -> tuple[list[Any], list[int], int]:
         """Return this rank's shards of a stream, their sizes, and that of the global batch."""
@@ -301,15 +317,6 @@ class TrainingLoop:
         batch = self._throughput.wait_for(self._iterator)
         return ([], [], 0) if batch is None else ([batch.data], [batch.num_own], batch.num_all)
 
-    def _end_stream(self) -> bool:
-        epoch = self.position.epochs
-        if self.position.batch_in_epoch == 0:
-            return False
-        self._loop_hooks.epoch_ended(epoch)
-        self.position = self.position._replace(epochs=epoch + 1, batch_in_epoch=0)
-        self._iterator = None
-        return True
-
     def _advance(self, num_records: int, *, is_epoch_end: bool) -> None:
         batches, epochs, records, batch_in_epoch = self.position
         self.position = Position(batches + 1, epochs, records + num_records, batch_in_epoch + 1)
@@ -319,17 +326,13 @@ class TrainingLoop:
         if self._loop_hooks.has_schedulers:
             self._loop_hooks.after_batch(self.position)
         if is_epoch_end:
-            self._loop_hooks.epoch_ended(epochs)
-            self.position = self.position._replace(epochs=epochs + 1, batch_in_epoch=0)
-            self._iterator = None
+            self._end_epoch()
 
-    # ---- timing --------------------------------------------------------------------------
-
-    def _train_shard_timed(self, data: Any, timer: StepTimer) -> Mapping[str, Any]:
-        with timer.measure(MOVE):
-            data = self._loop_hooks.to_device(data)
-        with timer.measure(WHOLE):
-            return self._loop_hooks.train_shard(data, self.position)
+    def _end_epoch(self) -> None:
+        epoch = self.position.epochs
+        self._loop_hooks.epoch_ended(epoch)
+        self.position = self.position._replace(epochs=epoch + 1, batch_in_epoch=0)
+        self._iterator = None
 
     # ---- between batches -----------------------------------------------------------------
 

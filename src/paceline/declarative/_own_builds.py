@@ -1,0 +1,166 @@
+"""What is left to do after a `build_` method, which may be a subclass's own in plain PyTorch."""
+
+import inspect
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from paceline.declarative._earlier_names import earlier_attribute, refuse_methods_never_called
+from paceline.declarative._parts_from_config import (
+    clipping_of,
+    mixed_precision_policy_of,
+    scheduler_step_mode,
+)
+from paceline.declarative._saved_outputs import Outputs
+
+
+class OwnBuilds(Outputs):
+    """The part of a trainer that has the engine take what the `build_` methods have made.
+
+    Attributes:
+        scheduler: The scheduler of the learning rate, or None.
+        training_dataset: The data to train on.
+        validation_dataset: The data to validate on.
+        test_dataloader: The loader of the test data, or None.
+        iterations_per_epoch: The batches of an epoch over all processes.
+    """
+
+    scheduler: Any
+    training_dataset: Any
+    validation_dataset: Any
+    test_dataloader: Any
+    iterations_per_epoch: int
+    _encoder_name: str
+
+    def __getattr__(self, name: str) -> Any:
+        return earlier_attribute(self, name)
+
+    def forget_build(self) -> None:
+        """Forget what an earlier `build` has made, so that it does not pass for this one's.
+
+        Raises:
+            TypeError: A subclass has a method that would never be called.
+        """
+        refuse_methods_never_called(self)
+        made = ("context", "model", "optimizer", "rank", "num_processes", "iterations_per_epoch")
+        for name in (*made, "training_dataloader", "validation_dataloader"):
+            vars(self).pop(name, None)
+        self.scheduler = self.test_dataloader = None
+        self._encoder_name = ""
+
+    def require_built(self, name: str, kind: type) -> Any:
+        """Return what a `build_` method has made.
+
+        Raises:
+            TypeError: It has made none.
+        """
+        found = getattr(self, name, None)
+        if not isinstance(found, kind):
+            raise TypeError(
+                f"The `build_` methods must set `self.{name}` to an object of {kind.__name__}, but"
+                f" it is {'missing' if found is None else repr(type(found))}. Hint: call super() in"
+                " the method that overrides one."
+            )
+        return found
+
+    def check_device(self) -> None:
+        """Refuse another device than that of the run.
+
+        Raises:
+            ValueError: `build_device` has set one.
+        """
+        own, found = torch.device(self.device), self.context.device
+        if own.type != found.type or own.index not in (None, found.index):
+            raise ValueError(
+                f"`self.device` must be that of the run, {found}, but `build_device` has set {own}."
+                " Hint: `cpu_only` and CUDA_VISIBLE_DEVICES choose it."
+            )
+        self.device = found
+
+    def adopt_loaders(self) -> None:
+        """Check the loaders, and count the batches of an epoch."""
+        self.require_built("validation_dataloader", DataLoader)
+        loader = self.require_built("training_dataloader", DataLoader)
+        if "iterations_per_epoch" not in vars(self):
+            # Those of a stream are not known.
+            with suppress(TypeError):
+                # The last batch of an epoch may be smaller.
+                self.iterations_per_epoch = -(-len(loader) // self.context.num_shards)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Have the engine train a model, and return what is to be called."""
+        self._plain_model, parallel = model, self.configs.parallelization_params
+        return self.context.wrap_model(
+            model,
+            trainable_only=parallel.trainable_only,
+            shard_units=parallel.shard_units,
+            shard_precision=mixed_precision_policy_of(parallel),
+            gradient_checkpointing=parallel.gradient_checkpointing,
+            compile=parallel.compile,
+            tensor_plan=parallel.tensor_plan,
+        )
+
+    def adopt_model(self) -> None:
+        """Have the engine train the model, unless it does already."""
+        model = self.require_built("model", nn.Module)
+        known = self.context.models
+        if isinstance(model, DistributedDataParallel) and all(model is not each for each in known):
+            raise TypeError(
+                "`build_model` must leave the summing of gradients to the trainer, but has made a"
+                " DistributedDataParallel. Hint: `self.model` = the model itself."
+            )
+        self._plain_model = _inner(model)
+        if all(self._plain_model is not _inner(each) for each in known):
+            wrapped = self.wrap_model(self._plain_model)
+            self.model = model if isinstance(model, nn.DataParallel) else wrapped
+
+    def adopt_optimizer(self) -> None:
+        """Have the engine step the optimizer, unless it does already.
+
+        Raises:
+            TypeError: The optimizer needs a closure, and nobody has written one.
+        """
+        optimizer = self.require_built("optimizer", torch.optim.Optimizer)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        if needs_closure and not self.is_overridden("run_model_update_step", "run_training_epoch"):
+            raise TypeError(
+                f"{type(optimizer).__name__} needs a closure, which the usual step has none of."
+                " Hint: override `load_data_and_get_loss` to call self.optimizer.step(closure), and"
+                " `run_model_update_step` to do nothing."
+            )
+        if all(optimizer is not known for known in self.context.optimizers):
+            self.context.wrap_optimizer(optimizer)
+        self.clip_gradients = clipping_of(self.configs)
+
+    def adopt_scheduler(self) -> None:
+        """Have the engine step the scheduler at each `scheduler_step`, unless it does already."""
+        entries, scheduler = self.context.lr_schedulers, self.scheduler
+        if scheduler is not None and all(scheduler is not each.scheduler for each in entries):
+            mode = scheduler_step_mode(self.configs, scheduler)
+            self.context.wrap_lr_scheduler(scheduler, mode)
+        for entry in entries:
+            entry.give_way(is_alone=self.context.distributed.size == 1)
+
+    def make_dir(self) -> None:
+        """Make `model_save_dir`, on all ranks together."""
+        self._save_dir = Path(self.configs.model_save_dir)
+        if self.rank == 0:
+            self._save_dir.mkdir(parents=True, exist_ok=True)
+        self.barrier()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.context.distributed.allgather(None)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return a model without what wraps it."""
+    while isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        model = model.module
+    return model

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from fault_lab.nodes import NodeProcess
 
+from paceline.client import ApiError
 from paceline.runner import AttemptDirectory
+from paceline.storage import DirectoryStorage
 
 # Notes what it can reach, and waits until the file is there.
 SCRIPT = """
@@ -75,6 +77,94 @@ with det.core.init() as context:
     place.with_suffix(".part").rename(place)
     while not Path(os.environ["FOUND"], "gate").exists():
         time.sleep(0.02)
+    context.train.report_validation_metrics(1, {"loss": 1.0})
+"""
+# Tries links, forged records and FIFOs in a storage that it shares with the master, and notes what
+# it was given. `PRIVATE` and `SECRET` are a directory and a file of the master's user.
+ATTACK = """
+import json, os, time, urllib.error, urllib.parse, urllib.request
+from pathlib import Path
+
+import paceline as det
+from paceline.runner import AttemptDirectory
+
+directory = AttemptDirectory(Path(os.environ["PACELINE_RUN_DIR"]).parent)
+token, own = directory.read_spec().token, int(directory.path.name)
+home, private = Path(os.environ["MASTER_HOME"]), Path(os.environ["PRIVATE"])
+storage = Path(os.environ["STORAGE"])
+
+def ask(method, path, body=None, **query):
+    url = f"{os.environ['URL']}/api/v1/attempts/{own}/{path}?{urllib.parse.urlencode(query)}"
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        reply = urllib.request.urlopen(request, timeout=200)
+        return reply.status, reply.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")
+
+def piece(uuid, name):
+    return ask("GET", f"checkpoints/{uuid}/pieces", name=name, offset=0)
+
+def replace(path, make):
+    path.unlink()
+    make(path)
+
+found = {"uid": os.getuid()}
+with det.core.init() as context:
+    uuids = []
+    for step in (1, 2):
+        with context.checkpoint.store_path({"steps_completed": step}) as (path, uuid):
+            for name in ("link", "fifo", "hard"):
+                (path / name).write_text("mine")
+            (path / "deep").mkdir()
+            (path / "deep" / "token").write_text("mine")
+        uuids.append(uuid)
+    while ask("GET", f"checkpoints/{uuid}")[0] != 200:
+        time.sleep(0.02)
+    found["whole"] = piece(uuid, "deep/token")
+    place = storage / uuid
+    replace(place / "link", lambda path: path.symlink_to(home / "token"))
+    replace(place / "fifo", os.mkfifo)
+    found["link"], found["fifo"] = piece(uuid, "link"), piece(uuid, "fifo")
+    try:
+        replace(place / "hard", lambda path: os.link(os.environ["SECRET"], path))
+        found["hard"] = piece(uuid, "hard")
+    except PermissionError:
+        found["hard"] = 409, "The kernel forbids it."
+    (place / "deep").rename(place / "away")
+    (place / "deep").symlink_to(home)
+    found["folder"] = piece(uuid, "deep/token")
+    replace(place / "rank-0.done", lambda path: path.symlink_to(home / "token"))
+    found["done"] = ask("GET", f"checkpoints/{uuid}")
+    # The other checkpoint, by a link in place of its directory.
+    (storage / uuids[0]).rename(storage / "away")
+    (storage / uuids[0]).symlink_to(private / "checkpoint")
+    found["checkpoint"] = piece(uuids[0], "link")
+    for number, name in enumerate(("website", "checkpoint")):
+        record = {
+            "type": "checkpoint", "time": 1.0, "uuid": name, "steps_completed": 1, "metadata": {},
+            "resources": {"link": 4}, "storage": str(private),
+        }
+        batch = {"generation": 0, "rank": 2, "records": [[number, record]]}
+        found[f"forged {name}"] = ask("POST", "records", {"batches": [batch]})
+        found[name] = piece(name, "index.html")
+    (mark,) = storage.glob(".paceline-*")
+    for number in range(200):
+        (storage / f".{mark.name}.{os.environ['MASTER_PID']}.{number}").symlink_to(
+            private / "website" / "index.html"
+        )
+    replace(mark, os.mkfifo)
+    for name in (".open", ".incoming"):
+        (storage / name).symlink_to(private)
+    context.train.report_validation_metrics(2, {"loss": 1.0})
+Path(os.environ["FOUND"]).write_text(json.dumps(found))
+"""
+TRAIN = """
+import paceline as det
+
+with det.core.init() as context:
     context.train.report_validation_metrics(1, {"loss": 1.0})
 """
 USER_TOKEN = "secret-of-the-user"
@@ -256,3 +346,85 @@ def test_jobs_of_another_user_cannot_read_the_home_of_the_master(
         assert_no_process_shows(found, {USER_TOKEN}, above=node.process.pid)
         assert_no_requests_pass(found)
     assert_private(node.directory / "attempts")
+
+
+@pytest.fixture
+def free_hard_links() -> Iterator[None]:
+    """Let users make hard links to files that they cannot read, where this may be set."""
+    setting = Path("/proc/sys/fs/protected_hardlinks")
+    try:
+        before = setting.read_text()
+        setting.write_text("0")
+    except OSError:
+        # Then the job is not permitted to.
+        yield
+        return
+    yield
+    setting.write_text(before)
+
+
+def files_in(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("free_hard_links")
+def test_a_job_of_another_user_reaches_nothing_by_a_storage_that_it_shares_with_the_master(
+    node_of_another_user: Any,
+    open_place: Path,
+    write_context: Callable[..., Path],
+    wait_until: Callable[..., None],
+) -> None:
+    node = node_of_another_user
+    master, home = node.master, node.master.home
+    storage, private, found_path = (open_place / name for name in ("shared", "private", "found"))
+    storage.mkdir()
+    storage.chmod(0o777)
+    found_path.touch()
+    found_path.chmod(0o666)
+    (private / "website").mkdir(parents=True)
+    private.chmod(0o700)
+    (private / "website" / "index.html").write_text("precious")
+    (private / "website" / "manifest.json").write_text('{"name": "a web app"}')
+    other = DirectoryStorage(private)
+    with other.store_path("checkpoint") as path:
+        (path / "link").write_text("the master's")
+    other.commit("checkpoint", {"steps_completed": 1})
+    secret = open_place / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("the secret of the master's user")
+    kept = files_in(private)
+    variables = {
+        "URL": master.client().url, "MASTER_HOME": str(home), "STORAGE": str(storage),
+        "PRIVATE": str(private), "SECRET": str(secret), "FOUND": str(found_path),
+        "MASTER_PID": str(json.loads((home / "master.json").read_text())["pid"]),
+    }  # fmt: skip
+    rules = {"save_trial_best": 0, "save_trial_latest": 0}
+    config: dict[str, Any] = {
+        "entrypoint": "python3 train.py", "max_restarts": 0,
+        "searcher": {"name": "single", "metric": "loss"},
+        "environment": {"variables": variables},
+        "checkpoint_storage": {"type": "directory", "path": str(storage)} | rules,
+    }  # fmt: skip
+    wait_until(lambda: master.client().slots())
+    attack = master.client().create_experiment(config, write_context(ATTACK))
+    wait_until(lambda: attack.reload().data.ended_at)
+    logs = [line.text for trial in attack.trials() for line in trial.iter_logs()]
+    assert attack.state.value == "COMPLETED", logs
+    found = json.loads(found_path.read_text())
+    assert (found.pop("uid"), found.pop("whole")) == (OTHER_UID, [200, "mine"])
+    for text in (secret.read_text(), (home / "token").read_text().strip(), "the master's"):
+        assert text not in str(found)
+    assert {found.pop(f"forged {name}")[0] for name in ("website", "checkpoint")} == {200}
+    assert {name: status for name, (status, _) in found.items() if status != 409} == {}
+    # The next launch marks the storage again, and the retention of both experiments deletes.
+    after = master.client().create_experiment(config, write_context(TRAIN, "after"))
+    wait_until(lambda: after.reload().data.ended_at)
+    assert after.state.value == "COMPLETED"
+    for checkpoint in attack.checkpoints():
+        if checkpoint.data.state.value == "COMPLETED":
+            with pytest.raises(ApiError, match="409|must|not deleted"):
+                checkpoint.delete()
+    assert files_in(private) == kept
+    assert sorted(os.listdir(private)) == ["checkpoint", "website"]
+    assert secret.read_text() == "the secret of the master's user"
+    assert "Traceback" not in (home / "master.log").read_text()

@@ -6,6 +6,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from paceline._atomic_files import replacing_below
+from paceline._regular_files import opened_directory
+
 logger = logging.getLogger(__name__)
 
 # So much is left of the limit when the oldest pieces are removed.
@@ -43,16 +46,16 @@ class DiskCache:
         if len(data) > self._limit_bytes:
             return
         path = self._path(key)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             if self._num_bytes is None:
                 self._num_bytes = sum(size for _, size, _ in self._pieces())
-            partial.write_bytes(data)
-            partial.replace(path)
+            with (
+                opened_directory(self._directory) as directory,
+                replacing_below(directory, path.name) as file,
+            ):
+                file.write(data)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("Pieces of files are not kept in %s: %s.", self._directory, error)

@@ -13,6 +13,8 @@ from stat import S_ISREG
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from paceline._atomic_files import replacing_below
+from paceline._regular_files import opened_directory
 from paceline._waiting import sleep
 from paceline.data._disk_cache import DiskCache
 from paceline.data._errors import DataChangedError, DataError, DataNotFoundError
@@ -155,9 +157,11 @@ class DirectoryLocation(FileLocation):
         """Write a small file, so that nobody sees a part of it."""
         path = self._path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_bytes(data)
-        partial.replace(path)
+        with (
+            opened_directory(path.parent) as directory,
+            replacing_below(directory, path.name) as file,
+        ):
+            file.write(data)
 
 
 class ObjectLocation(FileLocation):

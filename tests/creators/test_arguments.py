@@ -55,6 +55,7 @@ def unknown_name(config: Any, net: Any) -> None: ...
         ({"use_fp16": "fp8"}, ValueError, "`use_fp16` must be True, False or 'bf16'"),
         ({"apex_args": "O1"}, ValueError, "`apex_args` must be a dictionary, but got str"),
         ({"num_cpus_per_worker": 9999}, ResourcesError, "need 9999 CPU core"),
+        ({"num_replicas": 9999, "batch_size": 9999}, ResourcesError, "but 9999 are asked for"),
         ({"run_dir": "s3://bucket/x"}, ValueError, "`run_dir` must be a directory of this machine"),
         ({"checkpoint_storage": "s3://"}, ValueError, "must be like s3://bucket/prefix"),
         ({"data_loader_args": {}}, DeprecationWarning, "Hint: give `dataloader_config`"),
@@ -69,6 +70,16 @@ def test_wrong_arguments_are_refused_by_name(
 ) -> None:
     with pytest.raises(kind, match=text):
         make(**given)
+
+
+def test_a_gpu_that_this_machine_lacks_is_refused_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # The initialization hook would be the first that workers do.
+    with pytest.raises(ResourcesError, match="With `use_gpu=True` each worker needs a GPU") as info:
+        make(use_gpu=True, initialization_hook=lambda: 1 / 0)
+    assert info.value.__cause__ is None
 
 
 def test_a_worker_must_not_start_workers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline import core, pytorch
-from paceline.workers import WorkerFailedError
+from paceline.workers import ResourcesError, WorkerFailedError
 
 Start = Callable[..., Any]
 
@@ -206,6 +206,11 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         pytorch.launch(main, num_workers)
+
+
+def test_far_more_processes_than_cores_are_refused_before_any_starts() -> None:
+    with pytest.raises(ResourcesError, match="but 9999 are asked for"):
+        pytorch.launch(print, 9999)
 
 
 def test_a_worker_launches_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:

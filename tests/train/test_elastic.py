@@ -217,6 +217,13 @@ def test_many_workers_for_few_cores_are_warned_of(caplog: pytest.LogCaptureFixtu
     assert f"{4 * num_cores + 1} workers are to share {num_cores} CPU core(s)" in caplog.text
 
 
+def test_far_more_workers_than_cores_are_refused_before_any_starts() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    train.Trainer(num_workers=16 * num_cores)
+    with pytest.raises(train.ResourcesError, match=f"but {16 * num_cores + 1} are asked for"):
+        train.Trainer(num_workers=16 * num_cores + 1)
+
+
 def test_nccl_is_refused_for_workers_that_share_gpus() -> None:
     with pytest.raises(ValueError, match=r"whole number with the backend NCCL, .* but got 0\.5"):
         train.Trainer(2, gpus_per_worker=0.5, backend_config=train.TorchConfig(backend="nccl"))

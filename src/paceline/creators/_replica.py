@@ -13,7 +13,7 @@ from paceline.creators._default_functions import (
 )
 from paceline.creators._function_parameters import GivenParameters, HookWorker, call_hook, call_with
 from paceline.creators._replica_data import creators_config, data_position_in, make_replica_loaders
-from paceline.creators._replica_spec import ReplicaPassOrder, ReplicaSpec
+from paceline.creators._replica_spec import ReplicaPassOrder, ReplicaSpec, check_gpu
 from paceline.engine import (
     DataPosition,
     GradientSync,
@@ -40,7 +40,7 @@ from paceline.engine import (
     use_own_device,
     whole_model,
 )
-from paceline.workers import ResourcesError, join_process_group, write_part
+from paceline.workers import join_process_group, write_part
 
 
 class Replica:
@@ -66,11 +66,8 @@ class Replica:
         if spec.initialization_hook is not None:
             call_hook(spec.initialization_hook, worker)
         self.device = use_own_device(worker.local_rank, gpus_per_rank=None if spec.use_gpu else 0)
-        if spec.use_gpu is True and self.device.type != "cuda":
-            raise ResourcesError(
-                "With `use_gpu=True` each worker needs a GPU, but there is none. Hint:"
-                " use_gpu='auto'."
-            )
+        if spec.use_gpu is True:
+            check_gpu(has_gpu=self.device.type == "cuda")
         seed_everything(spec.seed)
         self._make()
         # Slow creators must not count against the time that ranks wait for each other.

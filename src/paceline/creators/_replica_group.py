@@ -1,8 +1,9 @@
 """The workers of a trainer: formed, formed again, and called."""
 
 from paceline.creators import _replica_functions
-from paceline.creators._replica_spec import ReplicaSpec
+from paceline.creators._replica_spec import ReplicaSpec, check_gpu
 from paceline.engine import join_pass_state, split_pass_state
+from paceline.gpus import num_visible_gpus
 from paceline.workers import (
     ElasticLimits,
     RecoveringGroup,
@@ -40,6 +41,8 @@ class ReplicaGroup(RecoveringGroup):
         self._spec = spec
         if self.is_local:
             settings.resources.check_cores(settings.num_workers, "num_cpus_per_worker")
+            if spec.use_gpu is True:
+                check_gpu(has_gpu=num_visible_gpus() > 0)
         # A Ray cluster refuses here what it can never run.
         self._made_pool = self._make_pool()
 

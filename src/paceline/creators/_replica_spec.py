@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paceline.engine import ShardUnits
+from paceline.workers import ResourcesError
 
 BATCH_SIZE = "*batch_size"
 """The key of a config under which creators find the batch size of one worker.
@@ -77,3 +78,15 @@ class ReplicaPassOrder(NamedTuple):
     info: dict[str, Any]
     wants_state: bool = False
     progress_path: str | None = None
+
+
+def check_gpu(*, has_gpu: bool) -> None:
+    """Require a GPU for `use_gpu=True`.
+
+    Raises:
+        ResourcesError: There is none.
+    """
+    if not has_gpu:
+        raise ResourcesError(
+            "With `use_gpu=True` each worker needs a GPU, but there is none. Hint: use_gpu='auto'."
+        )

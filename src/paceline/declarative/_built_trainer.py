@@ -37,7 +37,7 @@ from paceline.declarative._run_files import (
     load_weights,
     read_state,
 )
-from paceline.engine import form_of, loader_of, mover_to, split
+from paceline.engine import check_same_data, form_of, loader_of, mover_to, split
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class BuiltTrainer(OwnBuilds):
             self.check_device()
             self._take_datasets()
             self.build_split_datasets()
+            self._check_same_data()
             self.build_dataloaders()
             self.adopt_loaders()
             self.build_model()
@@ -232,6 +233,14 @@ class BuiltTrainer(OwnBuilds):
         self.training_dataset = configs.training_dataset
         self.validation_dataset = configs.validation_dataset
         self.test_dataset = configs.test_dataset
+
+    def _check_same_data(self) -> None:
+        """Refuse a split that depends on the rank, before anything is made of it."""
+        parts = ("training", "validation", "test")
+        check_same_data(
+            self.context.core.distributed,
+            {part: getattr(self, f"{part}_dataset") for part in parts},
+        )
 
     def build_dataloaders(self) -> None:
         """Make the loaders; a batch is what one process trains on."""

@@ -51,6 +51,7 @@ from paceline.engine.gradients._gradient_sync import GradientSync
 from paceline.engine.gradients._loss_weights import Accumulation
 from paceline.engine.loaders._epoch_order import EpochOrder, shards_of_worker, shuffled_indices
 from paceline.engine.loaders._node_data_lock import node_data_lock
+from paceline.engine.loaders._same_data import check_same_data
 from paceline.engine.loaders._sample_collation import collate_of, form_of, loader_of, split
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
@@ -246,6 +247,7 @@ __all__ = [
     "capture_pass_state",
     "capture_random_state",
     "check_plan",
+    "check_same_data",
     "check_shard_precision",
     "check_whole",
     "checked_budget",

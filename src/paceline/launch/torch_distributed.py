@@ -36,11 +36,13 @@ from paceline.workers import (
     NotEnoughWorkersError,
     PortReservation,
     ProgramPool,
+    ResourcesError,
     RestartPolicy,
     WorkerCommand,
     WorkerFailedError,
     WorkerStartError,
     WorkerVariables,
+    check_crowd,
     is_port_free,
     num_cores,
     sweeping_after_kill,
@@ -238,6 +240,10 @@ def _worker_limits(
 
 def _num_workers(wanted: int | str | None) -> int:
     if isinstance(wanted, int):
+        try:
+            check_crowd(wanted)
+        except ResourcesError as error:
+            raise LaunchArgumentError(f"`--nproc-per-node {wanted}`: {error}") from error
         return wanted
     if wanted is None:
         return _slots_held()

@@ -46,6 +46,7 @@ from paceline.workers._restart_policy import RestartPolicy
 from paceline.workers._worker_resources import (
     WorkerResources,
     WorkerSettings,
+    check_crowd,
     checked_resources,
     chosen_cluster,
 )
@@ -167,6 +168,7 @@ __all__ = [
     "WorkerVariables",
     "WorkersLostError",
     "call_in_workers",
+    "check_crowd",
     "check_ray_data",
     "checked_resources",
     "chosen_cluster",

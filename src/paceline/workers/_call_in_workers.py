@@ -7,6 +7,7 @@ from typing import Any
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._launch_run import LaunchGroup, LaunchRun
 from paceline.workers._restart_policy import RestartPolicy
+from paceline.workers._worker_resources import check_crowd
 from paceline.workers.pools._local_pool import LocalPool
 from paceline.workers.pools._served_pool import ServedPool, pack_call
 from paceline.workers.pools._shared_buffer_cache import SharedBuffers
@@ -46,12 +47,15 @@ def call_in_workers(
 
     Raises:
         NotSendableError: The function, an argument or a value that it returned cannot be pickled.
+        ResourcesError: There are far more workers than cores of this machine.
         CollectiveMismatchError: Ranks wait in a collective operation that others do not join.
         WorkerFailedError: A worker was ended by a signal, hung or left by `sys.exit()`.
         WorkerStartError: A worker cannot be started.
         Exception: What the function raised on the rank that failed first, with the traceback of
             that rank as its cause.
     """
+
+    check_crowd(num_workers)
 
     def make_pool() -> ServedPool:
         return LocalPool(

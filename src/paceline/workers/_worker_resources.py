@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # How many workers for each core are more than a test would have.
 _CROWD = 4
+# So many cannot be started in a time that anybody would wait for.
+_MOST = 16
 _NAMES = {"CPU": "cpus_per_worker", "GPU": "gpus_per_worker"}
 
 
@@ -76,6 +78,8 @@ class WorkerResources(NamedTuple):
         Raises:
             ResourcesError: They want more than there are.
         """
+        if self.cpus is None:
+            check_crowd(num_workers)
         if self.cpus is None and num_workers > _CROWD * num_cores():
             logger.warning(
                 "%d workers are to share %d CPU core(s), so each gets little time. Hint: fewer"
@@ -94,6 +98,21 @@ class WorkerResources(NamedTuple):
         if self.gpus:
             fitting.append(int(num_visible_gpus() // self.gpus))
         return min(fitting)
+
+
+def check_crowd(num_workers: int) -> None:
+    """Check that this machine can start so many processes in a bearable time.
+
+    Raises:
+        ResourcesError: There are far more than its cores.
+    """
+    most = _MOST * num_cores()
+    if num_workers > most:
+        raise ResourcesError(
+            f"At most {_MOST} workers for each CPU core can be started, which is {most} on this"
+            f" machine with {num_cores()} core(s), but {num_workers} are asked for. Hint: fewer"
+            " workers, or a cluster with more cores."
+        )
 
 
 @dataclass(slots=True, kw_only=True)

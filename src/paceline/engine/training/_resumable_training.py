@@ -17,6 +17,7 @@ from paceline.engine.checkpoints._state_of_earlier_run import EarlierState
 from paceline.engine.devices._data_to_device import mover_to
 from paceline.engine.devices._random_generators import restore_random_state, seed_everything
 from paceline.engine.loaders._epoch_order import shards_of_worker
+from paceline.engine.loaders._same_data import check_same_data
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position
@@ -177,6 +178,8 @@ class ResumableTraining(TrainingFit, LoopHooks):
                 grid.data_size,
             )
         loader, self._validation_loader = self.make_loaders()
+        loaders = {"training": loader, "validation": self._validation_loader}
+        check_same_data(self._core.distributed, loaders)
         data = ShardedData(
             loader,
             num_shards=parts.num_shards,

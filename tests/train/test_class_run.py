@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, train
 from paceline.journal import RunDirectory
-from paceline.workers import WorkerFailedError
+from paceline.workers import CollectiveMismatchError, WorkerFailedError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -118,6 +118,18 @@ def test_instances_train_together_and_their_reports_are_those_of_a_run(num_worke
         (weights,) = alone.execute(lambda fit: fit.weights())
     # The seed of the model is that of rank 0.
     torch.testing.assert_close(first, weights)
+
+
+@pytest.mark.parametrize("alone", [0, 2])
+def test_a_method_that_needs_all_ranks_is_named_when_one_runs_it_alone(alone: int) -> None:
+    with train.Trainer(num_workers=3) as trainer:
+        trainer.start(Fit)
+        others = [rank for rank in range(3) if rank != alone]
+        with pytest.raises(
+            CollectiveMismatchError,
+            match=rf"Rank {alone} waits in .* but ranks {others[0]} and {others[1]} have returned",
+        ):
+            trainer.execute_single(lambda fit: fit.train(), rank=alone)
 
 
 def test_an_instance_in_the_driver_reports_to_the_run() -> None:

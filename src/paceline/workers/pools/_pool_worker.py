@@ -138,13 +138,16 @@ def fold_worker_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[
 
 
 def observations_of_workers(call: PendingCall, workers: Sequence[PoolWorker]) -> list[WatchedRank]:
-    """Return what is known of all ranks of a call."""
-    return [
-        WatchedRank(
-            rank=worker.rank,
-            has_returned=call.has_returned(worker.rank) and not worker.is_busy,
-            progress=worker.progress,
-        )
-        for worker in workers
-        if worker.rank in call.ranks
-    ]
+    """Return what is known of all ranks of a call.
+
+    A call of one rank waits for nobody, unless it needs the others: these count as returned then.
+    """
+    is_alone = len(call.ranks) == 1
+    observations = []
+    for worker in workers:
+        if worker.rank in call.ranks:
+            has_returned = call.has_returned(worker.rank) and not worker.is_busy
+            observations.append(WatchedRank(worker.rank, has_returned, worker.progress))
+        elif is_alone and not worker.is_busy:
+            observations.append(WatchedRank(worker.rank, True, Progress(num_collectives=0)))
+    return observations

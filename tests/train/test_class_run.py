@@ -274,3 +274,36 @@ def test_processes_of_a_launcher_are_the_workers_of_a_class(run_python: RunPytho
     assert lines == [f"{rank} {{'rank': {rank}, 'size': 3}}" for rank in range(3)]
     (path,) = Path("paceline_runs").iterdir()
     assert core.summarize_run(path).state is core.RunState.COMPLETED
+
+
+def test_a_class_and_runs_share_the_run_directory_of_a_master(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with core.init(name="prepared") as context:
+        path = context.run_dir
+    monkeypatch.setenv("PACELINE_RUN_DIR", str(path))
+    with train.Trainer(num_workers=2) as trainer:
+        trainer.start(Saving)
+        assert trainer.execute(lambda saving: saving.save()) == [1, 1]
+        assert list(trainer.run(lambda: train.report(number=7))) == [None, None]
+        with pytest.raises(WorkerFailedError):
+            trainer.execute_single(lambda _: os.kill(os.getpid(), signal.SIGKILL), rank=1)
+        # The generation of the run in between is not taken twice.
+        assert trainer.execute(lambda saving: saving.save()) == [2, 2]
+        assert trainer.run_dir == path
+    rows = core.read_metrics(RunDirectory(path), "training")
+    assert [row.metrics["number"] for row in rows] == [1, 7, 2]
+
+
+def test_handles_call_methods_of_the_instances() -> None:
+    trainer = train.Trainer(num_workers=2)
+    handles = trainer.to_worker_group(Fit, batch_size=3)
+    assert [handle.train() for handle in handles[:0]] == []
+    assert len(handles) == 2
+    seen = handles.execute(lambda fit: fit.train())
+    assert sorted(sum(seen, [])) == X[:, 0].tolist()
+    first, second = (handle.weights() for handle in handles)
+    assert first == second
+    handles.shutdown()
+    assert trainer.run_dir is not None
+    assert core.summarize_run(trainer.run_dir).state is core.RunState.COMPLETED

@@ -401,6 +401,12 @@ def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--nproc-per-node" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wanted", [9999, (9999, 99999)])
+def test_far_more_workers_than_cores_are_refused(wanted: int | tuple[int, int]) -> None:
+    with pytest.raises(LaunchArgumentError, match="is too large. .* but 9999 are asked for"):
+        torch_distributed._worker_limits(wanted, 1)
+
+
 @pytest.mark.parametrize(
     ("visible", "number"),
     [("0,1", 2), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-a,GPU-b", 2), ("0,1,2,3", 3), (None, 3)],

@@ -224,6 +224,11 @@ def test_far_more_workers_than_cores_are_refused_before_any_starts() -> None:
         train.Trainer(num_workers=16 * num_cores + 1)
 
 
+def test_an_elastic_group_starts_no_more_than_the_machine_can() -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    assert train.Trainer(num_workers=(1, 16 * num_cores + 1)).num_workers == 16 * num_cores
+
+
 def test_nccl_is_refused_for_workers_that_share_gpus() -> None:
     with pytest.raises(ValueError, match=r"whole number with the backend NCCL, .* but got 0\.5"):
         train.Trainer(2, gpus_per_worker=0.5, backend_config=train.TorchConfig(backend="nccl"))

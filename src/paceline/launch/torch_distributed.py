@@ -228,6 +228,7 @@ def _worker_limits(
     """Return how many workers there may be, and what tells how many could run."""
     if isinstance(wanted, tuple):
         least, most = wanted
+        _check_crowd(least)
         bounds = (least, max(least, most - most % tensor_size))
         # Several workers can share a core, but not a GPU.
         limits = ElasticLimits.of(bounds, multiple=tensor_size)
@@ -238,12 +239,16 @@ def _worker_limits(
     return ElasticLimits.of(number), lambda: number
 
 
+def _check_crowd(num_workers: int) -> None:
+    try:
+        check_crowd(num_workers)
+    except ResourcesError as error:
+        raise LaunchArgumentError(f"`--nproc-per-node` is too large. {error}") from error
+
+
 def _num_workers(wanted: int | str | None) -> int:
     if isinstance(wanted, int):
-        try:
-            check_crowd(wanted)
-        except ResourcesError as error:
-            raise LaunchArgumentError(f"`--nproc-per-node {wanted}`: {error}") from error
+        _check_crowd(wanted)
         return wanted
     if wanted is None:
         return _slots_held()

@@ -100,13 +100,18 @@ class WorkerResources(NamedTuple):
         return min(fitting)
 
 
+def most_startable() -> int:
+    """Return how many processes this machine can start in a bearable time."""
+    return _MOST * num_cores()
+
+
 def check_crowd(num_workers: int) -> None:
     """Check that this machine can start so many processes in a bearable time.
 
     Raises:
         ResourcesError: There are far more than its cores.
     """
-    most = _MOST * num_cores()
+    most = most_startable()
     if num_workers > most:
         raise ResourcesError(
             f"At most {_MOST} workers for each CPU core can be started, which is {most} on this"

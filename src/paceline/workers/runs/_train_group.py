@@ -11,6 +11,7 @@ from paceline.gpus import num_visible_gpus
 from paceline.workers._elastic_group import ElasticGroup
 from paceline.workers._elastic_size import ElasticLimits
 from paceline.workers._restart_policy import RestartPolicy
+from paceline.workers._worker_resources import most_startable
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._worker_pool import WorkerPool
@@ -137,8 +138,10 @@ class TrainGroup(ElasticGroup):
             # What this machine has was checked when the trainer was made.
             return self._limits.least
         capacity = super()._capacity()
-        if capacity == sys.maxsize and self._limits.most == math.inf:
-            capacity = max(self._limits.least, num_visible_gpus() or num_cores())
+        if capacity == sys.maxsize:
+            is_open = self._limits.most == math.inf
+            most = (num_visible_gpus() or num_cores()) if is_open else most_startable()
+            capacity = max(self._limits.least, most)
         return capacity if ask is None else min(capacity, ask())
 
     def stop(self, *, force: bool = False) -> None:

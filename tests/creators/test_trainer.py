@@ -15,7 +15,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.creators import BATCH_SIZE, CheckpointCorruptError, PyTorchTrainer, StateFormatError
+from paceline.creators import (
+    BATCH_SIZE,
+    CheckpointCorruptError,
+    NonFiniteError,
+    PyTorchTrainer,
+    StateFormatError,
+)
 from paceline.storage import storage_from
 
 # The workers cannot import the tests.
@@ -581,3 +587,19 @@ def test_layers_thawed_in_a_pass_stay_so_and_layers_built_frozen_are_named(
     with make(**given, config={"frozen": [0]}) as fourth:
         fourth.load_state_dict(state)
         assert trained_layers(fourth) == [False, True]
+
+
+def nan_at(config: dict[str, Any]) -> Any:
+    x = X.clone()
+    x[30] = config.get("value", float("nan"))
+    return DataLoader(TensorDataset(x, X.sum(1, keepdim=True)), batch_size=4)
+
+
+def test_a_loss_that_is_not_finite_ends_the_pass_unless_that_is_turned_off() -> None:
+    with (
+        make(num_workers=2, data_creator=nan_at) as trainer,
+        pytest.raises(NonFiniteError, match="'train_loss' must be finite.* rank 1 at batch 3"),
+    ):
+        trainer.train()
+    with make(num_workers=1, data_creator=nan_at, stop_on_nan=False) as trainer:
+        assert trainer.train()["batch_count"] == 13

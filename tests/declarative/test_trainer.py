@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline.core import RunState, list_runs, read_metrics
+from paceline.core import NonFiniteError, RunState, list_runs, read_metrics
 from paceline.declarative import LossTracker, ModelParameters, Trainer, TrainingConfig
 from paceline.journal import RunDirectory
 from paceline.pytorch import CheckpointMismatchError
@@ -70,6 +70,38 @@ def one_weight(**changes: Any) -> TrainingConfig:
         "num_epochs": 1,
     }
     return TrainingConfig(**{**fields, **changes})
+
+
+# ---- losses that are not finite, and files of earlier runs ------------------------------------
+
+
+def never(pred: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return pred.mean() * math.nan
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_no_model_of_an_earlier_one() -> None:
+    trained(one_weight(model_save_dir="out"))
+    earlier = Path("out", "best_model.pth").read_bytes()
+    with pytest.raises(NonFiniteError, match="'loss' must be finite.* rank 0 at batch 0"):
+        trained(one_weight(model_save_dir="out", loss_function=never))
+    assert not Path("out", "best_model.pth").exists()
+    assert not Path("out", "final_model.pth").exists()
+    assert Path("out", "earlier_run_1", "best_model.pth").read_bytes() == earlier
+
+
+def test_training_goes_on_with_nan_if_that_is_wanted() -> None:
+    tracker = trained(one_weight(loss_function=never, stop_on_nan=False)).loss_tracker
+    assert math.isnan(tracker["loss"][0])
+
+
+def test_a_run_that_goes_on_keeps_its_files_and_another_one_moves_them() -> None:
+    trained(one_weight(model_save_dir="out"))
+    trained(one_weight(model_save_dir="out", checkpoint_dir="out", num_epochs=2))
+    assert not Path("out", "earlier_run_1").exists()
+    best = str(Path("out", "best_model.pth"))
+    trained(one_weight(model_save_dir="out", pretrained_model_path=best))
+    moved = {path.name for path in Path("out", "earlier_run_1").iterdir()}
+    assert moved == {"checkpoint_model.pth", "final_model.pth", "training_info.txt"}
 
 
 # ---- what training computes ------------------------------------------------------------------

@@ -375,20 +375,28 @@ def broken_at(batch: int) -> Callable[[OneWeight, torch.Tensor, int], Any]:
     return train
 
 
-def test_nan_stops_training_before_a_checkpoint_if_wanted(make: Make) -> None:
+def test_nan_stops_training_before_a_checkpoint(make: Make) -> None:
     trial, trainer = make({"train": broken_at(3)})
     with pytest.raises(pytorch.NonFiniteError, match="'loss' must be finite.* rank 0 at batch 3"):
-        trainer.fit(
-            max_length=pytorch.Batch(6), checkpoint_period=pytorch.Batch(2), stop_on_nan=True
-        )
+        trainer.fit(max_length=pytorch.Batch(6), checkpoint_period=pytorch.Batch(2))
     latest = trial.context.core.checkpoint.latest
     assert latest is not None
     assert trial.context.core.checkpoint.get_metadata(latest)["steps_completed"] == 2
 
 
-def test_nan_is_reported_and_training_goes_on_by_default(make: Make) -> None:
+def test_nan_stops_a_piece_unless_that_is_turned_off(make: Make) -> None:
+    _, trainer = make({"train": broken_at(3)})
+    with pytest.raises(pytorch.NonFiniteError, match="rank 0 at batch 3"):
+        trainer.train_for(pytorch.Batch(6))
+    _, trainer = make({"train": broken_at(3)})
+    assert math.isnan(trainer.train_for(pytorch.Batch(6), stop_on_nan=False)["loss"])
+
+
+def test_nan_is_reported_and_training_goes_on_if_that_is_wanted(make: Make) -> None:
     trial, trainer = make({"train": broken_at(3)})
-    result = trainer.fit(max_length=pytorch.Batch(6), reporting_period=pytorch.Batch(2))
+    result = trainer.fit(
+        max_length=pytorch.Batch(6), reporting_period=pytorch.Batch(2), stop_on_nan=False
+    )
     assert result.steps_completed == 6
     losses = {step: row["loss"] for step, row in rows(trial, "training").items()}
     assert [math.isnan(loss) for loss in losses.values()] == [False, True, False]

@@ -39,6 +39,7 @@ from paceline.core._errors import (
     DistributedTimeoutError,
     GivenUpError,
     InvalidHP,
+    NonFiniteError,
     NotOfferedError,
     PreemptedError,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "MetricPoint",
     "MetricsRow",
     "NodeStorage",
+    "NonFiniteError",
     "NotOfferedError",
     "OpenedRun",
     "Outcome",

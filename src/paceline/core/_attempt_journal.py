@@ -15,6 +15,7 @@ from paceline.core._errors import (
     DistributedPeerError,
     GivenUpError,
     InvalidHP,
+    NonFiniteError,
     PreemptedError,
 )
 from paceline.core._notices_to_parent import tell_run_began, tell_run_completed
@@ -22,6 +23,7 @@ from paceline.core._open_run import OpenedRun
 from paceline.core._run_summaries import summarize_run
 from paceline.core._time_account import TimeEvent
 from paceline.journal import (
+    DIVERGED,
     RESTART_CAUSES_VARIABLE,
     RUN_DIRECTORY_VARIABLE,
     AttemptFinished,
@@ -192,6 +194,8 @@ def end_journal(
     if outcome is Outcome.INVALID_HP:
         reason = EarlyExitReason.INVALID_HP.value
         journal.append(EarlyExitReported(time=time.time(), reason=reason))
+    if isinstance(error, NonFiniteError):
+        journal.append(EarlyExitReported(time=time.time(), reason=DIVERGED))
     if outcome is Outcome.PREEMPTED and isinstance(error, PreemptedError):
         journal.append(PreemptionAcknowledged(time=time.time()))
     is_told = error is not None and outcome in (Outcome.ERROR, Outcome.INVALID_HP)

@@ -2,6 +2,7 @@
 
 NotOfferedError (a NotImplementedError)
 InvalidHP
+NonFiniteError (an ArithmeticError)
 GivenUpError (a RuntimeError)
 DistributedError (a RuntimeError)
 ├── DistributedTimeoutError (also a TimeoutError)
@@ -10,6 +11,7 @@ CollectiveMismatchError (a RuntimeError)
 """
 
 from paceline._errors import CollectiveMismatchError as CollectiveMismatchError
+from paceline._errors import PicklableError
 
 
 class NotOfferedError(NotImplementedError):
@@ -22,6 +24,19 @@ class InvalidHP(Exception):
     The trial ends as "invalid_hp" without a restart, and the process exits with code 0. An
     experiment whose trials all end so has failed.
     """
+
+
+class NonFiniteError(PicklableError, ArithmeticError):
+    """Raised when the training loss is NaN or infinite, and training is to stop then.
+
+    A trial of a search ends as "diverged", without a restart. `rank` and `batch` tell where it
+    began.
+    """
+
+    def __init__(self, message: str, *, rank: int = 0, batch: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.batch = batch
 
 
 class DistributedError(RuntimeError):

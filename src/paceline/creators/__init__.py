@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from paceline.core import NonFiniteError
 from paceline.creators._function_parameters import HookWorker
 from paceline.creators._pytorch_trainer import PyTorchTrainer
 from paceline.creators._replica_spec import BATCH_SIZE
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointCorruptError",
     "HookWorker",
     "NodesDifferError",
+    "NonFiniteError",
     "NotEnoughWorkersError",
     "NotSendableError",
     "Pass",

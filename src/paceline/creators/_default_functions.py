@@ -17,23 +17,24 @@ def train_one_model(
     measure: Measure | None,
     *,
     steps_scheduler: bool,
+    means: LocalMeans,
 ) -> dict[str, Any]:
     """Train one model on the batches of a pass, each ``(*features, target)``.
 
     Raises:
+        NonFiniteError: A loss was not finite and training is to stop then.
         ValueError: There are several models, optimizers or schedulers.
     """
     _check_single(given, "train_function")
     is_plain = measure is None and precision is Precision.FP32
     step = _plain_step(given) if is_plain else _measured_step(given, precision, measure)
-    means = LocalMeans()
     given.optimizers.zero_grad()
-    for batch in batches:
+    for number, batch in enumerate(batches, given.info["global_step"]):
         features, target = _split(batch)
         loss = step(features, target)
         if steps_scheduler:
             given.schedulers.step()
-        means.add({"train_loss": loss}, batches.num_own)
+        means.add({"train_loss": loss}, batches.num_own, number)
     return means.statistics()
 
 

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from paceline import core
-from paceline._argument_checks import ranks_to_check
+from paceline._argument_checks import boolean, ranks_to_check
 from paceline.creators import _replica_functions
 from paceline.creators._creators_arguments import (
     check_creator_names,
@@ -89,6 +89,8 @@ class PyTorchTrainer(TrainerState):
         add_dist_sampler: Whether the workers share the data; else each has all of its own.
         serialize_data_creation: Whether the workers of a node call `data_creator` in turn.
         seed: The seed of data order, initial weights and everything else.
+        stop_on_nan: Whether the default train function stops, at the end of a pass, if a loss was
+            NaN or infinite; with `use_fp16`, which leaves such steps out, if ten in a row were.
         check_ranks: Whether workers compare their models, and the settings of their optimizers, at
             the start and with each state that is kept or saved, to stop if they have drifted apart;
             or the names of tensors that each worker has for itself, see docs/distributed.md.
@@ -142,6 +144,7 @@ class PyTorchTrainer(TrainerState):
         add_dist_sampler: bool = True,
         serialize_data_creation: bool = True,
         seed: int = 0,
+        stop_on_nan: bool = True,
         check_ranks: bool | str | Sequence[str] = True,
         run_dir: str | os.PathLike[str] | None = None,
         checkpoint_storage: core.GivenStorage = None,
@@ -180,6 +183,7 @@ class PyTorchTrainer(TrainerState):
                 "deals_out": add_dist_sampler,
                 "is_serial": serialize_data_creation,
                 "seed": seed,
+                "stop_on_nan": boolean("stop_on_nan", stop_on_nan),
                 "check_ranks": ranks_to_check("check_ranks", check_ranks),
                 "data_parallel": data_parallel,
                 "shard_units": shard_units,
@@ -266,6 +270,8 @@ class PyTorchTrainer(TrainerState):
         Raises:
             TrainingFailedError: Workers were lost more often than `max_retries` allows.
             WorkerFailedError: A worker left by `sys.exit(0)`.
+            NonFiniteError: A loss of the default function was not finite, see `stop_on_nan`.
+            RanksDifferError: Workers have drifted apart, see `check_ranks`.
             OSError: `run_dir` cannot be written.
             RuntimeError: The trainer was shut down, or another process records in `run_dir`.
             TypeError: A value has another type.

@@ -15,8 +15,10 @@ from paceline.creators._function_parameters import GivenParameters, HookWorker, 
 from paceline.creators._replica_data import creators_config, data_position_in, make_replica_loaders
 from paceline.creators._replica_spec import ReplicaPassOrder, ReplicaSpec, check_gpu
 from paceline.engine import (
+    MAX_SKIPPED_STEPS,
     DataPosition,
     GradientSync,
+    LocalMeans,
     ModelsAndOptimizers,
     NotedProgress,
     Pass,
@@ -213,6 +215,11 @@ class Replica:
                     self._precision,
                     measure,
                     steps_scheduler=self._steps_by("batch"),
+                    means=LocalMeans(
+                        stop_on_nan=self._spec.stop_on_nan,
+                        rank=self.rank,
+                        max_in_a_row=1 if self.scaler is None else MAX_SKIPPED_STEPS,
+                    ),
                 )
         batches.finish()
         self.num_steps += batches.num_batches

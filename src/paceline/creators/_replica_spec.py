@@ -33,6 +33,7 @@ class ReplicaSpec:
         data_parallel: "flat" or "fsdp".
         shard_units: With "fsdp", which modules are gathered as a whole.
         shard_precision: With "fsdp", the types of gathered parameters and of sums of gradients.
+        stop_on_nan: Whether the default train function stops at a loss that is not finite.
         check_ranks: Whether workers are compared, see `RankCheck`.
     """
 
@@ -59,6 +60,7 @@ class ReplicaSpec:
     data_parallel: str = "flat"
     shard_units: ShardUnits = None
     shard_precision: Any = None
+    stop_on_nan: bool = True
     check_ranks: bool | tuple[str, ...] = True
 
 

@@ -328,6 +328,7 @@ class BuiltTrainer(OwnBuilds):
             begun = self._stored.uuids[-1]
         kept = checkpoints_in(self._save_dir)
         # Those of another run that wrote here stay.
+        self._is_continued = begun in kept or (self._is_managed and begun is not None)
         self._kept = self._keep_newest(kept if begun in kept else [])
         if num_batches := self._engine.steps_completed:
             epoch = self.current_epoch + 1

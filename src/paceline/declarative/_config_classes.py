@@ -173,6 +173,7 @@ class TrainingConfig(Config):
         accumulation_steps: Batches per optimizer step.
         early_stopping_patience: Stop after so many epochs without a better validation loss.
         save_onnx: Whether the best and the final model are also written as ONNX.
+        stop_on_nan: Whether to stop when the training loss is NaN or infinite.
         check_ranks: Whether processes compare their models, and the settings of their optimizers,
             at the start and with each checkpoint; or the names of tensors that each has for itself.
         curriculum_learning_rate: Not read; free for subclasses.
@@ -227,6 +228,7 @@ class TrainingConfig(Config):
     accumulation_steps: int = option(1, arguments.count(1))
     early_stopping_patience: int | None = option(None, optional(arguments.count(1)))
     save_onnx: bool = option(False, arguments.boolean)
+    stop_on_nan: bool = option(True, arguments.boolean)
     check_ranks: Any = option(True, arguments.ranks_to_check)
     curriculum_learning_rate: float = option(0.0, arguments.number)
 

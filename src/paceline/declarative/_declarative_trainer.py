@@ -68,6 +68,7 @@ class Trainer(BuiltTrainer):
             if pytorch.is_test_mode():
                 self._engine.fit(test_mode=True)
                 return self.loss_tracker
+            self.set_earlier_files_aside()
             if self.current_epoch >= self.num_epochs:
                 self._say(
                     "All %d epochs are trained already; a larger `num_epochs` goes on.",
@@ -91,7 +92,11 @@ class Trainer(BuiltTrainer):
         A loop of your own goes through `self.training_dataloader` once. It gets this process's
         batches in the order of the trainer, also after a resume; the scheduler steps between them.
         """
-        metrics = self._engine.train_for(pytorch.Epoch(1), of=pytorch.Epoch(self.num_epochs))
+        metrics = self._engine.train_for(
+            pytorch.Epoch(1),
+            of=pytorch.Epoch(self.num_epochs),
+            stop_on_nan=self.configs.stop_on_nan,
+        )
         self._note_rates()
         self._note(metrics, "train", "loss")
         _call(self.configs.post_training_epoch_hook)

@@ -1,6 +1,8 @@
 """Files that a trainer writes into `model_save_dir`."""
 
+import logging
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,15 @@ from paceline.display import plot_history
 from paceline.engine import KeptCheckpoints, export_onnx, gathered
 from paceline.storage import Kept, RetentionRules
 
+logger = logging.getLogger(__name__)
+
 # A run without a master keeps the newest checkpoint, and one more in case that is damaged.
 _NUM_KEPT = 2
 _LOSSES = ("loss", "val_loss", "test_loss")
 _PARTS = ("train", "val", "test")
+# What a run writes, besides its checkpoints.
+_WRITTEN = ("best_model.*", "final_model.*", "checkpoint_model.*", "training_info.txt")
+_DRAWN = ("lr_history.png", "loss_history.png", "acc_history_*.png")
 
 
 class Outputs(Step):
@@ -39,6 +46,7 @@ class Outputs(Step):
     _is_managed: bool
     _seed: int
     _kept: KeptCheckpoints
+    _is_continued: bool
 
     def update_saved_model(
         self,
@@ -84,6 +92,25 @@ class Outputs(Step):
         """Write the loss tracker as training_info.txt; on the chief alone."""
         if self.rank == 0:
             self.loss_tracker.dump(self._save_dir / "training_info.txt")
+
+    def set_earlier_files_aside(self) -> None:
+        """Move what another run has written into `model_save_dir` to a directory in it.
+
+        Its best model would else count as that of this run, which may never have one.
+        """
+        if self.rank != 0 or self._is_continued:
+            return
+        kept = self.configs.pretrained_model_path
+        found = [path for pattern in (*_WRITTEN, *_DRAWN) for path in self._save_dir.glob(pattern)]
+        found = [path for path in found if kept is None or path.absolute() != Path(kept).absolute()]
+        if not found:
+            return
+        names = (f"earlier_run_{number}" for number in count(1))
+        directory = next(path for name in names if not (path := self._save_dir / name).exists())
+        directory.mkdir()
+        for path in found:
+            path.rename(directory / path.name)
+        logger.info("What an earlier run has written was moved to %r.", str(directory))
 
     def note_checkpoint(self, uuid: str) -> None:
         """Write down that a checkpoint was stored, and delete all but the newest ones."""

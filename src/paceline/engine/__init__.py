@@ -57,7 +57,7 @@ from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.loaders._worker_batches import WorkerBatch, worker_batches
 from paceline.engine.metrics._explained_variance import ExplainedVariance
 from paceline.engine.metrics._metric_reducers import MetricReducer, Reducer, ReducerSet
-from paceline.engine.metrics._weighted_means import KeySetError, NonFiniteError, WeightedMeans
+from paceline.engine.metrics._weighted_means import MAX_SKIPPED_STEPS, KeySetError, WeightedMeans
 from paceline.engine.models._meta_device import is_on_meta, materialize
 from paceline.engine.models._model_options import ModelOptions, check_shard_precision
 from paceline.engine.optimizer_steps._loss_plan import LossPlan, Prediction, accuracy
@@ -162,6 +162,7 @@ from paceline.engine.weights._whole_and_sharded_tensors import gathered, outline
 __all__ = [
     "CHECKPOINT",
     "CONTINUOUS",
+    "MAX_SKIPPED_STEPS",
     "Accumulation",
     "Batch",
     "BatchInference",
@@ -199,7 +200,6 @@ __all__ = [
     "MetricSums",
     "ModelOptions",
     "ModelsAndOptimizers",
-    "NonFiniteError",
     "NotedProgress",
     "ObjectFinder",
     "Pass",

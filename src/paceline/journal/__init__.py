@@ -4,6 +4,7 @@ from paceline._atomic_files import sync_directory, write_atomically
 from paceline.journal._journal_reader import Entry, JournalReader, JournalVersionError
 from paceline.journal._journal_records import (
     ALERT_LEVELS,
+    DIVERGED,
     EARLY_EXIT_REASONS,
     FORMAT_VERSION,
     OUTCOMES,
@@ -50,6 +51,7 @@ from paceline.journal._time_shares import AttemptTimes, TimeShares, divide_time
 
 __all__ = [
     "ALERT_LEVELS",
+    "DIVERGED",
     "EARLY_EXIT_REASONS",
     "FORMAT_VERSION",
     "HEARTBEAT_LIMIT_S",

@@ -216,6 +216,8 @@ AnyRecord: TypeAlias = (
 )
 
 EARLY_EXIT_REASONS = ("invalid_hp", "user_requested_stop")
+DIVERGED = "diverged"
+"""The reason where no code asks for an early exit: the training loss was not finite."""
 ALERT_LEVELS = ("debug", "info", "warn", "error")
 OUTCOMES = ("completed", "preempted", "invalid_hp", "error")
 

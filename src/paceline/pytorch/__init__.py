@@ -1,5 +1,6 @@
 """The Trial class front door: the trainer takes over the loop; model and step stay yours."""
 
+from paceline.core import NonFiniteError
 from paceline.engine import (
     Batch,
     CheckpointMismatchError,
@@ -8,7 +9,6 @@ from paceline.engine import (
     KeySetError,
     LRScheduler,
     MetricReducer,
-    NonFiniteError,
     Record,
     Reducer,
     TrainUnit,

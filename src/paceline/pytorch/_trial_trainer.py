@@ -133,7 +133,7 @@ class Trainer:
         keep_age: float | str | None = None,
         keep_bytes: int | str | None = None,
         checkpoint_bytes_per_hour: int | str | None = None,
-        stop_on_nan: bool = False,
+        stop_on_nan: bool = True,
     ) -> Result:
         """Train to a length; periods count from the start of training.
 
@@ -175,13 +175,15 @@ class Trainer:
                 never.
             checkpoint_bytes_per_hour: How many bytes of "continuous" checkpoints to store in an
                 hour at most, as with `keep_bytes`; no limit by default.
-            stop_on_nan: Whether to stop when a training metric is NaN or infinite, as found when
-                metrics are reported and before a checkpoint is stored.
+            stop_on_nan: Whether to stop when the training loss is NaN or infinite, as found when
+                metrics are reported and before a checkpoint is stored. Losses are the metrics of
+                `train_batch` with "loss" in their names, or all of them if none has it. With a
+                gradient scaler, which leaves such steps out, ten in a row count.
 
         Raises:
             TypeError: A length or period is no train unit.
             ValueError: `max_length` is missing, or an argument is out of range.
-            NonFiniteError: A metric was not finite and `stop_on_nan` is set.
+            NonFiniteError: The training loss was not finite and `stop_on_nan` is set.
         """
         defaults = self._defaults()
         policy = checked_policy(
@@ -251,7 +253,9 @@ class Trainer:
         )
         return self._result(reason.value)
 
-    def train_for(self, unit: TrainUnit, *, of: TrainUnit | None = None) -> dict[str, Any]:
+    def train_for(
+        self, unit: TrainUnit, *, of: TrainUnit | None = None, stop_on_nan: bool = True
+    ) -> dict[str, Any]:
         """Train the next batches, epochs or records, and return their metrics.
 
         A training that was stored goes on from there, so ask `steps_completed` how far it is.
@@ -262,6 +266,7 @@ class Trainer:
             unit: How much to train; an epoch that was begun is counted as one.
             of: How long training is in all, if that is known; for the progress that is shown and
                 reported.
+            stop_on_nan: Whether to stop when the training loss is NaN or infinite, see `fit`.
 
         Returns:
             The means of the training metrics, as `on_training_workload_end` gets them. Empty if
@@ -278,7 +283,7 @@ class Trainer:
         self._open()
         training = self._training
         training.loop.timeline.window = self._window(self._defaults())
-        reason = training.train_piece(checked, whole)
+        reason = training.train_piece(checked, whole, stop_on_nan=stop_on_nan)
         if reason.is_early:
             raise Preempted(reason.value)
         return training.metrics

@@ -435,6 +435,23 @@ def test_random_trials_that_refuse_their_hyperparameters_are_replaced(bench: Any
     bench.check_replay(experiment_id)
 
 
+def test_a_trial_that_has_diverged_is_not_started_again_and_the_search_goes_on(bench: Any) -> None:
+    experiment_id = bench.create("random", max_restarts=5)
+    attempt_id = bench.start(1)
+    bench.send(
+        attempt_id,
+        EarlyExitReported(time=1.0, reason="diverged"),
+        AttemptFinished(time=1.0, outcome="error", error="NonFiniteError: at batch 6"),
+    )
+    bench.end(attempt_id, code=1)
+    trial = bench.trial(1)
+    assert (trial.state, trial.stop_reason, trial.restarts) == ("ERROR", "diverged", 0)
+    assert "diverged" in trial.error
+    assert "at batch 6" in trial.error
+    assert bench.state(experiment_id) != "ERROR"
+    bench.check_replay(experiment_id)
+
+
 def test_a_grid_whose_points_are_all_refused_fails_with_the_reason(bench: Any) -> None:
     experiment_id = bench.create("grid")
     for trial_id in (1, 2, 3, 4):

@@ -1,27 +1,27 @@
 """Metrics that stay on the device during the loop and are reduced when they are reported."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
+from math import isfinite
 from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.core import DistributedContext
+from paceline.core import DistributedContext, NonFiniteError
 from paceline.engine.devices._rank_sums import sum_over_ranks
 
 # Values of so many shards are held before they are folded into the sum. On the CPU they are folded
 # while they are still in its cache; elsewhere each time costs a few kernels.
 _NUM_HELD_ON_CPU, _NUM_HELD = 16, 128
 
+# A gradient scaler leaves out steps whose gradients are not finite, and scales less then.
+MAX_SKIPPED_STEPS = 10
+
 
 class KeySetError(ValueError):
     """Raised when batches or ranks report different metric names."""
-
-
-class NonFiniteError(ArithmeticError):
-    """Raised when a training metric is NaN or infinite and training is to stop then."""
 
 
 class _WeightedSum:
@@ -40,14 +40,16 @@ class _WeightedSum:
         if not self.is_on_host:
             self.total = torch.zeros((), dtype=torch.float64, device=device)
 
-    def add(self, values: Sequence[Any], weights: Sequence[float]) -> None:
-        """Add values times weights."""
+    def add(self, values: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
+        """Add values times weights; return the values as one tensor if they are on a device."""
         if self.is_on_host:
             # A fifth of the time of tensors.
             self.total += sum(map(mul, _numbers(values), weights))
-        else:
-            factors = torch.tensor(weights, dtype=torch.float64)
-            self.total += torch.dot(self.stack(values), factors.to(self.device, non_blocking=True))
+            return None
+        stacked = self.stack(values)
+        factors = torch.tensor(weights, dtype=torch.float64)
+        self.total += torch.dot(stacked, factors.to(self.device, non_blocking=True))
+        return stacked
 
     def stack(self, values: Sequence[Any]) -> Tensor:
         """Return values as one tensor of float64, on the device of the sum."""
@@ -66,13 +68,26 @@ class WeightedMeans:
     Args:
         distributed: Where the ranks meet.
         what: What kind of metrics these are, for messages.
-        stop_on_nan: Whether `check_finite` looks for values that are NaN or infinite.
+        stop_on_nan: Whether `check_finite` looks for losses that are NaN or infinite: metrics with
+            "loss" in their names, or all of them if none has it.
+        rank: The rank that messages name; that of `distributed` by default.
+
+    Attributes:
+        max_in_a_row: How many such losses in a row `check_finite` refuses: 1, or more where a
+            gradient scaler leaves out the steps of some.
     """
 
     def __init__(
-        self, distributed: DistributedContext, what: str, *, stop_on_nan: bool = False
+        self,
+        distributed: DistributedContext,
+        what: str,
+        *,
+        stop_on_nan: bool = False,
+        rank: int | None = None,
     ) -> None:
         self.stop_on_nan = stop_on_nan
+        self.max_in_a_row = 1
+        self._rank = distributed.rank if rank is None else rank
         self._distributed = distributed
         self._what = what
         self._columns: dict[str, _WeightedSum] | None = None
@@ -81,8 +96,11 @@ class WeightedMeans:
         # Weight, batch and values of the shards that are in no sum yet, one after the other.
         self._held: list[Any] = []
         self._max_held = 0
+        self._losses: frozenset[str] = frozenset()
         self._weight = 0.0
-        self._non_finite: tuple[str, int] | None = None
+        # Of losses: the search for those that are not finite, and what a device knows of them.
+        self._searches: dict[str, _NonFiniteSearch] = {}
+        self._flags: list[tuple[str, list[int], Tensor]] = []
 
     def add(self, metrics: Mapping[str, Any], weight: float, batch: int = 0) -> None:
         """Add one shard's metrics: numbers or tensors (the mean of each tensor's elements counts).
@@ -140,8 +158,12 @@ class WeightedMeans:
             if column.is_on_host and weight
         }
 
-    def check_finite(self) -> None:
-        """Look at all values so far, if that is wanted; every rank must call it alike.
+    def check_finite(self, means: Mapping[str, float] | None = None) -> None:
+        """Look at all losses so far, if that is wanted; every rank must call it alike.
+
+        Args:
+            means: What `reduce` has just returned, if there is something: if all losses in it are
+                finite, so were those of all ranks.
 
         Raises:
             NonFiniteError: One was NaN or infinite; the message names metric, rank and batch.
@@ -149,16 +171,33 @@ class WeightedMeans:
         if not self.stop_on_nan:
             return
         self._fold()
-        by_rank = self._distributed.allgather(self._non_finite)
-        found = [(which[1], rank, which[0]) for rank, which in enumerate(by_rank) if which]
+        if means is not None and all(isfinite(means[name]) for name in _losses_of(means)):
+            self._flags.clear()
+            return
+        own = self._first_non_finite()
+        by_rank = self._distributed.allgather(None if own is None else (*own, self._rank))
+        found = [which for which in by_rank if which]
         if found:
             # A step later every rank has it, so the earliest batch tells where it began.
-            batch, rank, name = min(found)
+            self._searches.clear()
+            batch, name, rank = min(found)
             raise NonFiniteError(
                 f"The training metric {name!r} must be finite, but it is not on rank {rank} at"
-                f" batch {batch}. Hint: resume from the last checkpoint with a smaller learning"
-                " rate or gradient clipping, or leave out `stop_on_nan`."
+                f" batch {batch}.",
+                rank=rank,
+                batch=batch,
             )
+
+    def _first_non_finite(self) -> tuple[int, str] | None:
+        """Return the batch and the name of the first loss of too many in a row, if there is one."""
+        for name, batches, are_finite in self._flags:
+            self._search_of(name).add(batches, are_finite.tolist())
+        self._flags.clear()
+        found = [(each.found, name) for name, each in self._searches.items()]
+        return min(((batch, name) for batch, name in found if batch is not None), default=None)
+
+    def _search_of(self, name: str) -> "_NonFiniteSearch":
+        return self._searches.setdefault(name, _NonFiniteSearch(self.max_in_a_row))
 
     def state(self) -> dict[str, Any]:
         """Return the open sums of this rank, for a checkpoint."""
@@ -220,6 +259,7 @@ class WeightedMeans:
 
     def _set_columns(self, columns: dict[str, _WeightedSum]) -> None:
         self._columns = columns
+        self._losses = _losses_of(columns)
         is_on_host = all(column.is_on_host for column in columns.values())
         self._max_held = (_NUM_HELD_ON_CPU if is_on_host else _NUM_HELD) * (2 + len(columns))
 
@@ -236,11 +276,12 @@ class WeightedMeans:
         if not weights:
             return
         for name, column in (self._columns or {}).items():
-            if self.stop_on_nan and self._non_finite is None:
-                wrong = torch.nonzero(~torch.isfinite(column.stack(values[name])))
-                if len(wrong):
-                    self._non_finite = (name, batches[int(wrong[0])])
-            column.add(values[name], weights)
+            stacked = column.add(values[name], weights)
+            if self.stop_on_nan and name in self._losses:
+                if stacked is not None:
+                    self._flags.append((name, batches, torch.isfinite(stacked)))
+                elif name in self._searches or not isfinite(column.total):
+                    self._search_of(name).add(batches, map(isfinite, _numbers(values[name])))
         self._weight += sum(weights)
         self._held = []
 
@@ -271,6 +312,31 @@ class WeightedMeans:
                     f" returned {list(told[0][1])} and rank {rank} {list(other)}."
                 )
         return told[0][1] if told else None
+
+
+class _NonFiniteSearch:
+    """Search for losses of batches in a row that are not finite."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self.found: int | None = None
+        self._max_in_a_row = max_in_a_row
+        self._num_in_a_row = self._first = 0
+
+    def add(self, batches: Iterable[int], are_finite: Iterable[bool]) -> None:
+        """Look at further batches."""
+        for batch, is_finite in zip(batches, are_finite, strict=True):
+            if is_finite:
+                self._num_in_a_row = 0
+                continue
+            self._first = self._first if self._num_in_a_row else batch
+            self._num_in_a_row += 1
+            if self._num_in_a_row >= self._max_in_a_row and self.found is None:
+                self.found = self._first
+
+
+def _losses_of(names: Iterable[str]) -> frozenset[str]:
+    losses = frozenset(name for name in names if "loss" in name.lower())
+    return losses or frozenset(names)
 
 
 def _held(value: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.core import DistributedContext
+from paceline.core import DistributedContext, NonFiniteError
 from paceline.engine.metrics._weighted_means import WeightedMeans
 
 _COUNTS = ("epoch", "batch_count")
@@ -47,24 +47,46 @@ class PassResult(NamedTuple):
 
 
 class LocalMeans:
-    """Means over this worker's own samples, and the values of the last batch."""
+    """Means over this worker's own samples, and the values of the last batch.
 
-    def __init__(self) -> None:
-        self._means = WeightedMeans(DistributedContext.single(), "pass")
+    Args:
+        stop_on_nan: Whether `statistics` looks for losses that are not finite.
+        rank: The rank, for the message about such a loss.
+        max_in_a_row: How many of them in a row are too many.
+    """
+
+    def __init__(self, *, stop_on_nan: bool = False, rank: int = 0, max_in_a_row: int = 1) -> None:
+        single = DistributedContext.single()
+        self._means = WeightedMeans(single, "pass", stop_on_nan=stop_on_nan, rank=rank)
+        self._means.max_in_a_row = max_in_a_row
         self._last: dict[str, torch.Tensor] = {}
 
-    def add(self, metrics: dict[str, torch.Tensor], num_samples: int) -> None:
+    def add(self, metrics: dict[str, torch.Tensor], num_samples: int, batch: int = 0) -> None:
         """Add the metrics of a batch.
 
         Without samples of its own a worker only takes part in what needs all of them.
         """
         if num_samples:
-            self._means.add(metrics, num_samples)
+            self._means.add(metrics, num_samples, batch)
             self._last = metrics
 
     def statistics(self) -> dict[str, Any]:
-        """Return the means, and the last values as "last_" and the name."""
+        """Return the means, and the last values as "last_" and the name.
+
+        Raises:
+            NonFiniteError: A loss was not finite and training is to stop then.
+        """
         means = self._means.reduce() or {}
+        try:
+            self._means.check_finite(means)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"{error} The pass has ended, so the batch is not known any more, and its layer is"
+                " not either. Hint: load the state before the pass, with a smaller learning rate;"
+                " stop_on_nan=False trains on.",
+                rank=error.rank,
+                batch=error.batch,
+            ) from None
         statistics: dict[str, Any] = {}
         for name, last in self._last.items():
             statistics |= {name: means[name], f"last_{name}": last.item()}

@@ -19,6 +19,7 @@ from paceline.engine.devices._random_generators import restore_random_state, see
 from paceline.engine.loaders._epoch_order import shards_of_worker
 from paceline.engine.loaders._same_data import check_same_data
 from paceline.engine.loaders._sharded_data import ShardedData
+from paceline.engine.metrics._weighted_means import MAX_SKIPPED_STEPS
 from paceline.engine.profiling._torch_profiler import TraceProfiler
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._changed_settings import SettingChanges
@@ -151,6 +152,7 @@ class ResumableTraining(TrainingFit, LoopHooks):
         data = self._build_data()
         self.has_schedulers = bool(parts.lr_schedulers)
         self.loop = parts.loop = DrivenLoop(self._core, self, data, stepper, position)
+        self.loop.means.max_in_a_row = 1 if stepper.scaler is None else MAX_SKIPPED_STEPS
         schedulers = [entry.scheduler for entry in parts.lr_schedulers]
         self._state = self.state_type(
             stepper, schedulers, parts.reducers, self._core.distributed.rank

@@ -140,16 +140,20 @@ class TrainingFit(ABC):
             self.store()
         return reason
 
-    def train_piece(self, unit: TrainUnit, whole: TrainUnit | None) -> StopReason:
+    def train_piece(
+        self, unit: TrainUnit, whole: TrainUnit | None, *, stop_on_nan: bool
+    ) -> StopReason:
         """Train the next batches, epochs or records; a stored piece goes on to its end.
 
         Args:
             unit: How much.
             whole: How long training is in all, if that is known.
+            stop_on_nan: Whether to stop when the training loss is not finite.
         """
         end = end_of_piece(self.piece_end, unit, self.loop.position)
         self.piece_end = [type(end).__name__, end.length]
         self.metrics = {}
+        self.loop.means.stop_on_nan = stop_on_nan
         self.progress.begin(whole, self.loop)
         with self.interrupt_watched():
             reason = self.run(Schedule(max_length=end))

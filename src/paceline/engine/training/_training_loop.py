@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from paceline.engine.schedule._train_units import Position
 from paceline.engine.schedule._training_schedule import Schedule, StopReason
 from paceline.engine.training._loop_hooks import LoopHooks
 from paceline.engine.training._loop_reports import LoopReports
+from paceline.engine.training._non_finite_origin import check_losses
 from paceline.engine.training._rank_agreement import RankAgreement, RankWish
 
 faults.register("engine.batch", "engine.validation")
@@ -66,7 +67,6 @@ class TrainingLoop:
         self._order: EpochOrder | None = None
         self._agreement = RankAgreement(core, stepper, self._loop_hooks)
         self._throughput = self._reports.throughput
-        # The wait for data before the present batch.
         self._wait_before_s = 0.0
         size = core.distributed.size
         self._is_alone = size == 1
@@ -106,7 +106,7 @@ class TrainingLoop:
         self._stepper.calls.begin(self.data.num_shards)
         num_batches = self.position.batches
         try:
-            tracing = nullcontext() if self.tracer is None else self.tracer.running(num_batches)
+            tracing = self.tracer.running(num_batches) if self.tracer else nullcontext()
             with self._account.spent_on(TRAINING, num_batches), tracing:
                 self._stepper.timer = None
                 self.timeline.begin()
@@ -201,8 +201,6 @@ class TrainingLoop:
             now = clock()
         stepper.calls.is_in_batch = False
         self._throughput.data_wait_s += data_wait_s
-
-    # ---- one global batch ----------------------------------------------------------------
 
     def _train_batch(self) -> bool:
         """Train one global batch; False when the data are empty."""
@@ -350,9 +348,9 @@ class TrainingLoop:
 
     def report(self) -> None:
         """Report the training metrics since the last report, if a batch was trained since then."""
-        self.means.check_finite()
         metrics = self.means.reduce()
         if metrics is not None:
+            self._check_finite(metrics)
             self._reports.report(self.position, metrics)
 
     def validate(self) -> bool:
@@ -369,11 +367,11 @@ class TrainingLoop:
         """Store a checkpoint unless this position has one.
 
         Raises:
-            NonFiniteError: A metric was not finite and training is to stop then.
+            NonFiniteError: The loss was not finite and training is to stop then.
             RanksDifferError: Ranks differ in what they must have alike.
         """
         if self.last_checkpoint != self.position:
-            self.means.check_finite()
+            self._check_finite()
             self._agreement.compare_ranks(is_idle=not self.data.own_shards)
             began = time.perf_counter()
             with self.storing():
@@ -382,8 +380,11 @@ class TrainingLoop:
             self._agreement.note_saved(self.position)
             self._account.stored(self.position.batches, self._throughput.all_data_wait_s)
             if self.timeline.window.enabled:
-                stall_s = time.perf_counter() - began
-                self.timeline.note_stall(self.position.batches, stall_s)
+                self.timeline.note_stall(self.position.batches, time.perf_counter() - began)
+
+    def _check_finite(self, means: Mapping[str, float] | None = None) -> None:
+        parts = self._loop_hooks, self.data, self._stepper
+        check_losses(self.means, means, self._core.distributed, *parts, self.position)
 
     def storing(self) -> AbstractContextManager[None]:
         """Return a context whose time counts as that of a checkpoint."""

@@ -326,6 +326,7 @@ def _follow_end(
             trial,
             decision.state,
             exit_reason=decision.search_exit,
+            reason=decision.stop_reason,
             error=decision.error,
             kind=decision.kind,
         )

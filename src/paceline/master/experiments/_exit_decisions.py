@@ -1,8 +1,13 @@
 """What the end of an attempt means for its trial, as a pure function."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.master.experiments._state_transitions import INVALID_HP, end_of_trial, search_exit
+from paceline.master.experiments._state_transitions import (
+    DIVERGED,
+    INVALID_HP,
+    end_of_trial,
+    search_exit,
+)
 from paceline.messages.states import ErrorKind, ExitReason, TrialState
 from paceline.search import ExitReason as SearchExit
 
@@ -79,6 +84,7 @@ class ExitDecision:
         search_exit: What the search is told, None while the trial goes on.
         restarts: The trial's counter of restarts after this.
         retries: The trial's counter of retries after this, None if it does not change.
+        stop_reason: Why the trial was stopped, None if that does not change.
         note: A line for the trial's log, None if nothing is worth saying.
         error: Why the trial failed, None if it did not.
         kind: The kind of `error`.
@@ -92,6 +98,7 @@ class ExitDecision:
     error: str | None = None
     kind: ErrorKind | None = None
     retries: int | None = None
+    stop_reason: str | None = None
 
 
 def judge_exit(facts: AttemptFacts) -> ExitDecision:
@@ -129,6 +136,9 @@ def judge_exit(facts: AttemptFacts) -> ExitDecision:
             restarts=facts.restarts,
             note="The code refused these hyperparameters (InvalidHP).",
         )
+    if facts.early_exit == DIVERGED and not facts.is_success:
+        error = f"The training has diverged, so no restart follows: {facts.text}"
+        return replace(_failed_exit(facts, error), stop_reason=DIVERGED)
     if not facts.is_success:
         return _judge_failure(facts) if facts.store is None else _judge_store_failure(facts)
     was_preempted = facts.acknowledged and (facts.was_asked_to_stop or facts.outcome == "preempted")

@@ -71,6 +71,8 @@ _SEARCH_EXIT = {
 
 # The reason of a trial's stop by `InvalidHP`.
 INVALID_HP = "invalid_hp"
+# That of an end by a training loss that was not finite.
+DIVERGED = "diverged"
 
 State = TypeVar("State", ExperimentState, TrialState)
 

@@ -11,6 +11,7 @@ export default defineConfig({
     emptyOutDir: true,
     target: "es2022",
     manifest: true,
+    license: { fileName: "licenses.md" },
     chunkSizeWarningLimit: 700,
   },
   server: {

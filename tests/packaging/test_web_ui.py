@@ -85,6 +85,20 @@ def check_pages(said: str) -> None:
             assert browser.get(page.url.join(name)).status_code == 200, name
 
 
+def check_licenses(text: str, source: Path) -> None:
+    """Each package in the assets has the text of its licence, and its notices."""
+    texts: dict[str, str] = {}
+    for part in text.split("\n## ")[1:]:
+        name = part.split()[0].rstrip(":")
+        texts[name] = texts.get(name, "") + part
+    package = json.loads((source / "webui" / "package.json").read_text())
+    # What these bring along is in the assets too.
+    assert {*package["dependencies"], "zrender", "scheduler", "@lezer/common"} <= texts.keys()
+    assert {name for name, found in texts.items() if "opyright" not in found} == set()
+    assert {name for name, found in texts.items() if len(found) < 500} == set()
+    assert "The Apache Software Foundation" in texts["echarts"]
+
+
 def test_sdist_and_wheel_carry_a_built_web_ui(
     built_source: Path, builder: Any, user: Any, tmp_path: Path
 ) -> None:
@@ -98,6 +112,7 @@ def test_sdist_and_wheel_carry_a_built_web_ui(
     wheel, said = build(builder, "build_wheel", unpacked, tmp_path / "dist")
     assert LEFT_OUT not in said
     assert ui_files(wheel) == files
+    check_licenses(files["licenses.md"].decode(), built_source)
 
     user.install("--no-deps", wheel)
     with running_master(user, tmp_path / "home") as said:

@@ -7,6 +7,7 @@ built; the exit status is 0 if the build is up to date.
 """
 
 import hashlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from pathlib import Path
 WEBUI = Path(__file__).resolve().parents[1]
 BUILT = WEBUI.parent / "src" / "paceline" / "master" / "webui"
 STAMP = BUILT / "source.sha256"
+# Vite writes the licences of all that it puts into the assets.
+LICENSES = BUILT / "licenses.md"
+# A package without the text of its licence, and one of the same author and licence that has it.
+TEXTS = {"react-remove-scroll-bar": "react-remove-scroll/LICENSE"}
 # They change nothing in what is built.
 IGNORED = {"node_modules", "tests", "__pycache__", "openapi.json"}
 
@@ -36,6 +41,20 @@ def is_up_to_date(digest: str) -> bool:
     )
 
 
+def complete_licenses() -> None:
+    """Add the notices of the packages, and the texts that they lack."""
+    modules = WEBUI / "node_modules"
+    written = LICENSES.read_text(encoding="utf-8")
+    for name in re.findall(r"^## (\S+) - ", written, re.MULTILINE):
+        package = modules / name
+        files = [*package.glob("NOTICE*"), *package.glob("licenses/*")]
+        files += [modules / TEXTS[name]] if name in TEXTS else []
+        for file in sorted(files):
+            text = file.read_text(encoding="utf-8")
+            written += f"\n## {name}: {file.name}\n\n{text.strip()}\n"
+    LICENSES.write_text(written, encoding="utf-8")
+
+
 def main() -> int:
     """Build if need be, and return the exit status."""
     digest = source_digest()
@@ -55,6 +74,7 @@ def main() -> int:
         status = subprocess.run([*npm, *arguments], stdout=sys.stderr, check=False).returncode
         if status != 0:
             return status
+    complete_licenses()
     # Last, so that a build that was interrupted is not taken for a whole one.
     STAMP.write_text(f"{digest}\n")
     return 0

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.declarative import Trainer, TrainingConfig
+from paceline.engine import export_onnx
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 
@@ -56,6 +57,7 @@ def test_models_are_written_as_onnx_and_training_is_the_same_without_it(
     for model in models:
         onnx.checker.check_model(model, full_check=True)
     final = ReferenceEvaluator(models[1])
+    assert [each.name for each in models[1].graph.output] == ["kind"]
     net = trainer.get_model_object().eval()
     # The number of samples is open.
     for samples in (X[:8], X[:3]):
@@ -64,6 +66,39 @@ def test_models_are_written_as_onnx_and_training_is_the_same_without_it(
     other = trained(model_save_dir="without").get_model_object()
     for name, value in net.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
+
+
+class Named(Net):
+    """Two predictions by name, in another order than that of the config."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"size": x.sum(1, keepdim=True), "kind": self.layers(x)}
+
+
+class Pair(Net):
+    """Two predictions in the order of the config, one with the name of the input."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers(x), 2 * x
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "outputs"),
+    [(Named, ["kind", "size"], ["size", "kind"]), (Pair, ["kind", "x"], ["kind", "x"])],
+)
+def test_outputs_are_named_as_the_predictions_are(
+    tmp_path: Path, model: type[nn.Module], names: list[str], outputs: list[str]
+) -> None:
+    net = model().eval()
+    export_onnx(net, [X[:4]], tmp_path / "model.onnx", names)
+    written = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(written, full_check=True)
+    assert [each.name for each in written.graph.output] == outputs
+    found = ReferenceEvaluator(written).run(None, {written.graph.input[0].name: X[:4].numpy()})
+    returned = net(X[:4])
+    expected = returned.values() if isinstance(returned, dict) else returned
+    for value, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(value), other.detach())
 
 
 def test_without_onnx_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

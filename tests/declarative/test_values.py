@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 
 from paceline.core import list_runs
 from paceline.declarative import (
+    InferenceConfig,
     ModelParameters,
     RunFileError,
     TotalVariationLoss,
@@ -113,6 +116,103 @@ def test_a_file_is_refused_with_the_field_and_the_reason(text: str, message: str
     assert config == TrainingConfig(loss_function=config.loss_function)
 
 
+# ---- files of generic_trainer ----------------------------------------------------------------
+
+
+class OwnLoss(nn.Module):
+    def forward(self, pred: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (pred - label).abs().mean()
+
+
+# As generic_trainer writes it; the script had defined its model and parameters itself.
+EARLIER = {
+    "model_class": "<class '__main__.OwnLoss'>",
+    "model_params": {"width": 7, "config_class": "NetParameters"},
+    "dataset": "<__main__.Samples object at 0x7f85d27bbc90>",
+    "pred_names_and_types": [["phase", "cls"], ["energy", "regr"]],
+    "dataset_creator_name": None,
+    "data_label_separation_index": 1,
+    "debug": False,
+    "parallelization_params": {
+        "find_unused_parameters": False,
+        "parallelization_type": "multi_node",
+        "config_class": "ParallelizationConfig",
+    },
+    "batch_size_per_process": 8,
+    "learning_rate_per_process": 1e-05,
+    "optimizer": "<class 'torch.optim.adamw.AdamW'>",
+    "optimizer_params": {"weight_decay": 0.01},
+    "scheduler": "<class 'torch.optim.lr_scheduler.CyclicLR'>",
+    "model_save_dir": "007",
+    "load_pretrained_classifer": False,
+    "post_training_epoch_hook": "<function hook at 0x7f85d27bbc90>",
+    "loss_function": ["CrossEntropyLoss()", "OwnLoss(\n  (inner): L1Loss()\n)"],
+    "loss_weights": 1.0,
+    "loss_tracker_params": {
+        "require_cs_labels": False,
+        "config_class": "LossTrackerParameters",
+    },
+    "config_class": "TrainingConfig",
+}
+
+
+def test_a_config_of_generic_trainer_is_taken_over(caplog: pytest.LogCaptureFixture) -> None:
+    Path("configs.json").write_text(json.dumps(EARLIER))
+    config = TrainingConfig(num_epochs=7)
+    config.load_from_json("configs.json", namespace=globals())
+    assert config.model_class is OwnLoss
+    assert config.model_params.values() == {"width": 7}
+    assert (config.optimizer, config.scheduler) == (
+        torch.optim.AdamW,
+        torch.optim.lr_scheduler.CyclicLR,
+    )
+    assert [type(loss) for loss in config.loss_function] == [nn.CrossEntropyLoss, OwnLoss]
+    assert config.parallelization_params.parallelization_type == "multi_node"
+    assert (config.model_save_dir, config.learning_rate_per_process) == ("007", 1e-05)
+    assert (config.num_epochs, config.dataset) == (7, None)
+    assert "`post_training_epoch_hook` was not written (<function hook at" in caplog.text
+    assert "OwnLoss has its default arguments" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"loss_function": "MyLoss()"},
+            r"is 'MyLoss\(\)' in the file .* no class 'MyLoss' is known",
+        ),
+        ({"model_class": "<class 'os.system'>"}, "must come from an allowed module"),
+        (
+            {"model_class": "<class '__main__.Other'>"},
+            "__main__ has no 'Other'. Hint: name the module",
+        ),
+    ],
+)
+def test_what_generic_trainer_does_not_tell_is_named(changes: Any, message: str) -> None:
+    Path("configs.json").write_text(json.dumps({**EARLIER, **changes}))
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig().load_from_json("configs.json", namespace={"OwnLoss": OwnLoss})
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_inference_takes_the_config_of_a_training(make_config: MakeConfig, is_beside: bool) -> None:
+    config = make_config(model_save_dir="elsewhere", batch_size_per_process=4)
+    written(config).rename("run.json")
+    if is_beside:
+        Path("best_model.pth").touch()
+    found = InferenceConfig(prediction_output_path="mine")
+    namespace = {"Net": config.model_class, "NetParameters": type(config.model_params)}
+    found.load_from_json("run.json", namespace=namespace)
+    assert found.pretrained_model_path == f"{'' if is_beside else 'elsewhere/'}best_model.pth"
+    assert (found.model_class, found.batch_size_per_process) == (config.model_class, 4)
+    assert found.prediction_output_path == "mine"
+    # Its own files are read as they are.
+    found.dump_to_json("inference.json")
+    again = InferenceConfig()
+    again.load_from_json("inference.json", namespace=namespace)
+    assert again.pretrained_model_path == found.pretrained_model_path
+
+
 # ---- YAML ------------------------------------------------------------------------------------
 
 MODULE = """
@@ -124,6 +224,11 @@ class Data(TensorDataset):
     def __init__(self, size):
         x = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
         super().__init__(x, x.sum(1, keepdim=True))
+
+
+class Numbers(Data):
+    def __getitem__(self, index):
+        return self.tensors[0][index], float(index)
 
 
 class Net(torch.nn.Linear):
@@ -177,6 +282,92 @@ def test_the_program_trains_a_yaml_file(run_with_torch: Callable[..., Any], tmp_
     assert json.loads(Path("out/configs.json").read_text())["num_epochs"] == 1
     (run,) = list_runs(Path("paceline_runs"))
     assert run.name == "small-run"
+
+
+def run_program(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """Run the program in this process, and return the message with which it ends."""
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setattr("sys.argv", ["paceline.declarative", *arguments])
+    for name in ("own_code", "own_mistakes"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("paceline.declarative", run_name="__main__")
+    return str(left.value.code)
+
+
+def test_the_config_that_a_run_has_written_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("own_code.py").write_text(MODULE)
+    Path("run.yaml").write_text(RUN + "learning_rate_per_process: 0.00001")
+    assert run_program(monkeypatch, "run.yaml", "num_epochs=1") == "0"
+    hint = "names 'own_code.Net'. Hint: --allow own_code if you trust it."
+    assert hint in run_program(monkeypatch, "out/configs.json")
+    again = ("out/configs.json", "--allow", "own_code", "model_save_dir=again")
+    assert run_program(monkeypatch, *again) == "0"
+    files = [json.loads(Path(name, "configs.json").read_text()) for name in ("out", "again")]
+    assert files[0]["dataset"] == {"object": "own_code.Data", "arguments": {"size": 40}}
+    assert files[1] == {**files[0], "model_save_dir": "again"}
+
+
+# Arguments of the program, and what it says.
+MISTAKES: list[tuple[str, str]] = [
+    ("missing.yaml", "must exist, but missing.yaml does not"),
+    (".", r"\. must be a file that describes a run"),
+    ("latin.yaml", "latin.yaml must be text in UTF-8"),
+    ("broken.json", "broken.json must be JSON, but is not"),
+    ("list.json", r"list.json must hold a map of fields, but holds \[1\]"),
+    ("model_class=null", "`model_class` is missing"),
+    ("model_class=nowhere.Net", "names 'nowhere.Net'. Hint: --allow nowhere if you trust it"),
+    ("model_params.depth=2", "`model_params` must be arguments of Net"),
+    ("dataset=null", "`dataset`, or both of a split data set, is missing"),
+    ("dataset.arguments.size=1", "`validation_ratio` must leave samples for training"),
+    ("data_label_separation_index=5", "must have labels from item 5 on"),
+    ("leading_sample_axis=true", "`training_dataset` has no axis"),
+    ("pred_names=[sum,more]", "The model must return 2 predictions"),
+    ("loss_function=[]", "`loss_function` must be a loss or a list of at least one"),
+    ("optimizer_params.foo=2", "`optimizer_params` must be arguments of AdamW"),
+    ("optimizer=torch.optim.LBFGS optimizer_params={}", "LBFGS needs a closure"),
+    ("scheduler=torch.optim.lr_scheduler.StepLR", "`scheduler_params` must be arguments of StepLR"),
+    ("scheduler_params.foo=2", "`scheduler_params` must be arguments of CyclicLR"),
+    ('multi_optimizer_param_dicts=[{"params":"tail"}]', "must name parts of the model, but 'tail'"),
+    ("model_save_dir=latin.yaml", "`model_save_dir` must be a directory, but got 'latin.yaml'"),
+    ("checkpoint_dir=earlier", "was written by torch.save, as generic_trainer does. Hint: `pretr"),
+    ("checkpoint_dir=missing", "`checkpoint_dir` must be the `model_save_dir` of an earlier run"),
+    ("checkpoint_storage=ftp://x/y", "`checkpoint_storage` must be a path, a URL"),
+    ("checkpoint_storage=latin.yaml", "`checkpoint_storage` must be a directory"),
+    ("pretrained_model_path=.", r"`pretrained_model_path` must be a file of weights, but '\.'"),
+    ("pretrained_model_path=latin.yaml", "`pretrained_model_path` must be a file of weights, but"),
+    ("load_pretrained_encoder_only=true", "needs `pretrained_model_path`"),
+]
+
+
+@pytest.mark.parametrize(("argument", "message"), MISTAKES)
+def test_the_program_says_in_a_sentence_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, argument: str, message: str
+) -> None:
+    Path("own_code.py").write_text(MODULE)
+    Path("run.yaml").write_text(RUN)
+    Path("latin.yaml").write_bytes("pred_names: [größe]".encode("latin-1"))
+    Path("broken.json").write_text("{")
+    Path("list.json").write_text("[1]")
+    Path("earlier").mkdir()
+    torch.save({"current_epoch": 1}, "earlier/checkpoint.state")
+    if argument == "leading_sample_axis=true":
+        Path("run.yaml").write_text(RUN.replace("own_code.Data", "own_code.Numbers"))
+    arguments = ("run.yaml", *argument.split()) if "=" in argument else (argument,)
+    said = run_program(monkeypatch, *arguments)
+    assert said.startswith("paceline.declarative: error: ")
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(said)
+
+
+@pytest.mark.parametrize("line", ["raise ValueError('mine')", "open('missing')", "def ("])
+def test_the_program_shows_where_code_of_ones_own_has_failed(
+    monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    Path("own_mistakes.py").write_text(f"{MODULE}\n{line}\n")
+    Path("run.yaml").write_text(RUN.replace("own_code", "own_mistakes"))
+    with pytest.raises((ValueError, OSError, SyntaxError), match=r"^mine|missing|invalid syntax"):
+        run_program(monkeypatch, "run.yaml")
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 import sys
 
-from paceline.declarative._run_yaml import RunFileError, main
+from paceline.declarative._run_yaml import is_explained, main
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (RunFileError, FileNotFoundError) as error:
+    except Exception as error:
+        if not is_explained(error):
+            raise
         sys.exit(f"paceline.declarative: error: {error}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from paceline._argument_checks import optional
 from paceline.declarative import _config_field_checks as checks
 from paceline.declarative._config_object import OptionContainer, new_option, option
 from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
+
+_BEST = "best_model.pth"
 
 
 @dataclasses.dataclass
@@ -249,6 +252,8 @@ class PretrainingConfig(TrainingConfig):
 class InferenceConfig(Config):
     """Predictions of a trained model, for `Tester`.
 
+    `load_from_json` takes the configs.json of a training too, with the best model beside it.
+
     Attributes:
         pretrained_model_path: The file of the weights.
         prediction_output_path: A directory that `Tester.build` makes; None for none.
@@ -261,3 +266,15 @@ class InferenceConfig(Config):
     prediction_output_path: str | None = option(None, optional(arguments.text))
     batch_size_per_process: int = option(64, arguments.count(1))
     prediction_postprocessor: Any = option(None, optional(checks.check_function))
+
+    def of_file(self, data: Any, path: Path) -> Any:
+        """Return what this class has of the config of a training, whose best model it takes."""
+        if not isinstance(data, Mapping) or "model_save_dir" not in data:
+            return data
+        names = {*type(self).__dataclass_fields__, "left_out", "config_class"}
+        known = {name: value for name, value in data.items() if name in names}
+        left_out = known.get("left_out") or {}
+        known["left_out"] = {name: text for name, text in left_out.items() if name in names}
+        beside = path.parent / _BEST
+        best = beside if beside.exists() else Path(data["model_save_dir"]) / _BEST
+        return {**known, "pretrained_model_path": str(best)}

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from paceline._argument_checks import Check
 from paceline._atomic_files import replacing_atomically
+from paceline.declarative._earlier_configs import is_earlier, taken_over
 from paceline.engine import JsonReader, JsonWriter, ObjectFinder
 
-_CHECK = "check"
+_CHECK, _LEFT_OUT, _SOURCES = "check", "left_out", "_sources"
 _PACKAGE = "paceline.declarative"
 # Fields that hold a class may name it by its import path alone.
 _CLASS_FIELDS = ("model_class", "optimizer", "scheduler")
@@ -132,7 +133,13 @@ class OptionContainer:
 
     def get_serializable_dict(self) -> dict[str, Any]:
         """Return the fields as plain data for JSON, as `dump_to_json` writes them."""
-        return JsonWriter().fields_of(self)
+        data = JsonWriter().fields_of(self)
+        left_out = data.pop(_LEFT_OUT, {})
+        for name, (value, source) in vars(self).get(_SOURCES, {}).items():
+            if name in left_out and value is getattr(self, name):
+                data[name] = source
+                del left_out[name]
+        return {**data, _LEFT_OUT: left_out} if left_out else data
 
     def dump_to_json(self, filename: str | os.PathLike[str]) -> None:
         """Write the fields to a file; what cannot be written is named under "left_out".
@@ -171,7 +178,12 @@ class OptionContainer:
             data = json.loads(Path(filename).read_text())
         except ValueError as error:
             raise ValueError(f"`filename` must be a JSON file, but {filename}: {error}.") from error
+        data = self.of_file(data, Path(filename))
         self.load_dict(data, namespace=namespace, allowed_modules=allowed_modules)
+
+    def of_file(self, data: Any, path: Path) -> Any:
+        """Return what a file holds as it is for this class; a subclass may change it."""
+        return data
 
     def load_dict(
         self,
@@ -186,13 +198,28 @@ class OptionContainer:
             ValueError: A field is unknown, or a module is not allowed.
             TypeError: A value has the wrong type.
         """
-        finder = ObjectFinder(namespace or {}, tuple(allowed_modules), _PACKAGE)
+        self.load_found(data, ObjectFinder(namespace or {}, tuple(allowed_modules), _PACKAGE))
+
+    def load_found(self, data: Any, finder: ObjectFinder) -> None:
+        """Set the fields that plain data name, with classes and functions of a finder.
+
+        Raises:
+            ValueError: A field is unknown, or a module is not allowed.
+            TypeError: A value has the wrong type.
+        """
+        if is_earlier(data):
+            data = taken_over(data, finder.namespace)
         found = JsonReader(finder, _CLASS_FIELDS, _OTHER_NAMES).fields(self, data)
         for name in found:
             if name not in type(self).__dataclass_fields__:
                 raise ValueError(_unknown(type(self), name))
         for name, value in found.items():
             setattr(self, name, value)
+        # What cannot be written otherwise is written as it was read.
+        vars(self)[_SOURCES] = {
+            **vars(self).get(_SOURCES, {}),
+            **{name: (found[name], data[name]) for name in found.keys() & data.keys()},
+        }
 
 
 def _unknown(kind: type[OptionContainer], name: str) -> str:

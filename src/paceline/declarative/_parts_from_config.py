@@ -136,7 +136,8 @@ def check_config_arguments(configs: TrainingConfig) -> None:
     """
     _check_call("model_params", configs.model_class, configs.model_params.values())
     _check_call("optimizer_params", configs.optimizer, configs.optimizer_params, 1, {"lr": 1.0})
-    if configs.scheduler is not None and configs.scheduler_params:
+    has_default = configs.scheduler is CyclicLR and not configs.scheduler_params
+    if configs.scheduler is not None and not has_default:
         _check_call("scheduler_params", configs.scheduler, configs.scheduler_params, 1)
 
 

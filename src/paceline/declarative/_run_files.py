@@ -16,6 +16,8 @@ from paceline.storage import CheckpointError, CheckpointStorage, storage_from
 STATE_FILE = "checkpoint.state"
 CHECKPOINTS = "checkpoints"
 _FORMAT = "paceline.declarative"
+# How a zip archive and a pickle begin.
+_PICKLES = (b"PK\x03\x04", b"\x80")
 _ENCODERS = ("backbone_model", "encoder")
 
 
@@ -62,8 +64,15 @@ def read_state(save_dir: str | os.PathLike[str]) -> SavedRun:
             f"`checkpoint_dir` must be the `model_save_dir` of an earlier run, but"
             f" {str(save_dir)!r} has no {STATE_FILE}."
         )
+    content = path.read_bytes()
+    if content.startswith(_PICKLES):
+        raise ValueError(
+            f"`checkpoint_dir` must hold a {STATE_FILE} that Paceline wrote, but that of"
+            f" {str(save_dir)!r} was written by torch.save, as generic_trainer does. Hint:"
+            " `pretrained_model_path` with its checkpoint_model.pth begins with the weights."
+        )
     try:
-        facts = json.loads(path.read_bytes())
+        facts = json.loads(content)
         if facts.get("format") != _FORMAT:
             raise ValueError(f"its format is {facts.get('format')!r}")
         uuids = [str(uuid) for uuid in facts["checkpoints"]]
@@ -81,13 +90,18 @@ def check_save_dir(path: str) -> None:
     """Refuse a `model_save_dir` that is no directory and cannot be made one.
 
     Raises:
-        ValueError: It is a file, or lies below one.
+        ValueError: It is a file, lies below one, or cannot be written to.
     """
     place = Path(path).absolute()
     found = next(each for each in (place, *place.parents) if os.path.lexists(each))
     if not found.is_dir():
         raise ValueError(
             f"`model_save_dir` must be a directory, but got {path!r}, and {str(found)!r} is none."
+        )
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"`model_save_dir` must be a directory that can be written to, but {str(found)!r} is"
+            " none."
         )
 
 
@@ -132,7 +146,14 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], prefix: str = 
         raise FileNotFoundError(
             f"`pretrained_model_path` must be a file of weights, but {str(path)!r} is not there."
         ) from error
-    except (UnpicklingError, RuntimeError, EOFError, LookupError, ValueError) as error:
+    except (
+        UnpicklingError,
+        IsADirectoryError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        ValueError,
+    ) as error:
         raise ValueError(
             f"`pretrained_model_path` must be a file of weights, but {str(path)!r} cannot be read:"
             f" {error}"

@@ -1,18 +1,25 @@
 """A run as a YAML file."""
 
 import argparse
+import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import paceline
 from paceline import LOG_FORMAT
 from paceline.config import ConfigError, apply_overrides, parse_yaml
 from paceline.core import launched_place, run_name
 from paceline.declarative._config_classes import PretrainingConfig, TrainingConfig
 from paceline.declarative._declarative_trainer import Trainer
+from paceline.engine import ObjectFinder
 
+_PACKAGE = "paceline.declarative"
+_HINT = "--allow {module} if you trust it."
 _KINDS: dict[str, type[TrainingConfig]] = {
     kind.__name__: kind for kind in (TrainingConfig, PretrainingConfig)
 }
@@ -44,23 +51,62 @@ def load_run(
         FileNotFoundError: There is no such file.
     """
     file = Path(path)
-    text = file.read_text()
+    text = _text_of(file)
     directory = str(file.absolute().parent)
     if directory not in sys.path:
         sys.path.insert(0, directory)
     beside = [entry.stem for entry in file.absolute().parent.iterdir() if _is_module(entry)]
     try:
-        data = apply_overrides(parse_yaml(text, file_name=str(file)), overrides)
-        name = data.pop("config_class", "TrainingConfig")
+        data = apply_overrides(_parsed(text, file), overrides)
+        # A file that a run has written names the module too.
+        name = str(data.pop("config_class", "TrainingConfig")).rpartition(".")[2]
         if name not in _KINDS:
             raise RunFileError(
                 f"`config_class` must be {' or '.join(_KINDS)}, but got {name!r}: {file}."
             )
         config = _KINDS[name]()
-        config.load_dict(data, allowed_modules=(*beside, *allowed_modules))
+        config.load_found(data, ObjectFinder({}, (*beside, *allowed_modules), _PACKAGE, _HINT))
     except (ConfigError, ValueError, TypeError) as error:
+        if not is_explained(error):
+            # Of the user's own code.
+            raise
         raise RunFileError(f"{file} must describe a run, but: {error}") from error
     return config
+
+
+def _text_of(file: Path) -> str:
+    if not file.exists():
+        raise FileNotFoundError(f"The file that describes a run must exist, but {file} does not.")
+    if not file.is_file():
+        raise RunFileError(f"{file} must be a file that describes a run, but is none.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RunFileError(f"{file} must be text in UTF-8, but is not: {error}.") from error
+
+
+def _parsed(text: str, file: Path) -> dict[str, Any]:
+    if file.suffix != ".json":
+        return parse_yaml(text, file_name=str(file))
+    # YAML takes 1e-05 for text.
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise RunFileError(f"{file} must be JSON, but is not: {error}.") from error
+    if not isinstance(data, dict):
+        raise RunFileError(f"{file} must hold a map of fields, but holds {data!r}.")
+    return data
+
+
+def is_explained(error: BaseException) -> bool:
+    """Tell whether this package has raised an error, so that its message says all.
+
+    What the user's own code raises, or what is a mistake of this package, needs its traceback.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    is_ours = Path(last.filename).is_relative_to(Path(paceline.__file__).parent)
+    return is_ours and (last.line or "").startswith("raise ")
 
 
 def _is_module(entry: Path) -> bool:
@@ -89,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MODULE",
         help="also allow classes from MODULE",
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     for override in given.overrides:
         if "=" not in override:
             parser.error(f"{override!r} must be a field and its value, such as num_epochs=5")

@@ -81,7 +81,14 @@ class Outputs(Step):
             with torch.random.fork_rng():
                 batch = next(iter(self.validation_dataloader))
                 data, _ = self.divided(batch)
-                export_onnx(part, data, (self._save_dir / filename).with_suffix(".onnx"))
+                # Of a part of the model, nobody knows what it returns.
+                names = [prediction.name for prediction in self.predictions]
+                export_onnx(
+                    part,
+                    data,
+                    (self._save_dir / filename).with_suffix(".onnx"),
+                    None if subcomponent is not None else names,
+                )
 
     def save_model_and_states_checkpoint(self) -> None:
         """Store the whole state, to go on from, and the weights as checkpoint_model.pth."""

@@ -94,12 +94,24 @@ class ObjectFinder:
         namespace: Where they are looked for first.
         allowed: Packages and modules of the user's that may be imported.
         own: The package of the config classes, whose classes are allowed.
+        hint: How to allow a module, with `{module}` in its place.
+
+    Attributes:
+        namespace: Where they are looked for first.
     """
 
-    def __init__(self, namespace: Mapping[str, Any], allowed: tuple[str, ...], own: str) -> None:
-        self._namespace = namespace
+    def __init__(
+        self,
+        namespace: Mapping[str, Any],
+        allowed: tuple[str, ...],
+        own: str,
+        hint: str = "allowed_modules=['{module}'] if you trust it, or namespace=globals() if it is"
+        " imported there.",
+    ) -> None:
+        self.namespace = namespace
         self._allowed = allowed
         self._own = own
+        self._hint = hint
 
     def find(self, path: Any, field: str) -> Any:
         """Return what a path names.
@@ -110,11 +122,10 @@ class ObjectFinder:
         module, _, name = str(path).partition(":") if ":" in str(path) else _split(str(path))
         if not isinstance(path, str) or not module or not name:
             raise ValueError(f"`{field}` must name a module and a name in it, but got {path!r}.")
-        for value in self._namespace.values():
-            if (getattr(value, "__module__", ""), getattr(value, "__qualname__", "")) == (
-                module,
-                name,
-            ):
+        for value in self.namespace.values():
+            # What a script had defined itself may be imported in another one.
+            is_there = module in (getattr(value, "__module__", ""), "__main__")
+            if is_there and getattr(value, "__qualname__", "") == name:
                 return value
         self._check_module(module, path, field)
         try:
@@ -128,7 +139,11 @@ class ObjectFinder:
             ) from error
         for part in name.split("."):
             if not hasattr(found, part):
-                raise ValueError(f"`{field}` names {path!r}, but {module} has no {name!r}.")
+                hint = " Hint: name the module of the script that it was in."
+                raise ValueError(
+                    f"`{field}` names {path!r}, but {module} has no {name!r}."
+                    f"{hint if module == '__main__' else ''}"
+                )
             found = getattr(found, part)
         self._check_safe(found, path, field)
         return found
@@ -147,8 +162,7 @@ class ObjectFinder:
         ):
             raise ValueError(
                 f"`{field}` must come from an allowed module, but names {path!r}. Hint:"
-                f" allowed_modules=[{module.partition('.')[0]!r}] if you trust it, or"
-                " namespace=globals() if it is imported there."
+                f" {self._hint.format(module=module.partition('.')[0])}"
             )
 
     def _check_safe(self, found: Any, path: str, field: str) -> None:

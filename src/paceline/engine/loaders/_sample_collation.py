@@ -57,7 +57,7 @@ def form_of(dataset: Any, name: str, num_inputs: int | None, is_leading: bool | 
         is_leading: Whether tensors have a first axis of size 1; None to find it out.
 
     Raises:
-        ValueError: The data set is empty, or a sample has too few items.
+        ValueError: The data set is empty, a sample has too few items, or one lacks the first axis.
     """
     if not len(dataset):
         raise ValueError(f"`{name}` must have samples, but is empty.")
@@ -90,6 +90,11 @@ def form_of(dataset: Any, name: str, num_inputs: int | None, is_leading: bool | 
             " `leading_sample_axis` says otherwise.",
             name,
             "tensors with a first" if is_leading else "ordinary ones, without an",
+        )
+    elif is_leading and any(not torch.as_tensor(item).dim() for item in items):
+        raise ValueError(
+            "`leading_sample_axis` must be False or None, as an item of a sample of"
+            f" `{name}` has no axis."
         )
     return SampleForm.LEADING_AXIS if is_leading else SampleForm.PLAIN
 

@@ -64,10 +64,7 @@ class Home:
                 " run `paceline restore` once more."
             )
         check_for_lost_database(self.path, self.database_path, set_aside=set_aside)
-        self.path.chmod(0o700)
-        checkpoints = self.path / "checkpoints"
-        for path in (self.contexts_path, self.attempts_path, self.logs_path, checkpoints):
-            path.mkdir(mode=0o700, exist_ok=True)
+        self.make_directories()
         _ensure_secret(self._token_path, "Sign in again, and copy the new token where it is used.")
         _ensure_secret(
             self._attempt_key_path,
@@ -76,6 +73,13 @@ class Home:
         )
         if not _read_id(self._id_path):
             self._write_id(str(uuid.uuid4()))
+
+    def make_directories(self) -> None:
+        """Make the directories that every home has."""
+        self.path.chmod(0o700)
+        checkpoints = self.path / "checkpoints"
+        for path in (self.contexts_path, self.attempts_path, self.logs_path, checkpoints):
+            path.mkdir(mode=0o700, exist_ok=True)
 
     @property
     def token(self) -> str:

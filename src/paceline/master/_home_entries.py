@@ -40,6 +40,8 @@ _FILES = {
     "master.json": _AGAIN,
     "master.log": _AGAIN,
     "restoring": "move it away, and run `paceline restore` once more",
+    "attempts/newest": _AGAIN,
+    "records/accounts.jsonl": "move it away. The master writes it anew",
 }
 _DIRECTORIES = {
     "contexts": f"{_BACKUP}; experiments whose code is gone have to be forked",
@@ -81,7 +83,7 @@ def _problem_of(path: Path, kind: int, owners: set[int]) -> str | None:
         return f"must be {_KINDS[kind]}, but is a link to {os.readlink(path)!r}"
     try:
         facts = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if not path.is_symlink():
             return None
         return f"must be {_KINDS[kind]}, but is a link to {os.readlink(path)!r}, which is missing"

@@ -97,13 +97,14 @@ class Master:
         self.controls = WaitingRequests()
         self.events = WaitingRequests()
         self.leases = leases or Leases()
+        # First, as it may be damaged: nothing else is begun then.
+        self.secrets = SecretStore(home.path / SECRET_FILE_NAME)
         self.database = _open_database(home)
         self.logs = LogStore(home.logs_path)
         self.links = SignInLinks()
         self.passwords = Passwords(self.database)
         self.sign_ins = SignIns(self.database)
         self.tokens = Tokens(self.database)
-        self.secrets = SecretStore(home.path / SECRET_FILE_NAME)
         self.home_token = home.token.encode()
         self.attempt_tokens = AttemptTokens(self.database, home.attempt_key)
         self.nodes = Nodes(

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from paceline._private_files import open_private
-from paceline._regular_files import read_regular, regular_opener
+from paceline._regular_files import NotRegularFileError, read_regular, regular_opener
 from paceline._sealed_json import check_seal, seal
 from paceline.journal import RunDirectory, write_atomically
 from paceline.messages.attempts import AttemptEnd, AttemptSpec
@@ -22,7 +22,7 @@ def newest_attempt(root: Path) -> int:
     """Return the highest id of all attempts that were ever started below a directory, or 0."""
     try:
         return int(read_regular(root / NEWEST_NAME))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotRegularFileError, ValueError):
         return 0
 
 
@@ -195,5 +195,5 @@ class AttemptDirectory:
                     text = file.read()
                     return int(text) if text else 0
                 return None
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
             return None

@@ -48,9 +48,8 @@ def read_pool_file(path: Path, cluster_id: str) -> dict[str, tuple[PoolDefinitio
     Raises:
         ValueError: The file is not valid; the text has one line for each problem.
     """
-    found = _checked_pools(_PoolFile, read_yaml_file(path), path, "")
     pools = {}
-    for name, pool in found.pools.items():
+    for name, pool in read_pool_definitions(path).items():
         try:
             kind = starter_named(pool.starter)
         except (TypeError, ValueError) as error:
@@ -64,6 +63,16 @@ def read_pool_file(path: Path, cluster_id: str) -> dict[str, tuple[PoolDefinitio
         options = _checked_pools(kind.Options, pool.options, path, f"pools.{name}.options.")
         pools[name] = (pool, kind(name, cluster_id, pool.directory, options))
     return pools
+
+
+def read_pool_definitions(path: Path) -> dict[str, PoolDefinition]:
+    """Return the pools of a file by name; their starters are not looked at.
+
+    Raises:
+        ValueError: The file is not valid; the text has one line for each problem.
+    """
+    found: _PoolFile = _checked_pools(_PoolFile, read_yaml_file(path), path, "")
+    return found.pools
 
 
 def _checked_pools(kind: type[Any], data: dict[str, Any], path: Path, prefix: str) -> Any:

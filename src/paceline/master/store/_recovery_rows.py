@@ -97,11 +97,15 @@ def _make_trigger(connection: Connection, name: str, when: str, then: str) -> No
 def begin_records(database: "Database") -> None:
     """Have all that a database holds recorded, unless that was done once."""
     with database.read() as connection:
-        begun = connection.execute(
-            select(tables.meta.c.value).where(tables.meta.c.key == RECORDS_BEGUN)
-        ).scalar()
-    if begun != _RECORDS:
+        are_begun = are_records_begun(connection)
+    if not are_begun:
         database.write(_note_all).result()
+
+
+def are_records_begun(connection: Connection) -> bool:
+    """Tell whether the records hold what a database does; else the next master makes them anew."""
+    meta = tables.meta.c
+    return connection.scalar(select(meta.value).where(meta.key == RECORDS_BEGUN)) == _RECORDS
 
 
 def forget_recorded(transaction: "Transaction") -> None:

@@ -10,21 +10,25 @@ class Finding:
     """One difference.
 
     Attributes:
-        kind: ``database``, ``record``, ``context``, ``log``, ``journal`` or ``checkpoint``.
+        kind: ``home``, ``database``, ``record``, ``context``, ``log``, ``journal`` or
+            ``checkpoint``.
         where: The file or the row, by name.
         problem: What is wrong with it.
         fix: What was done, None if nothing was.
+        hint: What to do, None if that is said elsewhere.
     """
 
     kind: str
     where: str
     problem: str
     fix: str | None = None
+    hint: str | None = None
 
     @property
     def text(self) -> str:
         """The finding in one sentence."""
-        done = "" if self.fix is None else f" Fixed: {self.fix}."
+        hint = "" if self.hint is None else f" Hint: {self.hint}."
+        done = hint if self.fix is None else f" Fixed: {self.fix}."
         return f"{self.where} {self.problem}.{done}"
 
 

@@ -1,6 +1,7 @@
 """`paceline home check`: a home's database against its files, and what can be mended."""
 
 import fcntl
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 
 from sqlalchemy import Connection, text
 
+from paceline._regular_files import regular_opener
 from paceline.master._home_directory import Home
+from paceline.master._home_entries import find_wrong_entries
 from paceline.master._lost_database import (
     LostDatabaseError,
     check_for_lost_database,
@@ -19,6 +22,7 @@ from paceline.master._lost_database import (
 from paceline.master.store import (
     Database,
     DatabaseVersionError,
+    are_records_begun,
     copy_database,
     find_log_damage,
     note_experiment,
@@ -33,6 +37,7 @@ from paceline.master.upkeep._files_to_back_up import DATABASE
 from paceline.master.upkeep._home_file_checks import (
     check_checkpoints,
     check_contexts,
+    check_directories,
     check_journals,
     check_logs,
 )
@@ -41,13 +46,15 @@ from paceline.master.upkeep._home_record_checks import (
     mend_recorded_row,
     rows_to_mend,
 )
+from paceline.master.upkeep._home_secret_checks import check_small_files
 from paceline.master.upkeep._recovery_writer import write_some
 from paceline.messages.states import CheckpointState
 
 # A difference that is only a moment in the work of a master is gone by then.
 _SECOND_LOOK_S = 2.0
 # A directory without any of them is no home.
-_HOME_FILES = (DATABASE, "master.lock", "records", "attempts", "contexts", "logs", "checkpoints")
+_HOME_DIRECTORIES = ("records", "attempts", "contexts", "logs", "checkpoints")
+_HOME_FILES = (DATABASE, "master.lock", *_HOME_DIRECTORIES)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,13 +92,13 @@ def check(home: Path, *, is_quick: bool = False) -> CheckResult:
         raise BackupError(
             f"A home must be a directory, but {str(home)!r} is none. Hint: `--home` names it."
         )
-    if not any((home / name).exists() for name in _HOME_FILES):
+    if not any(os.path.lexists(home / name) for name in _HOME_FILES):
         raise BackupError(
             f"A home must have a database or what goes with it, but {str(home)!r} has neither."
             " Hint: `--home` names the home of the master."
         )
     result = CheckResult(master_runs=_is_held(home))
-    damage = None if result.master_runs else find_log_damage(home / DATABASE)
+    damage = None if result.master_runs else _log_damage(home)
     result.findings = _look_at_home(home, is_quick=is_quick)
     if result.findings and result.master_runs:
         time.sleep(_SECOND_LOOK_S)
@@ -120,7 +127,14 @@ def fix(home: Path, *, is_quick: bool = False) -> CheckResult:
     with Home(home).hold():
         mended = [_mend_database(home, one) for one in before.findings]
         if mended == before.findings and not _is_unreadable(before.findings):
-            _mend_rows_of_home(home, is_quick=is_quick)
+            try:
+                _mend_rows_of_home(home, is_quick=is_quick)
+            except OSError as error:
+                raise BackupError(
+                    "A home must be one that can be written to, to be mended, but is not"
+                    f" ({error})."
+                    " Hint: `paceline home check` says what is in the way; move that away."
+                ) from error
     # What is not found any more is mended, and only that.
     after = check(home, is_quick=is_quick).findings
     left = {(one.kind, one.where) for one in after}
@@ -146,10 +160,20 @@ def _is_unreadable(findings: list[Finding]) -> bool:
 
 
 def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
-    findings: list[Finding] = []
+    """Return all differences; of a home whose database cannot be opened, those that keep it so."""
+    wrong = find_wrong_entries(home)
+    findings = [
+        Finding(kind="home", where=one.name, problem=one.problem, hint=one.hint) for one in wrong
+    ]
+    unusable = {one.name for one in wrong}
+    if any(name.startswith(DATABASE) for name in unusable):
+        return findings
+    if not unusable.isdisjoint(_HOME_DIRECTORIES):
+        # The check of the database as a whole compares it with what they hold.
+        return findings
     problem = _database_problem(home, is_quick=is_quick)
     if problem is not None:
-        return [Finding(kind="database", where=DATABASE, problem=problem)]
+        return [*findings, Finding(kind="database", where=DATABASE, problem=problem)]
     pace = CheckPace()
     with open_read_only(home / DATABASE) as connection:
         version = read_version(connection)
@@ -158,9 +182,16 @@ def _look_at_home(home: Path, *, is_quick: bool) -> list[Finding]:
                 f"has version {version} and can be checked by {tables.SCHEMA_VERSION} only once"
                 " `paceline up` has brought it there"
             )
-            return [Finding(kind="database", where=DATABASE, problem=problem)]
+            return [*findings, Finding(kind="database", where=DATABASE, problem=problem)]
+
+        def tell(finding: Finding) -> None:
+            if finding.where not in unusable:
+                findings.append(finding)
+
         checks: list[Callable[[], object]] = [
-            lambda: check_records(home, connection, findings.append),
+            lambda: check_small_files(home, connection, tell, without=unusable),
+            lambda: check_directories(home, connection, findings.append),
+            lambda: check_records(home, connection, tell),
             lambda: check_contexts(home, connection, findings.append, pace),
             lambda: check_logs(home, findings.append, pace),
             lambda: check_journals(home, connection, findings.append),
@@ -200,6 +231,13 @@ def _database_problem(home: Path, *, is_quick: bool) -> str | None:
     return None
 
 
+def _log_damage(home: Path) -> str | None:
+    try:
+        return find_log_damage(home / DATABASE)
+    except OSError:
+        return None  # another check says what is in its place
+
+
 def _mend_database(home: Path, finding: Finding) -> Finding:
     if finding.where != DATABASE or "version" in finding.problem:
         return finding
@@ -229,6 +267,8 @@ def _mend_rows_of_home(home: Path, *, is_quick: bool) -> None:
         )
         connection.rollback()
         ids = [row[0] for row in connection.execute(text("SELECT id FROM experiments"))]
+        if not are_records_begun(connection):
+            ids = []
         rows = [
             row
             for experiment_id in ids
@@ -268,11 +308,11 @@ def _write_records(home: Path, experiments: list[int | None]) -> None:
 def _is_held(home: Path) -> bool:
     """Tell whether a master serves the home."""
     try:
-        with (home / "master.lock").open("r") as file:
+        with open(home / "master.lock", opener=regular_opener) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
                 return True
-    except FileNotFoundError:
-        pass
+    except OSError:
+        pass  # another check says what is in its place
     return False

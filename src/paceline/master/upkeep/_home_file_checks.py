@@ -1,14 +1,17 @@
 """Checks of a home's files: code, logs, journals and checkpoints."""
 
 import hashlib
+import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, distinct, func, select
 
+from paceline._regular_files import open_regular, regular_opener
 from paceline.master.store import num_damaged_lines, tables
 from paceline.master.upkeep._check_findings import CheckPace, Finding, Report
 from paceline.master.upkeep._files_to_back_up import CHECKPOINTS
@@ -16,6 +19,46 @@ from paceline.messages.states import AttemptState, CheckpointState
 from paceline.storage import CheckpointError, CheckpointNotFoundError, DirectoryStorage
 
 _PIECE = 1024 * 1024
+_MOVE = "move it away"
+_CODE = "send the code again: `paceline experiment fork` with the code directory"
+# Where something else than a directory would be left out without a word.
+_IN_DIRECTORIES = (
+    ("logs", r"trial-\d+", "log"),
+    ("attempts", r"\d+", "journal"),
+)
+
+
+def check_directories(home: Path, connection: Connection, report: Report) -> None:
+    """Look for directories of a home that are gone, and for what in them is no directory."""
+    attempts = tables.attempts.c
+    ran = connection.execute(select(func.count(distinct(attempts.trial_id)))).scalar_one()
+    if ran and not (home / "logs").exists():
+        trials = f"{ran} trial{'s' * (ran > 1)}"
+        problem, hint = f"is missing, with the logs of {trials}", "take it from a backup"
+        report(Finding(kind="log", where="logs", problem=problem, hint=hint))
+    for name, pattern, kind in _IN_DIRECTORIES:
+        for path in sorted((home / name).glob("*")):
+            if re.fullmatch(pattern, path.name) and (wrong := _wrong_directory(path)):
+                where = _name(home, path)
+                report(Finding(kind=kind, where=where, problem=wrong, hint=_MOVE))
+    query = select(attempts.id).where(
+        attempts.state == AttemptState.RUNNING.value,
+        attempts.node_id.is_(None),
+        attempts.run_attempt.is_(None),
+    )
+    for attempt_id in connection.execute(query.order_by(attempts.id)).scalars():
+        if not os.path.lexists(home / "attempts" / str(attempt_id)):
+            problem = "is missing, with what its processes have reported last"
+            hint = "the master starts another attempt of the trial from its latest checkpoint"
+            where = f"attempts/{attempt_id}"
+            report(Finding(kind="journal", where=where, problem=problem, hint=hint))
+
+
+def _wrong_directory(path: Path) -> str | None:
+    if path.is_dir():
+        return None
+    what = "a link to nothing" if path.is_symlink() and not path.exists() else "something else"
+    return f"must be a directory, but is {what}"
 
 
 def check_contexts(home: Path, connection: Connection, report: Report, pace: CheckPace) -> None:
@@ -31,12 +74,17 @@ def check_contexts(home: Path, connection: Connection, report: Report, pace: Che
         if digest not in stored:
             where = f"contexts/{digest}.tar.gz"
             problem = f"is missing: {_experiments(ids)} cannot start trials"
-            report(Finding(kind="context", where=where, problem=problem))
+            report(Finding(kind="context", where=where, problem=problem, hint=_CODE))
     for digest, path in sorted(stored.items()):
-        found = _sha256(path, pace)
-        if found not in (digest, None):
-            used = f": {_experiments(users[digest])} cannot start trials" * (digest in users)
-            report(Finding(kind="context", where=_name(home, path), problem=f"is damaged{used}"))
+        try:
+            wrong = "is damaged" if _sha256(path, pace) != digest else None
+        except OSError as error:
+            wrong = _unreadable(path, error)
+        if wrong is not None:
+            used = digest in users
+            wrong += f": {_experiments(users[digest])} cannot start trials" if used else ""
+            hint = _CODE if used else _MOVE
+            report(Finding(kind="context", where=_name(home, path), problem=wrong, hint=hint))
 
 
 def check_logs(home: Path, report: Report, pace: CheckPace) -> None:
@@ -45,7 +93,11 @@ def check_logs(home: Path, report: Report, pace: CheckPace) -> None:
         try:
             num_damaged = num_damaged_lines(path)
             pace.spend(path.stat().st_size)
-        except FileNotFoundError:
+        except OSError as error:
+            problem = _unreadable(path, error)
+            if problem is not None:
+                where = _name(home, path)
+                report(Finding(kind="log", where=where, problem=problem, hint=_MOVE))
             continue
         if num_damaged:
             lines = "1 damaged line" if num_damaged == 1 else f"{num_damaged} damaged lines"
@@ -60,7 +112,10 @@ def check_journals(home: Path, connection: Connection, report: Report) -> None:
     for attempt_id in list(connection.execute(query.order_by(attempts.id)).scalars()):
         pattern = f"{attempt_id}/run/journal/*/*.journal"
         for path in sorted((home / "attempts").glob(pattern)):
-            problem = _journal_problem(path)
+            try:
+                problem = _journal_problem(path)
+            except (OSError, ValueError) as error:
+                problem = _unreadable(path, error)
             if problem is not None:
                 report(Finding(kind="journal", where=_name(home, path), problem=problem))
 
@@ -88,12 +143,19 @@ def check_checkpoints(
             gone.append(row)
     known = {row.uuid for row in rows}
     root = home / CHECKPOINTS
-    for uuid in DirectoryStorage(root).list():
+    for uuid in _listed(root):
         # Word of a checkpoint of a running attempt may be on its way.
         if uuid not in known and not _has_running(connection):
             problem = "is not known to the database"
             report(Finding(kind="checkpoint", where=f"checkpoint {uuid}", problem=problem))
     return gone
+
+
+def _listed(root: Path) -> list[str]:
+    try:
+        return list(DirectoryStorage(root).list())
+    except (CheckpointError, OSError):
+        return []  # another check says what is in its place
 
 
 def _checkpoint_problem(
@@ -140,7 +202,7 @@ def _has_running(connection: Connection) -> bool:
 
 def _journal_problem(path: Path) -> str | None:
     damaged, missing, last = 0, 0, int(path.stem) - 1
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_opener) as file:
         for line in _whole_lines(file):
             checksum, _, body = line.partition(b" ")
             number = body.partition(b" ")[0]
@@ -165,16 +227,21 @@ def _whole_lines(file: Any) -> Iterator[bytes]:
             yield line[:-1]
 
 
-def _sha256(path: Path, pace: CheckPace) -> str | None:
+def _sha256(path: Path, pace: CheckPace) -> str:
     digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-                pace.spend(len(piece))
-    except FileNotFoundError:
-        return None
+    with open_regular(path) as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            pace.spend(len(piece))
     return digest.hexdigest()
+
+
+def _unreadable(path: Path, error: Exception) -> str | None:
+    """Say why a file cannot be read; None if it was removed meanwhile."""
+    if isinstance(error, FileNotFoundError):
+        return "is a link to nothing" if path.is_symlink() else None
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return f"cannot be read ({reason})"
 
 
 def _experiments(ids: list[int]) -> str:

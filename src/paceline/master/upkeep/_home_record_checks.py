@@ -12,6 +12,7 @@ from paceline.master.store import (
     LASTING,
     OF_ATTEMPTS,
     RecordedRow,
+    are_records_begun,
     encode_row,
     primary_key,
     rows_of_experiment,
@@ -34,6 +35,9 @@ _COMPARED = {
 # A later attempt of a trial changes these when it starts; they are recorded when it ends.
 _EXTREMES = ("min", "max", "last")
 
+# What the record of users and tokens has besides those of experiments.
+_ACCOUNTS = (tables.users, tables.tokens)
+
 Key = tuple[str, tuple[Any, ...]]
 
 
@@ -49,9 +53,11 @@ def check_records(home: Path, connection: Connection, report: Report) -> list[in
     waiting = set(connection.execute(select(unrecorded.experiment_id).distinct()).scalars())
     ids = list(connection.execute(select(tables.experiments.c.id).order_by("id")).scalars())
     wrong: list[int | None] = []
+    if not are_records_begun(connection):
+        return []  # the next master records all anew
     accounts = record_path(home, None)
-    if accounts.exists() and (num_damaged := sum(row is None for _, row in read_record(accounts))):
-        report(_damaged(accounts.relative_to(home).as_posix(), num_damaged))
+    if (problem := _accounts_problem(accounts, connection)) is not None:
+        report(Finding(kind="record", where=accounts.relative_to(home).as_posix(), problem=problem))
         wrong.append(None)
     for experiment_id in ids:
         if experiment_id not in waiting and _check_experiment_records(
@@ -70,11 +76,16 @@ def _check_experiment_records(
 ) -> bool:
     path = record_path(home, experiment_id)
     name = path.relative_to(home).as_posix()
-    if not path.exists():
+    is_over = _is_over(connection, experiment_id)
+    try:
+        recorded, num_damaged = _read_records(path, is_over=is_over)
+    except FileNotFoundError:
         report(Finding(kind="record", where=name, problem="is missing"))
         return True
-    is_over = _is_over(connection, experiment_id)
-    recorded, num_damaged = _read_records(path, is_over=is_over)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+        report(Finding(kind="record", where=name, problem=problem, hint="move it away"))
+        return True
     if num_damaged:
         # Which rows the lines held is not known.
         report(_damaged(name, num_damaged))
@@ -97,6 +108,17 @@ def _check_experiment_records(
         where = _named(table, key, experiment_id)
         report(Finding(kind="database", where=where, problem=_MISSING))
     return num_lacking > 0
+
+
+def _accounts_problem(path: Path, connection: Connection) -> str | None:
+    try:
+        num_damaged = sum(row is None for _, row in read_record(path))
+    except FileNotFoundError:
+        has_any = any(connection.execute(select(one).limit(1)).first() for one in _ACCOUNTS)
+        return "is missing" if has_any else None
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return _damaged("", num_damaged).problem if num_damaged else None
 
 
 def _damaged(name: str, num_damaged: int) -> Finding:

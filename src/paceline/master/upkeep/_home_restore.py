@@ -96,6 +96,7 @@ def restore(
     place = Home(home)
     result = RestoreResult(path=path, content=content)
     with place.hold(), _marked_as_restoring(place.path):
+        place.make_directories()
         for name, file in sorted(content.files.items()):
             if name != DATABASE:
                 _copy_from_backup(path / name, place.path / name, name, file, result)

@@ -233,6 +233,34 @@ def test_a_signal_ends_a_master_whatever_hangs(home: Path, thread: str, code: in
     assert f"{thread}: hang (" in told
 
 
+WITH_HANGING_THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(1e6,)).start()
+from paceline.cli._app import main
+main()
+"""
+
+
+def test_a_command_that_was_the_master_ends_without_threads_that_hang(home: Path) -> None:
+    """A thread of a request may wait for a storage that is away; Python would wait for it."""
+    command = ["up", "--port", "0", "--slots", "1", "--home", str(home)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITH_HANGING_THREAD, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert "The master runs at" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        told, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, told
+
+
 def test_homes_are_prepared_once(home: Path) -> None:
     assign_slots = Home(home)
     assign_slots.prepare()

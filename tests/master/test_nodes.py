@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from sqlalchemy import select
+from sqlalchemy import insert, select, update
 
 import paceline
 from paceline.master.experiments import _storage_calls
@@ -1248,3 +1248,30 @@ def test_a_success_ends_the_rest_of_a_node(master: Any, join: Callable[..., Fake
     body = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
     assert master.attempt(kept, "end", **body).status_code == 204
     assert not resting(master)["bad"]
+
+
+def test_requests_that_a_storage_keeps_waiting_keep_no_others_waiting(
+    hanging_disk: Path, make_master: Callable[..., Any]
+) -> None:
+    """There are more of them than threads for other requests."""
+    master = make_master()
+    single = {"name": "single", "metric": "loss"}
+    for number in range(1, 11):
+        place = hanging_disk / str(number)
+        master.create(searcher=single, hyperparameters={}, **of_storage(place))
+        checkpoint = {
+            "uuid": f"checkpoint-{number}", "trial_id": number, "experiment_id": number,
+            "attempt": 1, "steps_completed": 1, "state": "COMPLETED", "metadata": {},
+            "resources": {"model": 1}, "size": 1, "storage": str(place), "created_at": 1.0,
+        }  # fmt: skip
+
+        def end(transaction: Any, number: int = number, row: Any = checkpoint) -> None:
+            transaction.connection.execute(insert(tables.checkpoints).values(**row))
+            for table, column in ((tables.experiments, "id"), (tables.trials, "experiment_id")):
+                change = update(table).where(table.c[column] == number)
+                transaction.connection.execute(change.values(state="CANCELED", ended_at=1.0))
+
+        master.core.database.write(end).result()
+        with pytest.raises(httpx.ReadTimeout):
+            master.http.delete(f"/experiments/{number}", timeout=0.5)
+    assert master.create(searcher=single, hyperparameters={}) == 11

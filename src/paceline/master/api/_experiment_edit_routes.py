@@ -20,6 +20,7 @@ from paceline.master.experiments import (
     delete_experiment,
     delete_files,
     edit_experiment,
+    in_own_thread,
     loss_of,
 )
 from paceline.messages.experiments import (
@@ -118,7 +119,10 @@ async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
         master,
         lambda transaction: delete_experiment(transaction, master.changes, experiment_id),
     )
-    return await asyncio.to_thread(_remove_leftovers, master, experiment_id, leftovers)
+    # Not one of the few threads that answer other requests: a storage may hang.
+    return await asyncio.wrap_future(
+        in_own_thread(partial(_remove_leftovers, master, experiment_id, leftovers))
+    )
 
 
 def _delete_files(place: CheckpointPlace, uuid: str) -> bool:

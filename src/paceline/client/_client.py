@@ -209,7 +209,7 @@ class Client(ClusterClient):
             activate=activate,
             source=None if model_dir is None else _git_source_of(Path(model_dir)),
         )
-        data = self._session.call("POST", "experiments", ExperimentData, body=body)
+        data = self._session.call("POST", "experiments", ExperimentData, body=body, has_key=True)
         return Experiment(self._session, data)
 
     def preview_search(

@@ -143,9 +143,8 @@ class Experiment:
 
         body = ForkExperiment(config=config or {}, activate=activate)
         path = f"experiments/{self.id}/fork"
-        return Experiment(
-            self._session, self._session.call("POST", path, ExperimentData, body=body)
-        )
+        data = self._session.call("POST", path, ExperimentData, body=body, has_key=True)
+        return Experiment(self._session, data)
 
     def download_code(self, path: str | Path) -> int:
         """Copy the code and the configuration, as `config.yaml`, into a new or empty directory.
@@ -316,5 +315,6 @@ class Experiment:
         from paceline.messages.experiments import Experiment as ExperimentData
 
         path = f"experiments/{self.id}/{verb}"
-        self.data = self._session.call("POST", path, ExperimentData, body=body)
+        has_key = verb == "continue"
+        self.data = self._session.call("POST", path, ExperimentData, body=body, has_key=has_key)
         return self

@@ -1,9 +1,11 @@
 """Requests to the master: authorisation, errors, retries and paging."""
 
+import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from paceline._network_interfaces import LOOPBACK_HOSTS
@@ -26,11 +28,19 @@ _TIMEOUT_S = 60.0
 _PAGE_SIZE = 200
 
 
+class _Pool(NamedTuple):
+    """The connections to a master at one address."""
+
+    address: MasterAccess
+    http: "httpx.Client"
+
+
 class HttpSession:
-    """One connection pool to one master.
+    """Connections to one master, for any number of threads.
 
     The address is looked up at the first request and again when nothing answers there, so that a
-    master which came back on another port is found.
+    master which came back on another port is found. Connections that other threads may still use
+    stay open until `close`.
     """
 
     def __init__(
@@ -39,8 +49,9 @@ class HttpSession:
         self._master = master
         self._token = token
         self._ca_file = ca_file
-        self._address: MasterAccess | None = None
-        self._http: httpx.Client | None = None
+        self._lock = threading.Lock()
+        self._pool: _Pool | None = None
+        self._left: list[httpx.Client] = []
 
     def __enter__(self) -> "HttpSession":
         return self
@@ -50,9 +61,11 @@ class HttpSession:
 
     def close(self) -> None:
         """Close the connections; a later request opens new ones."""
-        if self._http is not None:
-            self._http.close()
-        self._http = self._address = None
+        with self._lock:
+            opened = self._left + ([] if self._pool is None else [self._pool.http])
+            self._left, self._pool = [], None
+        for http in opened:
+            http.close()
 
     @property
     def url(self) -> str:
@@ -61,37 +74,42 @@ class HttpSession:
         Raises:
             MasterUnreachableError: No master is known.
         """
-        if self._address is None:
-            self._address = find_master(self._master, self._token)
-        return self._address.url
+        return self._opened().address.url
 
     def http(self) -> "httpx.Client":
         """Return the connection pool; opened at the first call."""
-        if self._http is None:
-            import httpx
+        return self._opened().http
 
-            url = self.url
-            assert self._address is not None
-            # A proxy that the environment names cannot reach this machine's loopback.
-            is_local = urlsplit(url).hostname in LOOPBACK_HOSTS
-            self._http = httpx.Client(
-                base_url=f"{url}/api/v1/",
-                headers={"Authorization": f"Bearer {self._address.token}"},
-                timeout=_TIMEOUT_S,
-                trust_env=not is_local,
-                # Building the certificate store costs 20 ms that plain HTTP has no use for.
-                verify=self._tls(url),
-            )
-        return self._http
+    def _opened(self) -> _Pool:
+        with self._lock:
+            if self._pool is None:
+                self._pool = self._open(find_master(self._master, self._token))
+            return self._pool
 
-    def _tls(self, url: str) -> "ssl.SSLContext | bool":
-        if not url.startswith("https:"):
+    def _open(self, address: MasterAccess) -> _Pool:
+        import httpx
+
+        # A proxy that the environment names cannot reach this machine's loopback.
+        is_local = urlsplit(address.url).hostname in LOOPBACK_HOSTS
+        http = httpx.Client(
+            base_url=f"{address.url}/api/v1/",
+            headers={"Authorization": f"Bearer {address.token}"},
+            timeout=_TIMEOUT_S,
+            # Each thread may have a stream and a request.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+            trust_env=not is_local,
+            # Building the certificate store costs 20 ms that plain HTTP has no use for.
+            verify=self._tls(address),
+        )
+        return _Pool(address, http)
+
+    def _tls(self, address: MasterAccess) -> "ssl.SSLContext | bool":
+        if not address.url.startswith("https:"):
             return False
         from paceline._certificates import client_tls
 
-        assert self._address is not None
         try:
-            return client_tls(self._address.certificate, self._ca_file)
+            return client_tls(address.certificate, self._ca_file)
         except ValueError as error:
             raise MasterUnreachableError(str(error)) from error
 
@@ -107,8 +125,11 @@ class HttpSession:
         *,
         params: Mapping[str, Any] | None = None,
         body: Any = None,
+        has_key: bool = False,
     ) -> Model:
         """Send a request and return its decoded answer; `body` is a message.
+
+        With `has_key` the route takes a key, by which the master knows a request that is repeated.
 
         Raises:
             ApiError: The master refused the request.
@@ -117,7 +138,7 @@ class HttpSession:
         from pydantic import TypeAdapter
 
         content = None if body is None else body.model_dump_json().encode()
-        response = self.send(method, path, params=params, content=content)
+        response = self.send(method, path, params=params, content=content, has_key=has_key)
         return TypeAdapter(model).validate_json(response.content)
 
     def send(
@@ -127,23 +148,25 @@ class HttpSession:
         *,
         params: Mapping[str, Any] | None = None,
         content: "bytes | Path | None" = None,
+        has_key: bool = False,
     ) -> "httpx.Response":
         """Send a request and return the answer, which is a success.
 
         Requests that may be repeated are, when the connection breaks or the master is overloaded.
         """
+        request = _SentRequest(method, path, params, content, uuid.uuid4().hex if has_key else None)
         for attempt in range(1, _ATTEMPTS + 1):
-            is_last = attempt == _ATTEMPTS or method not in _IDEMPOTENT
+            is_last = attempt == _ATTEMPTS or not (method in _IDEMPOTENT or has_key)
+            pool = self._opened()
             try:
-                response = self._send_once(method, path, params, content)
+                response = self._send_once(pool, request)
             except MasterUnreachableError as error:
                 if is_last or not isinstance(error.__cause__, _broken_connection()):
                     raise
             else:
-                if response.status_code == _UNAUTHORIZED and self._has_moved(self._address):
+                if response.status_code == _UNAUTHORIZED and self._has_moved(pool):
                     # The home has another token, or another master another address.
-                    self._reconnect()
-                    response = self._send_once(method, path, params, content)
+                    response = self._send_once(self._opened(), request)
                 if response.status_code not in _PASSING_STATUSES or is_last:
                     raise_for_problem(response)
                     return response
@@ -191,27 +214,15 @@ class HttpSession:
                 return
             left = None if left is None else left - len(page.items)
 
-    def _send_once(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, Any] | None,
-        content: "bytes | Path | None",
-    ) -> "httpx.Response":
+    def _send_once(self, pool: _Pool, request: "_SentRequest") -> "httpx.Response":
         import httpx
 
-        known = {key: value for key, value in (params or {}).items() if value is not None}
-        headers = {"Content-Type": "application/json"} if isinstance(content, bytes) else {}
+        url = pool.address.url
         try:
-            if isinstance(content, Path):
-                with content.open("rb") as file:
-                    return self.http().request(method, path, params=known, content=file)
-            return self.http().request(method, path, params=known, content=content, headers=headers)
+            return request.send(pool.http)
         except httpx.ConnectError as error:
-            url, self_was = self.url, self._address
-            self.close()
-            if self._has_moved(self_was):
-                return self._send_once(method, path, params, content)
+            if self._has_moved(pool):
+                return self._send_once(self._opened(), request)
             if explained := _explain_tls(error, url):
                 raise MasterUnreachableError(explained) from error
             raise MasterUnreachableError(
@@ -219,8 +230,7 @@ class HttpSession:
                 f" Hint: start one with `{START_COMMAND}`."
             ) from error
         except httpx.TransportError as error:
-            url = self.url
-            self.close()
+            self._has_moved(pool)
             if explained := _explain_tls(error, url):
                 raise MasterUnreachableError(explained) from None
             raise MasterUnreachableError(
@@ -228,18 +238,42 @@ class HttpSession:
                 " Hint: see `master.log` in its home, and `paceline status`."
             ) from error
 
-    def _reconnect(self) -> None:
-        """Open new connections, to the address that was found last."""
-        if self._http is not None:
-            self._http.close()
-        self._http = None
-
-    def _has_moved(self, old: MasterAccess | None) -> bool:
+    def _has_moved(self, old: _Pool) -> bool:
+        """Tell whether the master has another address now; it is used from now on."""
         try:
-            self._address = find_master(self._master, self._token)
+            address = find_master(self._master, self._token)
         except MasterUnreachableError:
             return False
-        return self._address != old
+        if address == old.address:
+            return False
+        with self._lock:
+            if self._pool is None or self._pool.address != address:
+                if self._pool is not None:
+                    self._left.append(self._pool.http)
+                self._pool = self._open(address)
+        return True
+
+
+class _SentRequest(NamedTuple):
+    """A request as it is sent, each time in the same way."""
+
+    method: str
+    path: str
+    params: Mapping[str, Any] | None
+    content: "bytes | Path | None"
+    key: str | None
+
+    def send(self, http: "httpx.Client") -> "httpx.Response":
+        known = {key: value for key, value in (self.params or {}).items() if value is not None}
+        headers = {} if self.key is None else {"Idempotency-Key": self.key}
+        if isinstance(self.content, Path):
+            with self.content.open("rb") as file:
+                return http.request(self.method, self.path, params=known, content=file)
+        if self.content is not None:
+            headers["Content-Type"] = "application/json"
+        return http.request(
+            self.method, self.path, params=known, content=self.content, headers=headers
+        )
 
 
 def _explain_tls(error: "httpx.TransportError", url: str) -> str | None:

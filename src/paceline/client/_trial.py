@@ -124,7 +124,8 @@ class Trial:
         from paceline.messages.experiments import Experiment as ExperimentData
 
         body = ContinueTrial(config=config or {}, activate=activate)
-        data = self._session.call("POST", f"trials/{self.id}/continue", ExperimentData, body=body)
+        path = f"trials/{self.id}/continue"
+        data = self._session.call("POST", path, ExperimentData, body=body, has_key=True)
         return Experiment(self._session, data)
 
     def iter_metrics(self, group: str | None = None) -> Iterator["MetricRow"]:

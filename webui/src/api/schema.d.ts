@@ -4434,7 +4434,10 @@ export interface operations {
     create_experiment_api_v1_experiments_post: {
         parameters: {
             query?: never;
-            header?: never;
+            header?: {
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                "idempotency-key"?: string | null;
+            };
             path?: never;
             cookie?: never;
         };
@@ -4593,7 +4596,10 @@ export interface operations {
     fork_experiment_api_v1_experiments__experiment_id__fork_post: {
         parameters: {
             query?: never;
-            header?: never;
+            header?: {
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                "idempotency-key"?: string | null;
+            };
             path: {
                 experiment_id: number;
             };
@@ -4886,7 +4892,10 @@ export interface operations {
     continue_experiment_api_v1_experiments__experiment_id__continue_post: {
         parameters: {
             query?: never;
-            header?: never;
+            header?: {
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                "idempotency-key"?: string | null;
+            };
             path: {
                 experiment_id: number;
             };
@@ -5321,7 +5330,10 @@ export interface operations {
     continue_trial_api_v1_trials__trial_id__continue_post: {
         parameters: {
             query?: never;
-            header?: never;
+            header?: {
+                /** @description A new random key; a request that is sent again with it, within a day, gets the experiment of the first one. */
+                "idempotency-key"?: string | null;
+            };
             path: {
                 trial_id: number;
             };

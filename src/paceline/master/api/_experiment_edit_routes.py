@@ -10,7 +10,7 @@ from paceline.master._master import Master
 from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import Action, ExperimentId, action_of, read_experiment
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, write_rows
+from paceline.master.api._row_helpers import MasterOf, RequestKey, write_once, write_rows
 from paceline.master.experiments import (
     CheckpointPlace,
     Leftovers,
@@ -51,11 +51,12 @@ async def change_experiment(
 
 @router.post("/experiments/{experiment_id}/fork", status_code=201)
 async def fork_experiment(
-    experiment_id: ExperimentId, request: ForkExperiment, master: MasterOf
+    experiment_id: ExperimentId, request: ForkExperiment, master: MasterOf, key: RequestKey
 ) -> Experiment:
     """Create an experiment with the code and the changed configuration of another one."""
-    forked = await write_rows(
+    forked = await write_once(
         master,
+        key,
         lambda transaction: master.commands.fork(
             transaction,
             experiment_id,

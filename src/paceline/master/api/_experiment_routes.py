@@ -21,8 +21,10 @@ from paceline.master.api._row_helpers import (
     Limit,
     MasterOf,
     RecordsOf,
+    RequestKey,
     checkpoint_page,
     experiment_row,
+    write_once,
     write_rows,
 )
 from paceline.master.experiments import MAX_RUNG_ENTRIES, set_archived, thinned
@@ -46,14 +48,17 @@ Action = Literal["pause", "activate", "cancel", "kill", "archive", "unarchive"]
 
 
 @router.post("/experiments", status_code=201)
-async def create_experiment(request: CreateExperiment, master: MasterOf) -> Experiment:
+async def create_experiment(
+    request: CreateExperiment, master: MasterOf, key: RequestKey
+) -> Experiment:
     """Create an experiment; its context must have been uploaded before."""
     config = await asyncio.to_thread(validate_config, request.config)
     digest = request.context_digest
     if digest is not None and not context_path_exists(master, digest):
         raise ApiError(409, "no_context", f"The context {digest!r} must be uploaded before.")
-    experiment_id = await write_rows(
+    experiment_id = await write_once(
         master,
+        key,
         lambda transaction: master.commands.create(
             transaction,
             config,
@@ -74,14 +79,15 @@ def read_experiment(experiment_id: ExperimentId, records: RecordsOf) -> Experime
 
 @router.post("/experiments/{experiment_id}/continue")
 async def continue_experiment(
-    experiment_id: ExperimentId, request: ContinueExperiment, master: MasterOf
+    experiment_id: ExperimentId, request: ContinueExperiment, master: MasterOf, key: RequestKey
 ) -> Experiment:
     """Reopen an ended experiment."""
 
-    def job(transaction: Transaction) -> None:
+    def job(transaction: Transaction) -> int:
         master.commands.continue_experiment(transaction, experiment_id, request.config)
+        return experiment_id
 
-    await write_rows(master, job)
+    await write_once(master, key, job)
     return await asyncio.to_thread(_read, master, experiment_id)
 
 

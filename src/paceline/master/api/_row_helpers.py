@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Path, Query, Request, Response
+from fastapi import Depends, Header, Path, Query, Request, Response
 from pydantic_core import to_json
 from sqlalchemy import Connection, Row, Select, select
 
@@ -21,6 +21,7 @@ from paceline.master.store import (
     checkpoint_views,
     decode_cursor,
     encode_cursor,
+    once,
     tables,
 )
 from paceline.messages.base import Page
@@ -58,6 +59,34 @@ def records_parameter(endpoint: Callable[..., Any]) -> str | None:
 async def write_rows(master: Master, job: Callable[[Transaction], Result]) -> Result:
     """Run a job in the writer thread and wait for its commit."""
     return await asyncio.wrap_future(master.database.write(job))
+
+
+async def _request_key(
+    request: Request,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            max_length=100,
+            description="A new random key; a request that is sent again with it, within a day,"
+            " gets the experiment of the first one.",
+        ),
+    ] = None,
+) -> str | None:
+    return None if idempotency_key is None else f"{request.url.path} {idempotency_key}"
+
+
+RequestKey = Annotated[str | None, Depends(_request_key)]
+
+
+async def write_once(master: Master, key: str | None, job: Callable[[Transaction], int]) -> int:
+    """Run a job like `write_rows`, and not again for a request that had the same key."""
+
+    def keyed_job(transaction: Transaction) -> int:
+        if key is None:
+            return job(transaction)
+        return once(transaction.connection, key, lambda: job(transaction))
+
+    return await write_rows(master, keyed_job)
 
 
 def position_in_rows(cursor: str | None, default: list[Any]) -> list[Any]:

@@ -12,11 +12,13 @@ from paceline.master.api._row_helpers import (
     Limit,
     MasterOf,
     RecordsOf,
+    RequestKey,
     TrialId,
     checkpoint_page,
     experiment_row,
     position_in_rows,
     trial_row,
+    write_once,
     write_rows,
 )
 from paceline.master.store import (
@@ -82,7 +84,9 @@ async def kill_trial(trial_id: TrialId, master: MasterOf) -> Trial:
 
 
 @router.post("/trials/{trial_id}/continue", status_code=201)
-async def continue_trial(trial_id: TrialId, request: ContinueTrial, master: MasterOf) -> Experiment:
+async def continue_trial(
+    trial_id: TrialId, request: ContinueTrial, master: MasterOf, key: RequestKey
+) -> Experiment:
     """Create a `single` experiment that starts from the trial's latest checkpoint."""
     from paceline.master.api._experiment_routes import read_experiment
 
@@ -91,7 +95,7 @@ async def continue_trial(trial_id: TrialId, request: ContinueTrial, master: Mast
             transaction, trial_id, request.config, activate=request.activate
         )
 
-    experiment_id = await write_rows(master, job)
+    experiment_id = await write_once(master, key, job)
     return await asyncio.to_thread(read_experiment, experiment_id, master)
 
 

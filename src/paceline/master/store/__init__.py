@@ -90,6 +90,7 @@ from paceline.master.store._referenced_files import (
     note_context,
     read_known_files,
 )
+from paceline.master.store._request_keys import once
 from paceline.master.store._row_counts import (
     ARCHIVED,
     ATTEMPTS,
@@ -195,6 +196,7 @@ __all__ = [
     "num_waiting",
     "number_by_state",
     "numbers_of",
+    "once",
     "open_read_only",
     "primary_key",
     "raise_ids",

@@ -148,3 +148,35 @@ def test_ranks_in_different_collectives_are_named(
     assert text in result.stderr, result.stderr
     # The stacks of the ranks that wait.
     assert "in main" in result.stderr
+
+
+STORE_ON_ONE_RANK = """
+import sys
+import torch.distributed as dist
+import torch
+from paceline import core
+
+dist.init_process_group("gloo")
+with core.init() as context:
+    for step in range(3):
+        if step == 1 and context.distributed.rank == int(sys.argv[1]):
+            context.distributed.gather(1)
+        dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("alone", [0, 2])
+def test_a_rank_in_the_store_is_named_beside_others_in_a_collective(
+    tmp_path: Path, clean_environment: dict[str, str], alone: int
+) -> None:
+    (tmp_path / "train.py").write_text(STORE_ON_ONE_RANK)
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline.launch.torch_distributed", "--nproc-per-node=3",
+         "train.py", str(alone)],
+        cwd=tmp_path, env=clean_environment, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert f"ank {alone} waits in `distributed.gather` (train.py:11 in " in result.stderr
+    assert "wait in `all_reduce` (train.py:12 in " in result.stderr
+    assert "but these must be the same" in result.stderr

@@ -74,6 +74,20 @@ def judged(*texts: str) -> DetectedHang | None:
             True,
         ),
         (
+            ["waits 6 s in distributed.gather 4", "waits 8 s in all_reduce 5"],
+            "Rank 0 waits in `distributed.gather` (train.py:0 in main) and rank 1 waits in"
+            " `all_reduce` (train.py:1 in main) for 6 s, but these must be the same.",
+            0,
+            True,
+        ),
+        (
+            ["returned 4", "waits 6 s in distributed.gather 4", "returned 4"],
+            "Rank 1 waits in `distributed.gather` (train.py:1 in main) for 6 s, but ranks 0 and 2"
+            " have returned without. Missing ranks: 0, 2.",
+            0,
+            True,
+        ),
+        (
             ["waits 101 s in all_reduce 5", "computes 4", "computes 4"],
             "Rank 0 waits in `all_reduce` (train.py:0 in main) for 101 s, but ranks 1 and 2 have"
             " not come there. Missing ranks: 1, 2.",
@@ -105,6 +119,11 @@ def test_who_waits_in_vain_is_named(
 @pytest.mark.parametrize(
     "texts",
     [
+        # The chief evaluates, or another rank computes.
+        ["computes 4", "waits 999 s in distributed.broadcast 4"],
+        ["waits 9 s in distributed.gather 4", "waits 9 s in all_reduce 5", "computes 4"],
+        # The store names these itself.
+        ["waits 9 s in distributed.gather 4", "waits 9 s in distributed.allgather 4"],
         # Not for long yet.
         ["waits 4 s in all_reduce 5", "returned 4"],
         ["waits 99 s in all_reduce 5", "computes 4"],

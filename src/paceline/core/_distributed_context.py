@@ -366,7 +366,11 @@ class DistributedContext:
         transport.set(keys[rank], name.encode() + pickle.dumps(value))
         if rank != 0:
             return None
-        transport.wait(keys, explain=lambda: self._explain(name, transport.missing(keys)))
+        transport.wait(
+            keys,
+            call=f"distributed.{name.operation}",
+            explain=lambda: self._explain(name, transport.missing(keys)),
+        )
         gathered = [split_message(message) for message in transport.get(keys)]
         self._check_same(name, {other: told for other, (told, _) in enumerate(gathered)})
         transport.delete(keys)
@@ -381,7 +385,9 @@ class DistributedContext:
         # The chief is missing, unless it waits for others itself: then those are.
         keys = [f"{base}/{other}" for other in range(size)]
         transport.wait(
-            [key], explain=lambda: self._explain(name, self._blocking(transport, name, keys))
+            [key],
+            call=f"distributed.{name.operation}",
+            explain=lambda: self._explain(name, self._blocking(transport, name, keys)),
         )
         told, answer = split_message(transport.get([key])[0])
         self._check_same(name, {0: told})

@@ -7,6 +7,7 @@ of the two comes first.
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -34,6 +35,13 @@ _num_opened: dict[tuple[str, int], int] = {}
 # A server lives as long as its process: another rank may have come to the next context already
 # while this one leaves the last.
 _hosted: list[Any] = []
+# Which threads of this process wait, since when, and in which call.
+_waits: dict[int, tuple[float, str]] = {}
+
+
+def wait_of_thread(thread: int) -> tuple[float, str] | None:
+    """Return since when a thread waits for other ranks, and in which call; None if it does not."""
+    return _waits.get(thread)
 
 
 class KeyValueStore:
@@ -71,11 +79,12 @@ class KeyValueStore:
         """Return the indices of the keys that are not there."""
         return [index for index, key in enumerate(keys) if not self.has([key])]
 
-    def wait(self, keys: Sequence[str], *, explain: Callable[[], str]) -> None:
+    def wait(self, keys: Sequence[str], *, call: str, explain: Callable[[], str]) -> None:
         """Wait until all keys are there.
 
         Args:
             keys: What to wait for.
+            call: The call that waits, for those who watch this thread.
             explain: Returns the text of the timeout error: which call, and who is missing.
 
         Raises:
@@ -84,16 +93,21 @@ class KeyValueStore:
         """
         start = time.monotonic()
         next_failure_check = _FAILURE_CHECK_S
-        while not self.has(keys):
-            waited = time.monotonic() - start
-            if waited >= next_failure_check:
-                self.raise_if_peer_failed()
-                self._raise_if_peer_ended(keys)
-                next_failure_check = waited + _FAILURE_CHECK_S
-            if waited > self.timeout_s:
-                raise DistributedTimeoutError(explain())
-            # A pause in proportion to the wait adds little to it and spares the processor.
-            time.sleep(min(max(waited / 8, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
+        thread = threading.get_ident()
+        _waits[thread] = start, call
+        try:
+            while not self.has(keys):
+                waited = time.monotonic() - start
+                if waited >= next_failure_check:
+                    self.raise_if_peer_failed()
+                    self._raise_if_peer_ended(keys)
+                    next_failure_check = waited + _FAILURE_CHECK_S
+                if waited > self.timeout_s:
+                    raise DistributedTimeoutError(explain())
+                # A pause in proportion to the wait adds little to it and spares the processor.
+                time.sleep(min(max(waited / 8, _FIRST_PAUSE_S), _LONGEST_PAUSE_S))
+        finally:
+            del _waits[thread]
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one leaves by an exception; never raises."""

@@ -90,10 +90,15 @@ class ProgressMeter:
         if instruction != self._instruction:
             self._instruction, self._since, self._cpu_since = instruction, now, cpu
         stuck_s = now - self._since
+        is_waiting = stuck_s > 0 and cpu - self._cpu_since < _WAITING_SHARE * stuck_s
+        operation = _operation(frame)
+        if wait := _wait_in_store(self._thread):
+            # It looks again and again, so it is never at one instruction for long.
+            stuck_s, is_waiting, operation = now - wait[0], True, wait[1]
         return Progress(
             stuck_s=stuck_s,
-            is_waiting=stuck_s > 0 and cpu - self._cpu_since < _WAITING_SHARE * stuck_s,
-            operation=_operation(frame),
+            is_waiting=is_waiting,
+            operation=operation,
             num_collectives=num_collectives,
             place=_place_of_thread(frame),
             idle_s=self._idle.measure(now),
@@ -146,6 +151,13 @@ def _num_collectives() -> int:
         if group is not None:
             return int(group._get_sequence_number_for_group())
     return -1
+
+
+def _wait_in_store(thread: int) -> tuple[float, str] | None:
+    """Return since when a thread waits for other ranks in the store, and in which call."""
+    store = sys.modules.get("paceline.core._key_value_store")
+    wait: tuple[float, str] | None = None if store is None else store.wait_of_thread(thread)
+    return wait
 
 
 def _operation(frame: FrameType) -> str:

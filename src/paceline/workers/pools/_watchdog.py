@@ -9,6 +9,9 @@ from paceline.workers.pools._thread_progress import Progress
 # Ranks pair up in these, so their numbers and kinds may differ.
 _PAIRED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list")
 
+# Exchanges over the store of the ranks begin so.
+_STORE = "distributed."
+
 # How long a rank waits for one that has returned until that is taken for an error.
 _CERTAIN_S = 5.0
 # When those that wait for others are told of first, and how much later each time from then on.
@@ -102,6 +105,12 @@ def detect_hang(
     waiting = [o for o in observations if _waits_for_others(o, certain_s)]
     if not waiting or len(observations) < 2:
         return None
+    in_store = [o for o in waiting if o.progress.operation.startswith(_STORE)]
+    if in_store:
+        hang = _hang_in_store(in_store, waiting, observations)
+        waiting = [o for o in waiting if o not in in_store]
+        if hang is not None or not waiting:
+            return hang
     most = max(o.progress.num_collectives for o in waiting)
     waiting = [o for o in waiting if o.progress.num_collectives == most]
     others = [o for o in observations if o not in waiting]
@@ -119,6 +128,24 @@ def detect_hang(
     waiting = late
     if waiting and not any(o not in waiting and not o.has_returned for o in observations):
         return _detected_hang(waiting, "none of them goes on", [], is_certain=False)
+    return None
+
+
+def _hang_in_store(
+    in_store: Sequence[WatchedRank],
+    waiting: Sequence[WatchedRank],
+    observations: Sequence[WatchedRank],
+) -> DetectedHang | None:
+    """Return whether ranks wait in the store for others that do so elsewhere, or have returned.
+
+    The store itself names ranks that are there in different calls.
+    """
+    others = [o for o in observations if o not in waiting]
+    if not others and len(in_store) < len(waiting):
+        return _detected_hang(waiting, "these must be the same", [], is_certain=True)
+    if others and len(in_store) == len(waiting) and all(o.has_returned for o in others):
+        noun = _ranks(others, "has returned", "have returned")
+        return _detected_hang(in_store, f"{noun} without", others, is_certain=True)
     return None
 
 

@@ -77,7 +77,20 @@ config = TrainingConfig(
     ),
     post_training_epoch_hook=strike,
 )
-trainer = Trainer(config)
+
+class OwnLoop(Trainer):
+    def run_training_epoch(self):
+        for index, batch in enumerate(self.training_dataloader):
+            if index == 1 and self.rank == int(os.environ["OWN_LOOP"]) and self.current_epoch == 1:
+                if not Path("struck").exists():
+                    Path("struck").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            self.optimizer.zero_grad()
+            self.load_data_and_get_loss(batch, self.get_epoch_loss_buffer())[1].backward()
+            self.optimizer.step()
+
+
+trainer = (OwnLoop if "OWN_LOOP" in os.environ else Trainer)(config)
 trainer.build()
 tracker = trainer.run_training()
 wholes = [getattr(p, "full_tensor", lambda p=p: p)() for p in trainer.model.parameters()]
@@ -221,3 +234,20 @@ def test_a_killed_process_of_a_sharded_training_changes_no_bit(
     for name in ("out", "paceline_runs"):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
     assert struck == facts_of(run_command(command, **variables))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_process_killed_within_a_loop_of_ones_own_changes_no_bit(
+    rank: int, run_command: Start, facts_of: FactsOf, tmp_path: Path
+) -> None:
+    options = ["-m", "paceline.launch.torch_distributed", "--nproc-per-node=3"]
+    command = [sys.executable, *options, "--max-restarts=1", "--"]
+    struck = facts_of(run_command(command, SEED="3", OWN_LOOP=str(rank)))
+    assert (tmp_path / "struck").exists()
+    for name in ("out", "paceline_runs"):
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+    straight = facts_of(run_command(command, SEED="3", OWN_LOOP="-1"))
+    assert struck == straight
+    assert len(set(straight[0]["tracker"]["val_loss"])) == 3

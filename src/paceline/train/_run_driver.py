@@ -197,6 +197,7 @@ class RunDriver(GroupRun):
             kept=self._follower.kept,
             is_stepwise=request.is_stepwise,
             check_ranks=request.check_ranks,
+            is_seed_given=request.is_seed_given,
             storage_per_node=self._is_stored_per_node,
             judged_metrics=None if judged is None else tuple(judged),
             searched_metrics=core.searched_metrics(searcher, judged),

@@ -26,6 +26,7 @@ class RunRequest:
         callbacks: Who follows the run.
         trackers: What else shows the run.
         max_retries: How often workers may be lost.
+        is_seed_given: Whether the user has asked for a seed.
         check_ranks: Whether workers are compared, see `Trainer`.
         is_stepwise: Whether the function waits at each report until it may go on.
     """
@@ -40,5 +41,6 @@ class RunRequest:
     callbacks: Sequence[TrainingCallback]
     trackers: Sequence[Tracker]
     max_retries: float
+    is_seed_given: bool = False
     check_ranks: bool | tuple[str, ...] = True
     is_stepwise: bool = False

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import core
-from paceline._argument_checks import check_dictionary, ranks_to_check
+from paceline._argument_checks import check_dictionary, integer, optional, ranks_to_check
 from paceline.train._checkpoint import Checkpoint
 from paceline.train._chosen_settings import chosen_settings
 from paceline.train._class_run import ClassRun
@@ -73,6 +73,7 @@ class Trainer(TrainerWorkers):
         elastic: How to deal with workers that come and go.
         check_ranks: Whether workers stop if their prepared models have drifted apart; or the names
             of tensors that each worker has for itself, see docs/distributed.md.
+        seed: The seed of data order and of all generators, see docs/train.md; drawn by default.
 
     Raises:
         ImportError: Ray is wanted, but not installed.
@@ -100,6 +101,7 @@ class Trainer(TrainerWorkers):
         workers: int | tuple[int, float] = NOT_GIVEN,
         elastic: ElasticConfig | None = None,
         check_ranks: bool | str | Sequence[str] = True,
+        seed: int | None = None,
     ) -> None:
         given = locals().items()
         self._arguments = {n: v for n, v in given if n != "self" and v is not NOT_GIVEN}
@@ -121,6 +123,7 @@ class Trainer(TrainerWorkers):
         self._output = WorkerOutput(limits is not None and limits.most > 1)
         self._group = make_group(self._settings, self._output)
         self._max_retries = max_retries
+        self._seed = optional(integer)("seed", seed)
         self._check_ranks = ranks_to_check("check_ranks", check_ranks)
         self._run_dir = core.local_directory(run_dir, "run_dir")
         self._given_storage = checkpoint_storage
@@ -194,6 +197,8 @@ class Trainer(TrainerWorkers):
         dataset: Any = None,
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
+        *,
+        seed: int | None = None,
     ) -> Results:
         """Run a function on all workers, and return what it returned, in rank order.
 
@@ -210,6 +215,7 @@ class Trainer(TrainerWorkers):
             checkpoint: What `train.load_checkpoint()` gives at first: a `Checkpoint`, the path of
                 one or of a run directory, or a state.
             checkpoint_strategy: Which checkpoints to keep; all by default.
+            seed: The seed of data order and generators; the trainer's by default.
 
         Returns:
             A list of values with `metrics`, `checkpoints`, `best_checkpoint` and `run_dir`.
@@ -228,7 +234,7 @@ class Trainer(TrainerWorkers):
                 of that rank as its cause.
         """
         iterator = self._begin(
-            train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy, ()
+            train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy, (), seed=seed
         )
         return iterator.get_results()
 
@@ -340,11 +346,12 @@ class Trainer(TrainerWorkers):
             trackers=trackers if self._group.is_chief else [],
             max_retries=self._max_retries,
             check_ranks=self._check_ranks,
+            is_seed_given=self._seed is not None or (seed is not None and not is_stepwise),
             is_stepwise=is_stepwise,
         )
         with self._turn, ExitStack() as lock:
             self._check_idle()
-            opened = self._open_run(config, run_dir, seed, lock)
+            opened = self._open_run(config, run_dir, self._seed if seed is None else seed, lock)
             driver = RunDriver(self._group, request, opened, self._output, self._storage)
             driver.start(lock.pop_all())
             self._driver = driver

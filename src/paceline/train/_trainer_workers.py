@@ -49,8 +49,10 @@ class TrainerWorkers:
     _instance: Instance | None
     _class_callbacks: Sequence[TrainingCallback | core.Tracker | str] | None
     _class_run: ClassRun | None
-    # Of the data order of functions that are executed outside of a run; the same on all ranks.
-    _seed: int | None = None
+    _seed: int | None
+    _check_ranks: bool | tuple[str, ...]
+    # Of functions that are executed outside of a run; the same on all ranks.
+    _drawn_seed: int | None = None
 
     def __str__(self) -> str:
         """Return a table of the workers, their nodes, devices and resources."""
@@ -185,9 +187,11 @@ class TrainerWorkers:
             callbacks=own if self._group.is_chief else [],
             trackers=trackers if self._group.is_chief else [],
             max_retries=self._max_retries,
+            is_seed_given=self._seed is not None,
+            check_ranks=self._check_ranks,
         )
         with ExitStack() as lock:
-            opened = self._open_run(None, None, None, lock)
+            opened = self._open_run(None, None, self._seed, lock)
             self._driver = run = ClassRun(self._group, request, opened, self._output, self._storage)
             run.start(lock.pop_all())
         return run
@@ -298,9 +302,11 @@ class TrainerWorkers:
                 return self._class_run.call(function, args, kwargs, ranks)
             if not self._group.is_alive:
                 self._group.form_with_retries(self._max_retries)
-            if self._seed is None:
-                self._seed = self._group.decide(lambda: random.SystemRandom().randrange(1 << 32))
-            arguments = (function, args, kwargs, self._seed)
+            seed = self._drawn_seed if self._seed is None else self._seed
+            if seed is None:
+                seed = self._group.decide(lambda: random.SystemRandom().randrange(1 << 32))
+                self._drawn_seed = seed
+            arguments = (function, args, kwargs, seed)
             return (
                 self._group.ask("call_function", arguments, func=function, ranks=ranks).wait() or []
             )

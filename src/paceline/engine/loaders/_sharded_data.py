@@ -58,6 +58,7 @@ class ShardedData:
         joins_shards: Whether `iterate` yields this worker's shards of a global batch as one batch,
             for loops that know nothing of shards. A worker that has none at the end of the data
             gets the first shard in their place, so that all workers have equally many batches.
+        has_own_seed: Whether `seed` may be that of the loader's own generator.
         drops_rest: Whether the last global batch of an epoch is left out if it lacks shards.
 
     Raises:
@@ -74,6 +75,7 @@ class ShardedData:
         seed: int,
         joins_shards: bool = False,
         drops_rest: bool = False,
+        has_own_seed: bool = False,
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise TypeError(
@@ -105,7 +107,8 @@ class ShardedData:
         # Whether a checkpoint of an earlier version was loaded, and the epoch that it lies in.
         self._is_earlier = False
         self._whole_epoch: int | None = None
-        if not self.is_iterable and isinstance(loader.generator, torch.Generator):
+        has_generator = isinstance(loader.generator, torch.Generator)
+        if has_generator and not self.is_iterable and not has_own_seed:
             logger.info(
                 "A loader's own generator has no effect: the seed of the run decides the order."
             )

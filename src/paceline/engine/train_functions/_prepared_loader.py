@@ -3,7 +3,7 @@
 import logging
 import time
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from paceline.engine.devices._data_to_device import to_device
@@ -25,16 +25,25 @@ class PreparedLoader:
 
     Args:
         loader: The user's loader.
-        data: Its samples in shards.
+        make_data: Returns its samples in shards, in an order that depends on the seed given to it.
+        seed: The seed, unless a checkpoint has another one.
         own_loop: The loop that iterates over it.
         is_moved: Whether batches are moved to the worker's device.
     """
 
     def __init__(
-        self, loader: Any, data: ShardedData, own_loop: "UserLoop", *, is_moved: bool
+        self,
+        loader: Any,
+        make_data: Callable[[int], ShardedData],
+        seed: int,
+        own_loop: "UserLoop",
+        *,
+        is_moved: bool,
     ) -> None:
         self._loader = loader
-        self._data = data
+        self._make_data = make_data
+        self._seed = seed
+        self._data = make_data(seed)
         self._own_loop = own_loop
         self._is_moved = is_moved
         self._epoch = 0
@@ -94,6 +103,7 @@ class PreparedLoader:
             "epoch": self._epoch,
             "batch": self._next_batch,
             "is_open": self._next_batch > 0,
+            "seed": self._seed,
             "facts": self._facts(),
             "stream": self._data.stream_state(),
             "seeds_epochs": self._data.seeds_epochs,
@@ -106,6 +116,10 @@ class PreparedLoader:
         Raises:
             CheckpointMismatchError: The checkpoint lies within an epoch of other data.
         """
+        # Earlier versions had that of the run for all loaders.
+        seed = state.get("seed", self._own_loop.seed)
+        if seed != self._seed:
+            self._seed, self._data = seed, self._make_data(seed)
         check_identity(
             state.get("data"),
             self._data.identity,

@@ -97,7 +97,7 @@ def full_state_dict(source: Any) -> Any:
 
 def enable_reproducibility(session: LooseSession, seed: int) -> None:
     """Seed everything and choose deterministic operations; see `train.enable_reproducibility`."""
-    session.seed = seed
+    session.seed, session.is_seed_given = seed, True
     seed_everything(seed, session.rank_info.rank)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False

@@ -82,6 +82,16 @@ class RankComparison:
                 self._begun.remove(name)
                 self.compare(name, self._world_size)
 
+    def of_chief(self, name: str, value: int) -> int:
+        """Return the chief's value; the others wait until it has called this by the same name."""
+        if self._world_size == 1 or not dist.is_initialized():
+            return value
+        key = self._key(name, 0)
+        if self._rank == 0:
+            _store().set(key, str(value))
+            return value
+        return int(_store().get(key))
+
     def _note_backward(self) -> None:
         num_known = len(self._gradients.models) + len(self._gradients.optimizers)
         if num_known != self._num_known:

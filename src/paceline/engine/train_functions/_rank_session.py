@@ -147,10 +147,12 @@ class RankSession(LooseSession):
         self._state = RankState(self)
         self._stored: UserStateReader | None = None
         self._has_warned = False
+        self._num_loaders = 0
         self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
         self._preemption: PreemptionCheck | None = None
         self._is_script = on_report is not None
         seed_everything(spec.seed, rank_info.rank)
+        self.is_seed_given, self.seeded_as = spec.is_seed_given, torch.initial_seed()
 
     def _make_decision(self) -> core.SearchDecision:
         run = RunDirectory(Path(self._spec.run_dir))
@@ -318,6 +320,11 @@ class RankSession(LooseSession):
         prepared = super().prepare_loader(loader, is_moved=is_moved)
         self._state.add_loader(prepared)
         return prepared
+
+    def agreed_seed(self, seed: int) -> int:
+        """Return the chief's seed for this loader, which must be as manifold on all ranks."""
+        self._num_loaders += 1
+        return self._comparison.of_chief(f"seed {self._num_loaders}", seed)
 
     def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
         """Return a new iterator over data, with the generators as the checkpoint has them."""

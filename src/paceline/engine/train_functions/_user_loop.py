@@ -17,6 +17,9 @@ from paceline.workers import RankInfo
 
 T = TypeVar("T")
 
+# Checkpoints hold integers below it.
+_SEED_LIMIT = 2**63
+
 
 class UserLoop:
     """What a rank does around a training loop of the user's own: data, gradients and steps.
@@ -32,6 +35,8 @@ class UserLoop:
         gradients: What sums the gradients of prepared models.
         steps: The steps of prepared optimizers.
         seed: As given.
+        is_seed_given: Whether the user has asked for this seed.
+        seeded_as: The seed of torch's generator before the user's code; another one is the user's.
         num_shards: The shards of a global batch.
         warned_types: Types of batches that could not be moved, as was said.
     """
@@ -40,6 +45,8 @@ class UserLoop:
         self.rank_info = rank_info
         self.device = device
         self.seed = seed
+        self.is_seed_given = False
+        self.seeded_as = torch.initial_seed()
         self.num_shards = rank_info.world_size
         self.gradients = GradientSync(rank_info.world_size, device)
         self.steps = PreparedSteps(self.gradients, device)
@@ -64,14 +71,36 @@ class UserLoop:
     def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
         """Return this worker's part of a loader."""
         rank_info = self.rank_info
-        data = ShardedData(
-            loader,
-            num_shards=self.num_shards,
-            own_shards=shards_of_worker(self.num_shards, rank_info.rank, rank_info.world_size),
-            seed=self.seed,
-            joins_shards=True,
-        )
-        return PreparedLoader(loader, data, self, is_moved=is_moved)
+
+        def make_data(seed: int) -> ShardedData:
+            return ShardedData(
+                loader,
+                num_shards=self.num_shards,
+                own_shards=shards_of_worker(self.num_shards, rank_info.rank, rank_info.world_size),
+                seed=seed,
+                joins_shards=True,
+                has_own_seed=not self.is_seed_given,
+            )
+
+        seed = self.agreed_seed(self._seed_of(loader))
+        return PreparedLoader(loader, make_data, seed, self, is_moved=is_moved)
+
+    def agreed_seed(self, seed: int) -> int:
+        """Return the seed of a loader that all ranks have."""
+        return seed
+
+    def _seed_of(self, loader: Any) -> int:
+        """Return the seed that was asked for, else that of a loader's or the process's generator.
+
+        If nobody has seeded that, it is the seed of the run.
+        """
+        if self.is_seed_given:
+            return self.seed
+        generator = getattr(loader, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed() % _SEED_LIMIT
+        seed = torch.initial_seed()
+        return self.seed if seed == self.seeded_as else seed % _SEED_LIMIT
 
     # ---- told by loaders -----------------------------------------------------------------
 

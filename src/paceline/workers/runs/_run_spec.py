@@ -64,6 +64,7 @@ class RunSpec:
         attempt: The attempt.
         generation: The generation of it.
         seed: The seed of data order and of the workers' generators.
+        is_seed_given: Whether the user has asked for this seed.
         num_shards: The shards of a global batch; 0 until the first workers are there.
         first_report: The number after which reports begin.
         checkpoint: What `load_checkpoint()` returns, if it is a stored state.
@@ -96,6 +97,7 @@ class RunSpec:
     is_stepwise: bool = False
     storage_per_node: bool = False
     check_ranks: bool | tuple[str, ...] = True
+    is_seed_given: bool = False
     restart_causes: tuple[str, ...] = ()
     judged_metrics: tuple[str, ...] | None = None
     searched_metrics: tuple[str, ...] = ()

@@ -127,6 +127,8 @@ def _print_summary(data: "TrialData") -> None:
         console().print()
         titles = ["Group", "Metric", "Count", "Last", "Min", "Max", "Mean"]
         print_table(titles, rows, right=titles[2:])
+    if data.has_more_metrics:
+        console().print("More metrics are not shown. `paceline t metrics` prints all.")
 
 
 def _print_attempts(data: "TrialData") -> None:

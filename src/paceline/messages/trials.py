@@ -89,6 +89,8 @@ class Alert(Message):
 class Trial(Message):
     """A trial; `summary` maps group and metric name to a summary (details only).
 
+    Of a trial with more than 1,000 names it has the first ones; `has_more_metrics` is true then.
+
     `started_at` is when its first attempt began to run, after it had waited for slots.
     `experiment_state` is the stored state of its experiment; a master of before does not tell it.
     `num_records_lost` counts what its processes reported and the master lacks: records that were
@@ -127,6 +129,7 @@ class Trial(Message):
     metadata: dict[str, Any] | None = None
     alerts: list[Alert] = []
     summary: dict[str, dict[str, MetricSummary]] = {}
+    has_more_metrics: bool = False
     attempts: list[Attempt] = []
 
     @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property

@@ -1298,6 +1298,8 @@ export interface paths {
         /**
          * List Metrics
          * @description List the rows of one metric group in step order; superseded rows are left out.
+         *
+         *     A page ends earlier where rows have very many metrics.
          */
         get: operations["list_metrics_api_v1_trials__trial_id__metrics_get"];
         put?: never;
@@ -2879,6 +2881,8 @@ export interface components {
          * Trial
          * @description A trial; `summary` maps group and metric name to a summary (details only).
          *
+         *     Of a trial with more than 1,000 names it has the first ones; `has_more_metrics` is true then.
+         *
          *     `started_at` is when its first attempt began to run, after it had waited for slots.
          *     `experiment_state` is the stored state of its experiment; a master of before does not tell it.
          *     `num_records_lost` counts what its processes reported and the master lacks: records that were
@@ -2968,6 +2972,11 @@ export interface components {
                     [key: string]: components["schemas"]["MetricSummary"];
                 };
             };
+            /**
+             * Has More Metrics
+             * @default false
+             */
+            has_more_metrics?: boolean;
             /**
              * Attempts
              * @default []

@@ -25,6 +25,7 @@ from paceline.master.store import (
     Order,
     Transaction,
     encode_cursor,
+    num_metric_names,
     read_environment,
     read_rows,
     tables,
@@ -39,6 +40,9 @@ from paceline.messages.metrics import MetricRow
 from paceline.messages.trials import AttemptEnvironment, Trial, TrialTime
 
 router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
+
+# Of a page of metrics; one row may have more.
+_MAX_VALUES = 100_000
 
 
 @router.get("/trials/{trial_id}")
@@ -107,10 +111,15 @@ def list_metrics(
     limit: Limit = MAX_PAGE,
     cursor: Cursor = None,
 ) -> Page[MetricRow]:
-    """List the rows of one metric group in step order; superseded rows are left out."""
+    """List the rows of one metric group in step order; superseded rows are left out.
+
+    A page ends earlier where rows have very many metrics.
+    """
     after = position_in_rows(cursor, [0])[0] if cursor is not None else -1
     with records.database.read() as connection:
         trial_row(connection, trial_id)
+        num_names = num_metric_names(connection, trial_id, group, at_most=_MAX_VALUES)
+        limit = max(1, min(limit, _MAX_VALUES // max(1, num_names)))
         rows = read_rows(connection, trial_id, group, after_step=after, limit=limit + 1)
     more = encode_cursor(rows[limit - 1].step) if len(rows) > limit else None
     items = [

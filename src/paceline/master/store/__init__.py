@@ -48,7 +48,7 @@ from paceline.master.store._ids import keep_ids, new_id, raise_ids
 from paceline.master.store._log_file import num_damaged_lines
 from paceline.master.store._log_filter import LogFilter, StoredLine, log_levels
 from paceline.master.store._log_merge import merge_lines
-from paceline.master.store._metric_names import all_metric_names, metric_names
+from paceline.master.store._metric_names import all_metric_names, metric_names, num_metric_names
 from paceline.master.store._metric_rows import (
     Conflict,
     MetricRow,
@@ -192,6 +192,7 @@ __all__ = [
     "note_context",
     "note_experiment",
     "num_damaged_lines",
+    "num_metric_names",
     "num_slots_of",
     "num_waiting",
     "number_by_state",

@@ -12,8 +12,10 @@ from paceline.journal import encode_float
 from paceline.master.store import _tables as tables
 from paceline.master.store._attempt_members import read_members
 from paceline.master.store._many_ids import ids_parameter, many_ids
+from paceline.master.store._metric_names import first_metric_names
 from paceline.master.store._point_encoding import tagged
 from paceline.master.store._row_counts import NO_COUNTS, ExperimentCounts, counts_of_experiments
+from paceline.master.store._series_reader import visible_series_limits
 from paceline.master.store._series_summaries import Summary, read_summary
 from paceline.master.store._stored_configs import config_of
 from paceline.messages.checkpoints import Checkpoint
@@ -101,12 +103,14 @@ class TrialFacts(NamedTuple):
 
 def trial_view(connection: Connection, row: Row[Any]) -> Trial:
     """Return a trial as the API shows it by itself, with all details."""
+    summary, has_more = _summaries(connection, row)
     return trial_model(
         row,
         trial_facts(connection, [row])[row.id],
         metadata=row.metadata,
         alerts=row.alerts or [],
-        summary=_summaries(connection, row.id),
+        summary=summary,
+        has_more_metrics=has_more,
         attempts=attempt_views(connection, row.id),
     )
 
@@ -313,11 +317,23 @@ _STARTS_OF_TRIALS = _starts_of_trials_query()
 _LATEST_CHECKPOINTS = _latest_checkpoints_query()
 
 
-def _summaries(connection: Connection, trial_id: int) -> dict[str, dict[str, MetricSummary]]:
-    return {
+def _summaries(
+    connection: Connection, trial: Row[Any]
+) -> tuple[dict[str, dict[str, MetricSummary]], bool]:
+    """Return the summaries of the first metrics, and of the searched one, and if there are more."""
+    attempts = [*visible_series_limits(connection, trial.id)]
+    names, has_more = first_metric_names(connection, trial.id, attempts)
+    if has_more:
+        experiments = tables.experiments.c
+        config = select(experiments.config).where(experiments.id == trial.experiment_id)
+        searched = connection.execute(config).scalar_one()["searcher"].get("metric")
+        names.setdefault("validation", set()).add(searched or "")
+    summaries = read_summary(connection, trial.id, names)
+    shown = {
         group: {key: _summary_model(summary) for key, summary in sorted(by_key.items())}
-        for group, by_key in sorted(read_summary(connection, trial_id).items())
+        for group, by_key in sorted(summaries.items())
     }
+    return shown, has_more
 
 
 def _summary_model(summary: Summary) -> MetricSummary:

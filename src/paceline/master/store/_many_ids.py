@@ -17,6 +17,6 @@ def many_ids() -> Select[Any]:
     return select(func.json_each(bindparam(_NAME)).table_valued("value").c.value)
 
 
-def ids_parameter(ids: Iterable[int]) -> dict[str, str]:
+def ids_parameter(ids: Iterable[int | str]) -> dict[str, str]:
     """Return the parameter with the ids."""
     return {_NAME: json.dumps([*ids])}

@@ -1,6 +1,8 @@
 """The names of metrics that were reported, without a look at what was."""
 
-from sqlalchemy import Connection, select, tuple_
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, func, select, tuple_
 
 from paceline.master.store import _tables as tables
 
@@ -33,3 +35,51 @@ def metric_names(
             .distinct()
         )
     return sorted((row.group, row.key) for row in connection.execute(query).all())
+
+
+def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_most: int) -> int:
+    """Return how many names of a group the attempt of a trial has that has the most."""
+    series, attempts = tables.series.c, tables.attempts.c
+    numbers = select(attempts.number).where(attempts.trial_id == trial_id)
+    most = 0
+    for number in connection.scalars(numbers).all():
+        keys = select(series.key).where(
+            series.trial_id == trial_id, series.attempt == number, series.group == group
+        )
+        found = connection.scalar(select(func.count()).select_from(keys.limit(at_most).subquery()))
+        most = max(most, found or 0)
+    return most
+
+
+MAX_GROUPS = 1000
+MAX_NAMES = 1000
+"""So many groups of a trial are told, and so many names; of each group one at least."""
+
+
+def first_metric_names(
+    connection: Connection, trial_id: int, attempts: Sequence[int]
+) -> tuple[dict[str, set[str]], bool]:
+    """Return the first names of a trial's metrics by group, and whether there are more.
+
+    What is read grows with what is returned.
+    """
+    series = tables.series.c
+    found: dict[str, set[str]] = {}
+    num_found, has_more = 0, False
+    for attempt in attempts:
+        of_attempt = (series.trial_id == trial_id, series.attempt == attempt)
+        groups = select(series.group).where(*of_attempt).order_by(series.group).limit(1)
+        group = connection.scalar(groups)
+        while group is not None:
+            if group not in found and len(found) >= MAX_GROUPS:
+                return found, True
+            names = select(series.key).where(*of_attempt, series.group == group)
+            most = max(MAX_NAMES - num_found, 1)
+            keys = connection.scalars(names.order_by(series.key).limit(most + 1)).all()
+            has_more = has_more or len(keys) > most
+            own = found.setdefault(group, set())
+            num_found -= len(own)
+            own.update(keys[:most])
+            num_found += len(own)
+            group = connection.scalar(groups.where(series.group > group))
+    return found, has_more

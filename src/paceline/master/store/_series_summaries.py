@@ -1,5 +1,6 @@
 """Summaries of metric series: count, extremes, sum and last value; stored, read, and trimmed."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, select, update
 
 from paceline.master.store import _tables as tables
+from paceline.master.store._many_ids import ids_parameter, many_ids
 from paceline.master.store._point_encoding import Points, tagged
 from paceline.master.store._series_reader import (
     Selection,
@@ -93,15 +95,30 @@ def stored_summary(row: Row[Any]) -> Summary:
     )
 
 
-def read_summary(connection: Connection, trial_id: int) -> dict[str, dict[str, Summary]]:
-    """Return a summary per group and metric name over the visible points."""
+def read_summary(
+    connection: Connection, trial_id: int, names: Mapping[str, Collection[str]] | None = None
+) -> dict[str, dict[str, Summary]]:
+    """Return a summary per group and metric name over the visible points, of all names or some."""
     limits = visible_series_limits(connection, trial_id)
     series = tables.series.c
-    rows = connection.execute(
-        select(*[column for column in series if column.name not in _POINT_COLUMNS])
-        .where(series.trial_id == trial_id)
-        .order_by(series.attempt, series.id)
-    ).all()
+    query = select(*[column for column in series if column.name not in _POINT_COLUMNS])
+    query = query.where(series.trial_id == trial_id).order_by(series.attempt, series.id)
+    if names is None:
+        rows = connection.execute(query).all()
+    else:
+        rows = [
+            row
+            for group, keys in names.items()
+            for row in connection.execute(
+                query.where(
+                    # The index begins with the trial and the attempt.
+                    series.attempt.in_(list(limits)),
+                    series.group == group,
+                    series.key.in_(many_ids()),
+                ),
+                ids_parameter(sorted(keys)),
+            ).all()
+        ]
     summaries: dict[int, Summary] = {}
     cut_groups: set[str] = set()
     for row in rows:
@@ -112,7 +129,7 @@ def read_summary(connection: Connection, trial_id: int) -> dict[str, dict[str, S
             cut_groups.add(row.group)
     for group in cut_groups:
         _add_missing_metric_summaries(
-            connection, Selection(trial_id=trial_id, group=group), summaries
+            connection, Selection(trial_id=trial_id, group=group), summaries, names
         )
     merged: dict[str, dict[str, Summary]] = {}
     for row in rows:
@@ -157,12 +174,20 @@ def trim_summaries(connection: Connection, trial_id: int) -> None:
 
 
 def _add_missing_metric_summaries(
-    connection: Connection, selection: Selection, summaries: dict[int, Summary]
+    connection: Connection,
+    selection: Selection,
+    summaries: dict[int, Summary],
+    names: Mapping[str, Collection[str]] | None = None,
 ) -> None:
     """Add the summaries of those series of a group of which only a part is visible."""
     present = set(summaries)
+    keys = None if names is None else names[selection.group]
     for _, pieces in visible_series_pieces(connection, selection):
-        wanted = [piece for piece in pieces if piece.series_id not in present]
+        wanted = [
+            piece
+            for piece in pieces
+            if piece.series_id not in present and (keys is None or piece.key in keys)
+        ]
         for piece, points in sorted(
             load_series_points(connection, wanted), key=lambda pair: pair[0].precedence
         ):

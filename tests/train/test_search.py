@@ -146,6 +146,21 @@ def test_trials_that_fail_or_refuse_their_hyperparameters_are_told(
         train.search(climb, SPACE, random, trainer=trainer, config={"most": 0.0})
 
 
+def explode(config: dict[str, Any]) -> None:
+    train.report(epochs=1, loss=config["lr"])
+    if config["lr"] > 1.5:
+        raise core.NonFiniteError("The loss is NaN.")
+
+
+def test_trials_whose_loss_is_not_finite_have_diverged(trainer: train.Trainer) -> None:
+    random = {"name": "random", "metric": "loss", "max_trials": 4}
+    results = train.search(explode, {**SPACE, "epochs": 1}, random, trainer=trainer, seed=1)
+    expected = ["diverged" if trial.config["lr"] > 1.5 else "completed" for trial in results]
+    assert [trial.state for trial in results] == expected
+    assert len(set(expected)) == 2
+    assert isinstance(results[expected.index("diverged")].error, core.NonFiniteError)
+
+
 @pytest.mark.parametrize("searcher", [asha(max_trials=2), {"name": "random", "max_trials": 2}])
 def test_a_metric_that_no_report_has_is_an_error(
     trainer: train.Trainer, searcher: dict[str, Any]

@@ -254,6 +254,8 @@ class SearchRun:
             trial.result.error = error
             self._running.pop(trial.create.request_id, None)
             self._exit(trial, reason)
+            if isinstance(error, core.NonFiniteError):
+                trial.result.state = "diverged"
             is_invalid = reason is ExitReason.INVALID_HP
             if is_invalid and self._num_invalid_in_a_row >= MAX_INVALID_IN_A_ROW:
                 raise ValueError(

@@ -14,6 +14,7 @@ class TrialOutcome:
         config: What the function is given.
         run_dir: Its run directory.
         state: "waiting", "running", "paused", "stopped" by the search, "completed", "failed",
+            "diverged", if its loss was not finite (`NonFiniteError`),
             "invalid", if the function has refused its hyperparameters, or "canceled".
         value: The best value of the searched metric that it has reported; None before the first.
         metrics: Its last report.

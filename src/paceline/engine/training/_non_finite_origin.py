@@ -130,8 +130,8 @@ def _finite_weights(models: list[torch.nn.Module]) -> Iterator[bool]:
     tensors = [t for m in broken for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
     before = [tensor.detach().clone() for tensor in tensors]
     for module in broken:
-        reset: Any = module.reset_parameters
-        reset()
+        draw: Any = module.reset_parameters
+        draw()
     try:
         yield bool(broken)
     finally:
@@ -164,8 +164,8 @@ def _stopping_at_origin(models: list[torch.nn.Module]) -> Iterator[None]:
         for name, module in plain_model(model).named_modules()
     ]
     hooks = [module.register_forward_hook(_looking_at(name)) for name, module in named]
-    backward, grad = torch.autograd.backward, torch.autograd.grad
     autograd: Any = torch.autograd
+    backward, grad = autograd.backward, autograd.grad
     autograd.backward = autograd.grad = stop
     try:
         yield

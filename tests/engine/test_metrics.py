@@ -115,6 +115,21 @@ def test_first_value_that_is_not_finite_is_found(fine: Any, broken: Any) -> None
         means.check_finite()
 
 
+def test_so_many_losses_in_a_row_must_be_wrong_also_over_reports() -> None:
+    means = make(stop_on_nan=True)
+    means.max_in_a_row = 10
+    wrong = {*range(10, 19), *range(30, 39), *range(95, 105)}
+    for batch in range(200):
+        means.add({"loss": math.nan if batch in wrong else 1.0, "error": math.nan}, 1, batch)
+        if batch % 20 == 19 and batch < 100:
+            means.check_finite(means.reduce())
+    with pytest.raises(NonFiniteError, match="'loss' must be finite.* rank 0 at batch 95") as found:
+        means.check_finite(means.reduce())
+    assert found.value.batch == 95
+    means.add({"loss": 1.0, "error": math.nan}, 1, 200)
+    means.check_finite(means.reduce())
+
+
 def test_nothing_is_looked_for_unless_it_is_wanted() -> None:
     means = make()
     means.add({"x": math.nan}, 1)

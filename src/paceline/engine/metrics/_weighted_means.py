@@ -173,6 +173,7 @@ class WeightedMeans:
         self._fold()
         if means is not None and all(isfinite(means[name]) for name in _losses_of(means)):
             self._flags.clear()
+            self._searches.clear()
             return
         own = self._first_non_finite()
         by_rank = self._distributed.allgather(None if own is None else (*own, self._rank))

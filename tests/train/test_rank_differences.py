@@ -130,3 +130,24 @@ def test_a_buffer_of_each_rank_is_refused_unless_it_is_named_or_nothing_is_compa
             assert len(trainer.run(function, {"what": "queue"})) == 2
     with pytest.raises(TypeError, match="`check_ranks` must be True, False or names"):
         train.Trainer(num_workers=0, check_ranks=3)  # type: ignore[arg-type]
+
+
+def in_copies(config: dict[str, Any]) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = train.prepare_model(layers, data_parallel="fsdp", shard_size=2)
+    if train.world_rank() == config["odd"]:
+        with torch.no_grad():
+            model[0].weight.to_local().add_(1)  # type: ignore[index, union-attr, operator]
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    for x, y in train.prepare_data_loader(DataLoader(DATA, batch_size=8)):
+        optimizer.zero_grad()
+        train.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+
+
+def test_shards_are_compared_with_those_of_the_other_copies() -> None:
+    with train.Trainer(num_workers=4) as trainer:
+        trainer.run(in_copies, {"odd": None})
+        for odd, ranks in ((0, "on rank 0, one on rank 2"), (3, "on rank 1, one on rank 3")):
+            with pytest.raises(train.RanksDifferError, match=f"`model_0.0.weight .*{ranks}"):
+                trainer.run(in_copies, {"odd": odd})

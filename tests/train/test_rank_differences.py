@@ -137,7 +137,7 @@ def in_copies(config: dict[str, Any]) -> None:
     model = train.prepare_model(layers, data_parallel="fsdp", shard_size=2)
     if train.world_rank() == config["odd"]:
         with torch.no_grad():
-            model[0].weight.to_local().add_(1)  # type: ignore[index, union-attr, operator]
+            model[0].weight.to_local().add_(1)  # type: ignore[index]
     optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     for x, y in train.prepare_data_loader(DataLoader(DATA, batch_size=8)):
         optimizer.zero_grad()

@@ -39,7 +39,7 @@ def steps(by_rank: Any) -> list[list[float]]:
     return [sorted(sum(parts, [])) for parts in zip(*by_rank, strict=True)]
 
 
-SEEDED = {
+SEEDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seed": ({}, {"seed": 5}),
     "seed wins": ({"manual": 3, "generator": 4}, {"seed": 5}),
     "generator": ({"generator": 4}, {}),

@@ -98,6 +98,10 @@ def test_any_checkpoint_goes_on_to_the_same_bits() -> None:
         assert steps == ([5, 10, 12, 15, 20, 24, 25, 30, 35, 36] if every else [12, 24, 36])
         assert straight.metrics[-1]["epoch"] == 2
         assert straight.metrics[-1].keys() >= {"loss", "val_loss", "step"}
+        # Each validation is reported once, and the steps are those of Lightning.
+        assert [row["step"] for row in straight.metrics if "val_loss" in row] == [12, 24, 36]
+        assert all(row.step >= row["step"] for row in straight.metrics)
+        assert {row.step for row in straight.metrics if row["step"] % 12} >= {2, 4, 6, 8, 10, 14}
         for checkpoint in straight.checkpoints[::3]:
             assert trainer.run(fit, config, checkpoint=checkpoint) == straight
     state = straight.checkpoints[-1].load()["lightning"]

@@ -69,3 +69,8 @@ def test_a_masters_search_judges_what_a_train_function_evaluates(
         # Each evaluation once, and none after the search has stopped the trial.
         assert [row["step"] for row in rows] == ([4, 8, 12, 16] if goes_on else [4])
         assert [row[metric] for row in rows] == pytest.approx([rates[trial.id]] * len(rows))
+        if door != "accelerate":
+            # It does not count them.
+            assert trial.reload().steps_completed == rows[-1]["step"]
+            steps = [row.steps_completed for row in trial.iter_metrics("validation")]
+            assert steps == [row["step"] for row in rows]

@@ -642,3 +642,36 @@ def test_each_epoch_of_a_stream_has_a_seed_of_its_own() -> None:
     again = train.prepare_data_loader(DataLoader(ShuffledStream(), 2))
     again.load_state(loader.state())
     assert two_epochs(again) == [first, first]
+
+
+def count_batches(config: dict[str, Any]) -> None:
+    """Train four batches in an epoch, and validate; report once or twice after that."""
+    loader = train.prepare_data_loader(DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2))
+    state = train.load_checkpoint() or {"epoch": 0}
+    for epoch in range(state["epoch"], config["epochs"]):
+        for _ in loader:
+            pass
+        with torch.no_grad():
+            for _ in loader:
+                pass
+        train.report(loss=1.0 / (epoch + 1))
+        train.report(epoch=epoch)
+        if config.get("repeats"):
+            train.report(epoch=epoch)
+        train.save_checkpoint(epoch=epoch + 1)
+
+
+def test_the_steps_of_reports_are_the_batches_that_were_trained(work_here: Path) -> None:
+    trainer = train.Trainer(num_workers=0, run_dir="counted")
+    results = trainer.run(count_batches, {"epochs": 2})
+    steps = [(each.number, each.step) for each in results.metrics]
+    assert steps == [(1, 4), (2, 4), (3, 8), (4, 8)]
+    assert [each.metadata["steps_completed"] for each in results.checkpoints] == [4, 8]
+    again = train.Trainer(num_workers=0).run(
+        count_batches, {"epochs": 4, "repeats": True}, checkpoint=results.checkpoints[0]
+    )
+    # A name has one value at each step.
+    steps = [(each.number, each.step) for each in again.metrics]
+    assert steps == [(3, 8), (4, 8), (5, 9), (6, 12), (7, 12), (8, 13), (9, 16), (10, 16), (11, 17)]
+    rows = list(core.read_metrics(core_run(work_here / "counted"), "training"))
+    assert [row.steps_completed for row in rows] == [4, 4, 8, 8]

@@ -326,9 +326,9 @@ def evaluate_apart(config: dict[str, Any]) -> None:
     from paceline.integrations._library_reports import report_of_library
 
     for epoch in range(1, 9):
-        report_of_library({"loss": -config["lr"], "epochs": epoch}, {}, evaluates=True)
+        report_of_library({"loss": -config["lr"], "epochs": epoch}, {}, step=epoch, evaluates=True)
         evaluated = {"loss": config["lr"], "epochs": epoch}
-        report_of_library({"epochs": epoch}, evaluated, evaluates=True)
+        report_of_library({"epochs": epoch}, evaluated, step=epoch, evaluates=True)
 
 
 def test_what_a_library_evaluates_is_judged_alone(trainer: train.Trainer) -> None:

@@ -141,6 +141,7 @@ def record_metrics(
     steps_completed: int,
     metrics: dict[str, Any],
     validation: bool | dict[str, Any] = False,
+    number: int | None = None,
 ) -> int:
     """Record metrics that are encoded, and return the number of the record.
 
@@ -150,6 +151,7 @@ def record_metrics(
         steps_completed: The step.
         metrics: The metrics.
         validation: What of them counts as a validation too, see `MetricsReported`.
+        number: The number of the report, unless it is the step.
     """
     return journal.append(
         MetricsReported(
@@ -158,6 +160,7 @@ def record_metrics(
             steps_completed=steps_completed,
             metrics=metrics,
             validation=validation,
+            number=number,
         )
     )
 

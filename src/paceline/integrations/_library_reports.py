@@ -8,7 +8,7 @@ from paceline.workers.runs import current_session
 
 
 def report_of_library(
-    metrics: Mapping[str, Any], evaluated: Mapping[str, Any], *, evaluates: bool
+    metrics: Mapping[str, Any], evaluated: Mapping[str, Any], *, step: int, evaluates: bool
 ) -> None:
     """Report metrics of training, what was evaluated, or both.
 
@@ -17,6 +17,7 @@ def report_of_library(
     Args:
         metrics: Metrics of training, and where it stands.
         evaluated: Metrics of an evaluation since the last report, and where it took place.
+        step: The steps of the optimizer that the library has completed.
         evaluates: Whether the library evaluates at all.
     """
     session = current_session()
@@ -24,4 +25,4 @@ def report_of_library(
         train.report({**evaluated, **metrics})
     else:
         validation = (dict(evaluated) or False) if evaluates or evaluated else True
-        session.report({**evaluated, **metrics}, validation)
+        session.report({**evaluated, **metrics}, validation, step)

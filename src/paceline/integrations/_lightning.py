@@ -277,7 +277,10 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         fresh = {name: value.item() for name, value in self._fresh.items()}
         self._fresh = {}
         report_of_library(
-            metrics | place, fresh and fresh | place, evaluates=trainer.enable_validation
+            metrics | place,
+            fresh and fresh | place,
+            step=trainer.global_step,
+            evaluates=trainer.enable_validation,
         )
 
     def _save(self, trainer: pl.Trainer) -> None:

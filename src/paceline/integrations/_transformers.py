@@ -84,6 +84,7 @@ class _TransformersCallback(transformers.TrainerCallback):  # type: ignore[misc]
         report_of_library(
             {} if is_evaluated else row,
             row if is_evaluated else {},
+            step=state.global_step,
             evaluates=args.eval_strategy != transformers.IntervalStrategy.NO,
         )
         # A search may end the trial here.

@@ -44,13 +44,15 @@ class MetricsReported(Record, frozen=True, kw_only=True, tag="metrics", omit_def
     """Metrics of one group at one step.
 
     `validation` tells what of a train function's report counts as a validation too, for searches:
-    all of it if True, nothing if False, else these metrics.
+    all of it if True, nothing if False, else these metrics. `number` is that of the report, unless
+    it is the step.
     """
 
     group: str
     steps_completed: int
     metrics: dict[str, Any]
     validation: bool | dict[str, Any] = False
+    number: int | None = None
 
 
 class ProgressReported(Record, frozen=True, kw_only=True, tag="progress"):

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from paceline.config import BATCHES
 from paceline.masterless_search._search_run import (
     MetricMissingError,
     NextMove,
@@ -23,8 +24,8 @@ _LOOK_S = 0.2
 class StepwiseTrial(Protocol):
     """A trial that runs: it waits at each of its reports.
 
-    A report is a mapping. It has a `number`, and `validation` tells what of it the search judges:
-    all, nothing, or these metrics.
+    A report is a mapping. It has a `number` and a `step`, and `validation` tells what of it the
+    search judges: all, nothing, or these metrics.
     """
 
     def __next__(self) -> Any:
@@ -109,9 +110,9 @@ class TrialThread(threading.Thread):
 
 def _judged_metrics(report: Any) -> Any:
     validation = report.validation
-    if isinstance(validation, bool):
-        return report if validation else {}
-    return validation
+    judged = (report if validation else {}) if isinstance(validation, bool) else validation
+    # Without a metric of that name, batches are those that were trained.
+    return {BATCHES: report.step, **judged} if judged else {}
 
 
 def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTrial]]) -> None:

@@ -23,6 +23,7 @@ class Report(dict[str, Any]):
         generation: How often the workers had been replaced.
         lag_s: How long it took to the driver, in seconds.
         validation: What of it a search judges: all, nothing, or these metrics.
+        step: The steps that training had completed; the number, if nothing has counted them.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Report(dict[str, Any]):
         generation: int = 0,
         lag_s: float = 0.0,
         validation: dict[str, Any] | bool = True,
+        step: int = 0,
     ) -> None:
         super().__init__(metrics)
         self.rank = rank
@@ -43,6 +45,7 @@ class Report(dict[str, Any]):
         self.generation = generation
         self.lag_s = lag_s
         self.validation = validation
+        self.step = step
 
     def __repr__(self) -> str:
         return f"Report({super().__repr__()}, rank={self.rank}, number={self.number})"
@@ -153,11 +156,15 @@ class Results(list[Any]):
             for entry in run.reader(key) if key in keys else ():
                 record = entry.decode()
                 if isinstance(record, AttemptStarted):
-                    reports = [r for r in reports if r.number <= record.steps_completed]
+                    reports = [r for r in reports if r.step <= record.steps_completed]
                     if key.rank != rank:
                         break
                 elif isinstance(record, MetricsReported) and record.group == wanted:
-                    reports.append(report_of(key, record))
+                    report = report_of(key, record)
+                    while reports and reports[-1].number >= report.number:
+                        # It repeats one that was made after the checkpoint.
+                        reports.pop()
+                    reports.append(report)
         return reports
 
 
@@ -167,7 +174,8 @@ def report_of(key: JournalKey, record: MetricsReported, lag_s: float = 0.0) -> R
     return Report(
         decode_value(record.metrics),
         rank=key.rank,
-        number=record.steps_completed,
+        number=record.steps_completed if record.number is None else record.number,
+        step=record.steps_completed,
         time=record.time,
         generation=key.generation,
         lag_s=lag_s,

@@ -110,7 +110,8 @@ class RankCheckpoints:
         reporter = self._reporter
         known = {
             "number": self.num_saves,
-            "steps_completed": reporter.num_reports,
+            "steps_completed": reporter.steps_completed,
+            "num_reports": reporter.num_reports,
             "world_size": num_parts,
             "metrics": reporter.last_metrics,
         }

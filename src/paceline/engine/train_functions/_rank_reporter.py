@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -28,8 +28,10 @@ _LOOK_INTERVAL_S = 0.05
 class RankReporter:
     """A rank's journal in one generation of a run.
 
-    A report's number counts as its step: those of a rank are numbered from 1, and go on from the
-    checkpoint that `begin` was told of. Reports may come from several threads.
+    Reports of a rank are numbered from 1, and go on from the checkpoint that `begin` was told of.
+    The step of a report is the number of batches that prepared loaders have given out for training,
+    or what a library counts. Without such a count, each report counts as a step. Reports may come
+    from several threads.
 
     Args:
         key: The attempt, its generation and the rank.
@@ -65,6 +67,11 @@ class RankReporter:
         self._throughput = StepThroughput()
         self._position = Position()
         self.num_reports = 0
+        self._steps_completed = 0
+        self._num_batches = self._batches_before = 0
+        self._is_counted_by_library = False
+        # The names that were reported at this step: a name has one value there.
+        self._names_of_step: set[str] = set()
         self.last_metrics: dict[str, Any] = {}
         self._key = key
         self._world_size = world_size
@@ -85,21 +92,51 @@ class RankReporter:
         self._look_at = 0.0
         self._reach_fault = faults.reach if faults.is_active() else None
 
-    def begin(self, steps_completed: int | None = None, resumed_from: str | None = None) -> None:
+    @property
+    def steps_completed(self) -> int:
+        """The steps that training has completed, with those since the last report."""
+        return max(self._steps_completed, self._counted)
+
+    @property
+    def _counted(self) -> int:
+        """The steps that loaders have counted; 0 if no batch was trained, or a library counts."""
+        return self._num_batches and self._num_batches + self._batches_before
+
+    def state(self) -> dict[str, int]:
+        """Return the counters, for a checkpoint."""
+        return {
+            "num_reports": self.num_reports,
+            "num_steps": self.steps_completed,
+            "num_batches": self._num_batches,
+        }
+
+    def begin(
+        self, counters: Mapping[str, int] | None = None, resumed_from: str | None = None
+    ) -> None:
         """Say from which step on this rank reports; only the first call counts.
 
         It comes late, as only `load_checkpoint()` shows that the function goes on from there.
+
+        Args:
+            counters: What `state` has returned, or an earlier version's.
+            resumed_from: The UUID of the checkpoint.
         """
         with self._lock:
             if not self._has_begun:
-                self._begin(steps_completed, resumed_from)
+                self._begin(counters, resumed_from)
 
-    def report(self, metrics: dict[str, Any], validation: Mapping[str, Any] | bool = True) -> int:
+    def report(
+        self,
+        metrics: dict[str, Any],
+        validation: Mapping[str, Any] | bool = True,
+        step: int | None = None,
+    ) -> int:
         """Record metrics, see `train.report`, and return the number of the report.
 
         Args:
             metrics: The metrics.
             validation: What of the chief's report a search judges: all, nothing, or these metrics.
+            step: The steps that a library has counted.
         """
         encoded = encode_metrics(metrics)
         judged = self._key.rank == 0 and (
@@ -111,16 +148,27 @@ class RankReporter:
             if not self._has_begun:
                 self._begin(None, None)
             self.num_reports = number = self.num_reports + 1
+            if step is not None:
+                # Its steps may have several batches each.
+                self._is_counted_by_library, self._num_batches = True, 0
+            steps = self._advance(encoded.keys(), self._counted if step is None else step)
             # A library reports the parts of its metrics apart.
             self.last_metrics = encoded if validation is True else self.last_metrics | encoded
-            sequence = record_metrics(self.journal, self._group, number, encoded, judged)
+            sequence = record_metrics(
+                self.journal,
+                self._group,
+                steps,
+                encoded,
+                judged,
+                None if number == steps else number,
+            )
             if judged:
                 told = encoded if judged is True else judged
-                self._decision.reported(sequence, number, told)
+                self._decision.reported(sequence, steps, told)
             now = perf_counter()
             if now >= self._look_at:
                 self._look_at = now + _LOOK_INTERVAL_S
-                self._account.report(number, self._waited_s())
+                self._account.report(steps, self._waited_s())
                 if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
                     self._record_timings()
         if self._reach_fault is not None:
@@ -142,16 +190,17 @@ class RankReporter:
         with self._lock:
             self._record_timings()
             if outcome is not core.Outcome.ERROR:
-                self._account.end(self.num_reports, self._waited_s())
+                self._account.end(self.steps_completed, self._waited_s())
         core.end_journal(self.journal, outcome, error, is_parent_told=self._is_parent_told)
 
-    def count_batch(self, num_samples: int, wait_s: float) -> None:
+    def count_batch(self, num_samples: int, wait_s: float, *, is_trained: bool) -> None:
         """Count a batch of this rank's, for which it has waited so many seconds."""
         batches, records = self._position.batches, self._position.records
         if not batches:
             # The wait for the first batch lies before.
-            self._account.begin(self.num_reports)
+            self._account.begin(self.steps_completed)
             self._first_wait_s = wait_s
+        self._num_batches += is_trained and not self._is_counted_by_library
         self._position = Position(batches=batches + 1, records=records + num_samples)
         self._throughput.data_wait_s += wait_s
 
@@ -164,27 +213,40 @@ class RankReporter:
     def storing(self) -> Iterator[None]:
         """Count the time of the block, which stores a checkpoint, as time without training."""
         self.begin()
-        with self._account.spent_on(CHECKPOINT, self.num_reports):
+        with self._account.spent_on(CHECKPOINT, self.steps_completed):
             yield
-        self._account.stored(self.num_reports, self._waited_s())
+        self._account.stored(self.steps_completed, self._waited_s())
 
     def _waited_s(self) -> float:
         return self._throughput.all_data_wait_s - self._first_wait_s
 
-    def _record_time(self, event: TimeEvent, num_reports: int, seconds: dict[str, float]) -> None:
+    def _advance(self, names: Iterable[str], counted: int) -> int:
+        """Return the step of a report with these names, when so many steps are counted."""
+        is_same = counted == self._steps_completed and counted > 0
+        if not is_same or not self._names_of_step.isdisjoint(names):
+            self._steps_completed = max(counted, self._steps_completed + 1)
+            self._names_of_step.clear()
+        self._names_of_step.update(names)
+        return self._steps_completed
+
+    def _record_time(self, event: TimeEvent, num_steps: int, seconds: dict[str, float]) -> None:
         record = TimeSpent(
-            time=time.time(), event=event, steps_completed=num_reports, seconds=seconds
+            time=time.time(), event=event, steps_completed=num_steps, seconds=seconds
         )
         if self._has_begun:
             self.journal.append(record)
         else:
             self._first_times.append(record)
 
-    def _begin(self, steps_completed: int | None, resumed_from: str | None) -> None:
-        if steps_completed is None:
-            steps_completed = self._first_report
+    def _begin(self, counters: Mapping[str, int] | None, resumed_from: str | None) -> None:
+        stored = {"num_reports": self._first_report} if counters is None else counters
         self._has_begun = True
-        self.num_reports = steps_completed
+        # A run after another one in the same directory goes on counting.
+        self._batches_before = self._first_report if counters is None else 0
+        self.num_reports = stored.get("num_reports", 0)
+        steps_completed = stored.get("num_steps", self.num_reports)
+        self._steps_completed = steps_completed
+        self._num_batches += stored.get("num_batches", 0)
         core.record_start(
             self.journal,
             attempt=self._key.attempt,
@@ -209,4 +271,4 @@ class RankReporter:
         if self._num_steps:
             rates[WHOLE] = self._steps_s / self._num_steps
             self._num_steps, self._steps_s = 0, 0.0
-        core.record_metrics(self.journal, self._timings_group, self.num_reports, dict(rates))
+        core.record_metrics(self.journal, self._timings_group, self.steps_completed, dict(rates))

@@ -200,12 +200,18 @@ class RankSession(LooseSession):
 
     # ---- reports and checkpoints ---------------------------------------------------------
 
-    def report(self, metrics: dict[str, Any], validation: Mapping[str, Any] | bool = True) -> None:
+    def report(
+        self,
+        metrics: dict[str, Any],
+        validation: Mapping[str, Any] | bool = True,
+        step: int | None = None,
+    ) -> None:
         """Record metrics; see `train.report`.
 
         Args:
             metrics: The metrics.
             validation: What of them a search judges, see `RankReporter.report`.
+            step: The steps that a library has counted.
 
         Raises:
             StoppedError: The driver of a stepwise run ends it at this report.
@@ -214,7 +220,7 @@ class RankSession(LooseSession):
             # Whoever stops the run at this report goes on from what was saved before it.
             self._checkpoints.settle()
             self._checkpoints.await_commits(self.num_saves, _COMMIT_S)
-        number = self.reporter.report(metrics, validation)
+        number = self.reporter.report(metrics, validation, step)
         if self._gate is not None:
             self._gate.wait(number)
 
@@ -229,7 +235,7 @@ class RankSession(LooseSession):
             )
 
     def _own_state(self) -> dict[str, Any]:
-        return self._state.capture() | {"num_reports": self.reporter.num_reports}
+        return self._state.capture() | self.reporter.state()
 
     def load(self, files_to: Path | None) -> Any:
         """Return the state to go on from; see `train.load_checkpoint`."""
@@ -238,7 +244,7 @@ class RankSession(LooseSession):
         if self._stored is None:
             self._stored = UserStateReader(self._spec.checkpoint)
             own = self._state.take_up(self._stored)
-            self.reporter.begin(own.get("num_reports", 0), self._stored.uuid)
+            self.reporter.begin(own, self._stored.uuid)
         if files_to is not None:
             self._stored.copy_files(files_to)
         # A rank with a sharded model needs its pieces only.
@@ -335,7 +341,7 @@ class RankSession(LooseSession):
         self._state.begin_batch()
         self._warn_if_unweighted()
         super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
-        self.reporter.count_batch(num_own, wait_s)
+        self.reporter.count_batch(num_own, wait_s, is_trained=torch.is_grad_enabled())
 
     def end_batch(self, seconds: float) -> None:
         """Note for how long the function has used a batch."""

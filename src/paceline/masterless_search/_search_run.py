@@ -17,7 +17,6 @@ from paceline.journal import SearchInputTaken, decode_value, encode_metrics
 from paceline.masterless_search._search_journal import SearchJournal
 from paceline.masterless_search._trial_outcome import TrialOutcome
 from paceline.search import (
-    MAX_INVALID_IN_A_ROW,
     Create,
     Exited,
     ExitReason,
@@ -257,7 +256,7 @@ class SearchRun:
             if isinstance(error, core.NonFiniteError):
                 trial.result.state = "diverged"
             is_invalid = reason is ExitReason.INVALID_HP
-            if is_invalid and self._num_invalid_in_a_row >= MAX_INVALID_IN_A_ROW:
+            if is_invalid and self._num_invalid_in_a_row >= Search.max_invalid_in_a_row:
                 raise ValueError(
                     f"{self._num_invalid_in_a_row} trials in a row refused their hyperparameters"
                     " (InvalidHP). Hint: narrow the ranges of the space, or look at the condition"

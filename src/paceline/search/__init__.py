@@ -17,7 +17,6 @@ from paceline.search._bracket_views import (
 from paceline.search._hyperparameter_kinds import SpaceError
 from paceline.search._hyperparameter_space import Space, parse_space
 from paceline.search._inputs_and_operations import (
-    MAX_INVALID_IN_A_ROW,
     Create,
     Exited,
     ExitReason,
@@ -50,7 +49,6 @@ from paceline.search.methods import (
 )
 
 __all__ = [
-    "MAX_INVALID_IN_A_ROW",
     "AdaptiveAshaConfig",
     "AsyncHalvingConfig",
     "BracketPlan",

@@ -8,12 +8,6 @@ from typing import Any
 
 import msgspec
 
-MAX_INVALID_IN_A_ROW = 100
-"""How many trials in a row may refuse their hyperparameters before whoever runs a search ends it.
-
-A search replaces each of them, and would do so for ever.
-"""
-
 
 class ExitReason(str, Enum):
     """Tell why a trial ended."""

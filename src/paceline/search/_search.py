@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.search._bracket_views import BracketView, TrialView
 from paceline.search._hyperparameter_space import Space, parse_space
@@ -46,7 +46,13 @@ class Search:
 
     A search does no I/O and knows no clock: the same configuration, seed and inputs give the same
     operations. It is not thread-safe.
+
+    Attributes:
+        max_invalid_in_a_row: How many trials in a row may refuse their hyperparameters before
+            whoever runs a search ends it: it replaces each of them, and would do so for ever.
     """
+
+    max_invalid_in_a_row: ClassVar[int] = 100
 
     def __init__(self, config: SearchConfig, hyperparameters: dict[str, Any], seed: int) -> None:
         """Set the search up; the first trials come with the `Started` input.

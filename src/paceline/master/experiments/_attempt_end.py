@@ -52,8 +52,8 @@ from paceline.messages.states import (
     TrialState,
     kind_of_end,
 )
-from paceline.search import MAX_INVALID_IN_A_ROW
 from paceline.search import ExitReason as SearchExit
+from paceline.search import Search
 
 faults.register("master.attempt.ended")
 
@@ -346,8 +346,8 @@ def _end_invalid(
         changes.fail_experiment(
             transaction,
             trial.experiment_id,
-            f"{MAX_INVALID_IN_A_ROW} trials in a row refused their hyperparameters (InvalidHP)."
-            " Hint: narrow the ranges, or look at the condition that raises it.",
+            f"{Search.max_invalid_in_a_row} trials in a row refused their hyperparameters"
+            " (InvalidHP). Hint: narrow the ranges, or look at the condition that raises it.",
         )
         changes.end_experiment_if_done(transaction, trial.experiment_id)
 
@@ -359,7 +359,7 @@ def _are_newest_invalid(transaction: Transaction, experiment_id: int) -> bool:
         select(trials.c.stop_reason)
         .where(trials.c.experiment_id == experiment_id, trials.c.ended_at.is_not(None))
         .order_by(trials.c.ended_at.desc())
-        .limit(MAX_INVALID_IN_A_ROW)
+        .limit(Search.max_invalid_in_a_row)
     )
     reasons = transaction.connection.execute(query).scalars().all()
-    return len(reasons) == MAX_INVALID_IN_A_ROW and set(reasons) == {INVALID_HP}
+    return len(reasons) == Search.max_invalid_in_a_row and set(reasons) == {INVALID_HP}

@@ -2,6 +2,7 @@
 
 export const keys = {
   master: () => ["master"] as const,
+  status: () => ["status"] as const,
   slots: () => ["slots"] as const,
   experiments: () => ["experiments"] as const,
   experimentList: (parameters: object) => ["experiments", parameters] as const,

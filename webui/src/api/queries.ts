@@ -20,6 +20,11 @@ export const masterQuery = queryOptions({
   },
 });
 
+export const statusQuery = queryOptions({
+  queryKey: keys.status(),
+  queryFn: () => unwrap(api.GET("/api/v1/status")),
+});
+
 export const slotsQuery = queryOptions({
   queryKey: keys.slots(),
   queryFn: () => unwrap(api.GET("/api/v1/slots")),

@@ -36,6 +36,9 @@ export function NodeCard({ shown, names, hasPools }: Props) {
             {labelsInWords(node.labels)}
           </Text>
         )}
+        {typeof node?.rests_until === "number" && (
+          <Text size="sm">rests, as one trial after another failed here</Text>
+        )}
         {typeof node?.seen_at === "number" && state !== "ready" && (
           <Text size="sm" c="dimmed">
             last heard of <Ago time={node.seen_at} />

@@ -2,7 +2,7 @@ import { Badge, Group, Text } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
 import { Outlet, useParams } from "@tanstack/react-router";
 
-import { experimentQuery } from "../../api/queries";
+import { experimentQuery, statusQuery } from "../../api/queries";
 import type { Experiment } from "../../api/types";
 import { ExperimentActions } from "../../components/ExperimentActions";
 import { Failure, LostRecords, ProblemView, Waiting, Warnings } from "../../components/Feedback";
@@ -11,13 +11,16 @@ import { PageHead } from "../../components/PageHead";
 import { StateBadge } from "../../components/StateBadge";
 import { TabLinks } from "../../components/Tabs";
 import { isId } from "../../lib/search";
-import { shownExperimentState } from "../../lib/states";
+import { isTerminal, shownExperimentState } from "../../lib/states";
 import { useTitle } from "../../lib/title";
 import { NotFound } from "../NotFound";
 
 export function ExperimentPage() {
   const { id } = useParams({ from: "/experiments/$id" });
   const answer = useQuery({ ...experimentQuery(id), enabled: isId(id) });
+  // Problems of the master send no events.
+  const isGoing = answer.data !== undefined && !isTerminal(answer.data.state);
+  const status = useQuery({ ...statusQuery, enabled: isGoing, refetchInterval: 5000 });
   useTitle(answer.data?.name);
   if (!isId(id)) return <NotFound />;
   if (answer.isPending) return <Waiting what={`experiment ${id}`} />;
@@ -32,6 +35,8 @@ export function ExperimentPage() {
       </>
     );
   const experiment = answer.data;
+  const problems = isGoing ? (status.data?.problems ?? []) : [];
+  const own = problems.filter((problem) => problem.startsWith(`Experiment ${id} `));
   return (
     <>
       <PageHead
@@ -53,7 +58,7 @@ export function ExperimentPage() {
           </LinkText>
         </Failure>
       )}
-      <Warnings messages={experiment.warnings ?? []} />
+      <Warnings messages={[...(experiment.warnings ?? []), ...own]} />
       <LostRecords count={experiment.num_records_lost ?? 0}>
         <LinkText to="/experiments/$id/logs" params={{ id }} size="sm">
           Read the logs

@@ -1182,8 +1182,9 @@ def test_a_bad_node_eats_no_search_while_the_good_one_is_away(
     run(master)
     assert bad.take() == []
     assert resting(master) == {"bad": True, "good": False}
-    [problem] = master.http.get("/status").json()["problems"]
-    assert problem.startswith("The node bad rests for ")
+    # A busy machine has other problems.
+    problems = master.http.get("/status").json()["problems"]
+    [problem] = [one for one in problems if one.startswith("The node bad rests for ")]
     assert "attempts of 3 trials or more failed there within 60 s" in problem
     details = {one["trial_id"]: one["detail"] for one in master.http.get("/queue").json()}
     assert len(details) == 5

@@ -100,7 +100,7 @@ def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False
         live = sorted(running_attempts(connection), key=lambda attempt: attempt.id)
         drained = all_drained(master, connection)
         pools = read_pools(connection)
-        resting = master.reconciler.cluster(connection, time.time()).failing_nodes
+        resting = master.reconciler.resting_nodes(connection, time.time())
     nodes = [_node_view(master, node, live, drained) for node in master.nodes.all()]
     if include_local and master.devices:
         pool = pool_of(DEFAULT_POOL, {}, pools)

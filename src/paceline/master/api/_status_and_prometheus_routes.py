@@ -98,7 +98,7 @@ def _describe_failing_nodes(master: Master, connection: Connection) -> list[str]
         f"The node {names.get(node_id, node_id)} rests for {until - now:.0f} s, as attempts of"
         f" {NUM_TRIALS} trials or more failed there within {WITHIN_S:.0f} s. Hint: the logs of"
         " these trials say why; `paceline runner drain` keeps the node out for longer."
-        for node_id, until in master.reconciler.cluster(connection, now).failing_nodes.items()
+        for node_id, until in master.reconciler.resting_nodes(connection, now).items()
     ]
 
 

@@ -120,6 +120,12 @@ class Reconciler:
             failing=self._changes.failing_nodes.all(now),
         )
 
+    def resting_nodes(self, connection: Connection, now: float) -> dict[int, float]:
+        """Return the nodes that rest as one trial after another failed there, and until when."""
+        if not self._changes.failing_nodes.all(now):
+            return {}
+        return self.cluster(connection, now).failing_nodes
+
     def start(self) -> None:
         """Begin."""
         self._thread.start()

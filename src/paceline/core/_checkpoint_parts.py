@@ -16,7 +16,13 @@ from typing import Any
 from paceline._waiting import join, wait_until
 from paceline.core._checkpoint_failures import StoreFailures
 from paceline.core._notices_to_parent import tell_checkpoint_stored
-from paceline.journal import CheckpointDeleted, CheckpointStored, JournalWriter, RunDirectory
+from paceline.journal import (
+    CheckpointDeleted,
+    CheckpointStored,
+    JournalWriter,
+    NotARunDirectoryError,
+    RunDirectory,
+)
 from paceline.storage import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -85,7 +91,10 @@ def commit_checkpoint(
 
 def _origin_of_run(run: RunDirectory) -> str:
     """Return the attempt of a master that a run is; empty without a master."""
-    info = run.read_info()
+    try:
+        info = run.read_info()
+    except NotARunDirectoryError:
+        return ""  # the driver on another node has it
     if info.trial is None or not info.cluster_id:
         return ""
     return origin_of(info.cluster_id, info.trial.trial_id, info.attempt)

@@ -1085,15 +1085,18 @@ def of_storage(place: Path) -> dict[str, Any]:
 
 
 def start_with_storages(
-    master: Any, join: Callable[..., FakeRunner], first: Path, second: Path
+    master: Any, join: Callable[..., FakeRunner], first: Path, second: Path, *, number: int = 1
 ) -> list[int]:
-    """Return the attempts that a node gets: of one trial in each of two storages."""
+    """Return the first attempts that a node gets: of one trial in each of two storages."""
     runner = join("box", 2)
     single = {"name": "single", "metric": "loss"}
     for place in (first, second):
         master.create(searcher=single, hyperparameters={}, **of_storage(place))
-    run(master)
-    return runner.take()
+    taken: list[int] = []
+    while len(taken) < number:
+        run(master)
+        taken += runner.take()
+    return sorted(taken)
 
 
 def test_a_storage_that_hangs_keeps_no_other_experiment_waiting_and_is_named(
@@ -1103,8 +1106,8 @@ def test_a_storage_that_hangs_keeps_no_other_experiment_waiting_and_is_named(
     join: Callable[..., FakeRunner],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_storage_calls, "_SILENT_S", 0.0)
     assert start_with_storages(master, join, hanging_disk / "a", tmp_path / "b") == [2]
+    monkeypatch.setattr(_storage_calls, "_SILENT_S", 0.0)
     problems = master.http.get("/status").json()["problems"]
     assert [text for text in problems if f"{hanging_disk}/a' has not answered for" in text]
     # The attempt gives its slots back, and its trial is tried again.
@@ -1122,7 +1125,7 @@ def test_a_fifo_in_the_place_of_a_mark_is_replaced(
     storage.mkdir()
     mark = storage / f".paceline-{master.home.cluster_id}"
     os.mkfifo(mark)
-    assert start_with_storages(master, join, storage, tmp_path / "b") == [1, 2]
+    assert start_with_storages(master, join, storage, tmp_path / "b", number=2) == [1, 2]
     assert mark.is_file()
 
 

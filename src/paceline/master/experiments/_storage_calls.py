@@ -18,8 +18,6 @@ _MAX_THREADS = 64
 # for a while.
 _PATIENCE_S = 1.0
 _REST_S = 30.0
-# What is asked for again soon waits less.
-_POLL_S = 0.2
 # From when on a storage counts as one that does not answer.
 _SILENT_S = 10.0
 
@@ -120,7 +118,7 @@ class StorageCalls:
             known = future, time.monotonic()
             with self._lock:
                 self._begun[key] = known
-            wait({future}, _POLL_S)
+            wait({future}, _PATIENCE_S)
         future, begun = known
         if future.done():
             with self._lock:

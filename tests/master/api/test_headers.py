@@ -114,3 +114,33 @@ def test_headers_have_a_limit(master: Any, path: str, headers: dict[str, str]) -
     assert reply.status_code in (400, 431)
     check(reply)
     assert master.http.get("/health").status_code == 200
+
+
+LOGIN = b"POST /api/v1/login HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        LOGIN + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        LOGIN + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n",
+        LOGIN + b"Content-Length: 5\r\nContent-Length: 0\r\n",
+        LOGIN + b"Content-Length: 5, 0\r\n",
+        LOGIN + b"Content-Length: +5\r\n",
+        LOGIN + b"Transfer-Encoding: xchunked\r\n",
+        LOGIN + b"Transfer-Encoding: chunked, identity\r\n",
+        LOGIN + b"Transfer-Encoding : chunked\r\n",
+        LOGIN + b"Transfer-Encoding: \x0bchunked\r\n",
+        LOGIN.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n",
+        LOGIN + b"Host: evil.example\r\nContent-Length: 5\r\n",
+        LOGIN + b"X: a\rContent-Length: 5\r\n",
+    ],
+)
+def test_a_request_of_unclear_length_hides_no_other_one(master: Any, request_head: bytes) -> None:
+    hidden = b"GET /api/v1/session HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", master.port), timeout=60) as end:
+        end.sendall(request_head + b"\r\n0\r\n\r\n" + hidden)
+        answers = b"".join(iter(lambda: end.recv(65536), b""))
+    assert answers.startswith(b"HTTP/1.1 4")
+    assert answers.count(b"HTTP/1.1 ") == 1
+    assert b"has_password" not in answers

@@ -91,7 +91,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        refusal = _refuse_size(scope["headers"])
+        refusal = _refuse_size(scope["headers"]) or _refuse_two_lengths(headers)
         # FastAPI reads all cookies of a request with the standard library's parser, which needs
         # quadratic time for some.
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"cookie"]
@@ -210,6 +210,20 @@ def _refuse_size(headers: list[tuple[bytes, bytes]]) -> Response | None:
         f" has {len(headers)} with {num_bytes} bytes. Hint: a browser sends the cookies of all"
         " programs on this machine; delete those of others.",
     )
+
+
+def _refuse_two_lengths(headers: dict[bytes, bytes]) -> Response | None:
+    """Refuse what a proxy may read as another number of requests than this server."""
+    if not {b"content-length", b"transfer-encoding"} <= headers.keys():
+        return None
+    refusal = problem(
+        400,
+        "ambiguous_length",
+        "A request must have a `Content-Length` or a `Transfer-Encoding`, but has both.",
+    )
+    # What follows on this connection is not read as a request.
+    refusal.headers["connection"] = "close"
+    return refusal
 
 
 def _refuse_origin(

@@ -1,5 +1,7 @@
-"""Trainings whose gradients Horovod sums: exact resume, preemption, launchers."""
+"""Trainings whose gradients Horovod sums: exact resume, preemption, launchers, train functions."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -70,3 +72,84 @@ def test_several_nodes_are_refused_by_the_launcher(train: Any) -> None:
     outcome = train(2, launcher=(*start, "--master-addr", "127.0.0.1"))
     assert outcome.code == 2
     assert "`--nnodes` must be 1 with `paceline.launch.horovod`, but got 2" in outcome.output
+
+
+# The weights must be those of one process that trains on both parts of each batch.
+WORKERS = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from paceline import train
+
+X = torch.arange(24, dtype=torch.float64).view(12, 2) / 10
+
+
+def fit(is_own, batch_size=2):
+    if train.in_worker():
+        import horovod.torch as hvd
+
+        assert (hvd.rank(), hvd.size()) == (train.world_rank(), train.world_size())
+    if train.world_rank() == 1 and os.environ.get("KILL") and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if is_own:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    else:
+        model = train.prepare_model(model)
+    for (x,) in train.prepare_data_loader(DataLoader(TensorDataset(X), batch_size=batch_size)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    train.report(rank=train.world_rank())
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+class Fit:
+    def fit(self, is_own):
+        return fit(is_own)
+
+
+if __name__ == "__main__":
+    door, num_workers = sys.argv[1], int(sys.argv[2])
+    alone = fit(False, 2 * num_workers)
+    with train.Trainer(num_workers, backend="horovod") as trainer:
+        for is_own in (False, True):
+            if door == "run":
+                values = trainer.run(lambda: fit(is_own))
+            else:
+                if not is_own:
+                    trainer.start(Fit)
+                values = trainer.execute(lambda it: it.fit(is_own))
+            assert len(values) == num_workers
+            for value in values:
+                torch.testing.assert_close(value, alone)
+    print("SAME", len(values))
+"""
+
+
+@pytest.mark.parametrize(
+    ("door", "num_workers", "variables"),
+    [("run", 2, {}), ("execute", 2, {}), ("run", 3, {}), ("run", 2, {"KILL": "1"})],
+    ids=str,
+)
+def test_workers_of_a_trainer_meet_in_horovod(
+    tmp_path: Path, door: str, num_workers: int, variables: dict[str, str]
+) -> None:
+    (tmp_path / "script.py").write_text(WORKERS)
+    done = subprocess.run(
+        [sys.executable, "script.py", door, str(num_workers)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"SAME {num_workers}" in done.stdout
+    assert (tmp_path / "killed").exists() == bool(variables)

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.launch import deepspeed, horovod
 from paceline.workers import NodeLayout
+from paceline.workers.processes._horovod_rendezvous import horovod_variables
 
 
 @pytest.mark.parametrize("launcher", [deepspeed, horovod])
@@ -39,7 +40,7 @@ def test_workers_get_the_place_that_each_library_reads() -> None:
     layout = NodeLayout(num_local_workers=2, master_port=1, num_nodes=3, node_rank=1)
     first, second = deepspeed._deepspeed_variables(layout)
     assert first == second == {"LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "3"}
-    first, second = horovod._horovod_variables(NodeLayout(num_local_workers=2, master_port=1), 7)
+    first, second = horovod_variables(2, 7)
     assert (first["HOROVOD_RANK"], second["HOROVOD_RANK"]) == ("0", "1")
     assert second["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "7"
 

@@ -1,8 +1,9 @@
 """Settings of a trainer's workers, from its arguments."""
 
+from importlib.util import find_spec
 from typing import Any
 
-from paceline.core import launched_place
+from paceline.core import NotOfferedError, launched_place
 from paceline.train._config import ElasticConfig, TorchConfig
 from paceline.train._trainer_arguments import trainer_worker_limits
 from paceline.workers import WorkerResources, chosen_cluster
@@ -22,11 +23,13 @@ def chosen_settings(
     cluster: str,
     heartbeat_timeout_s: float,
     elastic: ElasticConfig,
+    uses_horovod: bool = False,
 ) -> GroupSettings:
     """Return how workers are started and set up; see `Trainer` for the arguments.
 
     Raises:
-        ImportError: Ray is wanted, but not installed.
+        ImportError: Ray or Horovod is wanted, but not installed.
+        NotOfferedError: Horovod is to work on a Ray cluster.
         ResourcesError: The workers want more than this machine has.
         TypeError: A value has another type.
         ValueError: A value is unknown or out of range.
@@ -39,14 +42,30 @@ def chosen_settings(
     cluster = chosen_cluster(cluster, can_join=can_join)
     if cluster == "local":
         resources.check_machine(0 if limits is None else limits.least)
+    if uses_horovod:
+        _check_horovod(cluster)
     return GroupSettings(
         functions=_WORKER_FUNCTIONS,
         preload=_FUNCTIONS_USE,
         num_workers=0 if limits is None else limits.num_asked_for,
         limits=limits,
         elastic=elastic,
+        uses_horovod=uses_horovod,
         config=config,
         resources=resources,
         cluster=cluster,
         heartbeat_timeout_s=heartbeat_timeout_s,
     )
+
+
+def _check_horovod(cluster: str) -> None:
+    if cluster == "ray":
+        raise NotOfferedError(
+            '`backend="horovod"` is not offered on a Ray cluster. Hint: cluster="local", or the'
+            ' backend "torch", which computes the same.'
+        )
+    if find_spec("horovod") is None:
+        raise ImportError(
+            '`backend="horovod"` needs Horovod, but it is not installed. Hint: docs/backends.md'
+            " shows how to build it."
+        )

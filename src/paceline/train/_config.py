@@ -4,12 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline._argument_checks import one_of
-from paceline.core import NotOfferedError
 from paceline.workers.runs import ElasticConfig as ElasticConfig
 from paceline.workers.runs import TorchConfig as TorchConfig
 
-_BACKENDS = ("torch", "pytorch")
-_LATER = ("horovod",)
+_BACKENDS = ("torch", "pytorch", "horovod")
 _ORDERS = ("max", "min")
 
 
@@ -47,14 +45,11 @@ def backend_config(backend: Any, config: TorchConfig | None) -> TorchConfig:
     """Return the config of a backend that is given by name or by its config.
 
     Raises:
-        NotOfferedError: The backend comes later.
         TypeError: A value has another type.
         ValueError: The backend is unknown.
     """
     if isinstance(backend, TorchConfig) and config is None:
         return backend
-    if backend in _LATER:
-        raise NotOfferedError(f"`backend={backend!r}` is not offered yet.")
     one_of(*_BACKENDS)("backend", backend)
     if config is not None and not isinstance(config, TorchConfig):
         raise TypeError(

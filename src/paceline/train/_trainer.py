@@ -52,7 +52,10 @@ class Trainer(TrainerWorkers):
         gpus_per_worker: The GPUs of each; by default one each, if there are any.
         resources_per_worker: The same by the names "CPU" and "GPU", and on a Ray cluster what
             else each needs, by Ray's names.
-        backend: "torch" (also called "pytorch"), or its config.
+        backend: "torch" (also called "pytorch"), or its config. With "horovod", Horovod is
+            initialized in each worker too: it sums the gradients of prepared models, and the
+            function may use it. That needs workers of this machine, or those of
+            `paceline.launch.horovod`.
         backend_config: How the workers meet.
         cluster: "local" for this machine. "ray" for the Ray cluster that this process is connected
             to, or that ``RAY_ADDRESS`` names; without one Ray is started here until `shutdown`.
@@ -77,7 +80,7 @@ class Trainer(TrainerWorkers):
 
     Raises:
         ImportError: Ray is wanted, but not installed.
-        NotOfferedError: A value comes later.
+        NotOfferedError: Horovod is to work on a Ray cluster.
         ResourcesError: The workers want more than this machine has.
         TypeError: A value has another type.
         ValueError: A value is unknown or out of range.
@@ -118,6 +121,7 @@ class Trainer(TrainerWorkers):
             cluster=cluster,
             heartbeat_timeout_s=heartbeat_timeout_s,
             elastic=elastic or ElasticConfig(),
+            uses_horovod=backend == "horovod",
         )
         limits = self._settings.limits
         self._output = WorkerOutput(limits is not None and limits.most > 1)

@@ -60,6 +60,7 @@ from paceline.workers.pools._ray_pool import RayPool
 from paceline.workers.pools._worker_pool import WorkerPool
 from paceline.workers.processes._end_without_shutdown import end_without_shutdown
 from paceline.workers.processes._fork_client import stop_fork_server
+from paceline.workers.processes._horovod_rendezvous import HorovodRendezvous
 from paceline.workers.processes._join_process_group import join_process_group
 from paceline.workers.processes._leftover_processes import end_marked, kill_leftover
 from paceline.workers.processes._local_worker_group import LocalGroup
@@ -124,6 +125,7 @@ __all__ = [
     "GroupRun",
     "LaunchRun",
     "GrowthAttempts",
+    "HorovodRendezvous",
     "InlinePool",
     "JoinedGroup",
     "JoinedPool",

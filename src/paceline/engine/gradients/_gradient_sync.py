@@ -71,6 +71,10 @@ class GradientSync:
         self._shard_size: int | None = None
         self._window = AccumulatedWindow()
 
+    def sum_by(self, all_reduce: AllReduce | None) -> None:
+        """Have gradients summed by something else than the process group; before any model."""
+        self._all_reduce = all_reduce
+
     def add_model(self, model: torch.nn.Module) -> None:
         """Make a model the same on all ranks and have its gradients summed."""
         self._broadcast(model)

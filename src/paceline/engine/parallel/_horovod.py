@@ -36,13 +36,30 @@ def join_horovod(distributed: DistributedContext | None) -> DistributedContext:
     hvd = import_horovod()
     hvd.init()
     place = distributed or launched_place()
-    if place is not None and (place.rank, place.size) != (hvd.rank(), hvd.size()):
-        raise ValueError(
-            f"Horovod must know this process as rank {place.rank} of {place.size}, but knows it as"
-            f" rank {hvd.rank()} of {hvd.size()}. Hint: start it by `python -m"
-            " paceline.launch.horovod` or `horovodrun`."
-        )
+    if place is not None:
+        _check_place(hvd, place.rank, place.size)
     return distributed or DistributedContext.from_horovod(hvd)
+
+
+def join_horovod_as(rank: int, size: int) -> None:
+    """Initialize Horovod in a process whose place is known.
+
+    Raises:
+        ImportError: Horovod is not installed.
+        ValueError: Horovod knows another place.
+    """
+    hvd = import_horovod()
+    hvd.init()
+    _check_place(hvd, rank, size)
+
+
+def _check_place(hvd: Any, rank: int, size: int) -> None:
+    if (rank, size) != (hvd.rank(), hvd.size()):
+        raise ValueError(
+            f"Horovod must know this process as rank {rank} of {size}, but knows it as rank"
+            f" {hvd.rank()} of {hvd.size()}. Hint: start it by `python -m paceline.launch.horovod`"
+            " or `horovodrun`."
+        )
 
 
 class HorovodSum:

@@ -3,7 +3,7 @@
 import inspect
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from paceline.core import DistributedContext, launched_place
 from paceline.engine.devices._data_to_device import release_device_memory
 from paceline.engine.devices._device_and_process_group import suitable_backend, use_own_device
+from paceline.engine.parallel._flat_all_reduce import AllReduce
+from paceline.engine.parallel._horovod import HorovodSum, join_horovod_as
 from paceline.engine.train_functions._rank_session import LooseSession, PlaceSession, RankSession
 from paceline.workers import RankInfo, end_without_shutdown, join_process_group, prepare_joined
 from paceline.workers.runs import (
@@ -38,6 +40,8 @@ class _Worker:
         self.instance: Any = None
         self.instance_session: RankSession | None = None
         self.place_session: PlaceSession | None = None
+        # What sums gradients in place of the process group.
+        self.all_reduce: AllReduce | None = None
         self.open_session: RankSession | None = None
         self.distributed: DistributedContext | None = None
 
@@ -49,15 +53,27 @@ def set_up(
     config: TorchConfig,
     gpus_per_worker: float | None,
     hook: Callable[[], Any] | None,
+    horovod: Sequence[Mapping[str, str]] | None = None,
 ) -> WorkerFacts:
-    """Run the user's hook, and join the others."""
+    """Run the user's hook, and join the others, also in Horovod if its variables are given."""
     become_pool_worker()
+    if horovod is not None:
+        # Horovod is loaded after this.
+        os.environ |= horovod[RankInfo.from_environment().rank]
     if hook is not None:
         hook()
     method = "env://"
     if config.init_method == "tcp":
         method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return _set_up_job_worker(config, gpus_per_worker, RankInfo.from_environment(), method)
+    facts = _set_up_job_worker(config, gpus_per_worker, RankInfo.from_environment(), method)
+    if horovod is not None:
+        _use_horovod()
+    return facts
+
+
+def _use_horovod() -> None:
+    join_horovod_as(_worker.rank_info.rank, _worker.rank_info.world_size)
+    _worker.all_reduce = HorovodSum()
 
 
 def set_up_joined(
@@ -65,6 +81,7 @@ def set_up_joined(
     gpus_per_worker: float | None,
     hook: Callable[[], Any] | None,
     distributed: DistributedContext,
+    uses_horovod: bool = False,
 ) -> WorkerFacts:
     """Do what `set_up` does in a process that an outer launcher has started."""
     if hook is not None:
@@ -84,6 +101,8 @@ def set_up_joined(
     # A store that torchrun hosts is told of by the environment.
     method = "env://" if launched.launcher == "torchrun" else f"tcp://{address}:{port}"
     facts = _set_up_job_worker(config, gpus_per_worker, rank_info, method)
+    if uses_horovod:
+        _use_horovod()
     end_without_shutdown()
     return facts
 
@@ -118,10 +137,17 @@ def _join_ranks_of_job(
     )
 
 
+def _new_session(job: Job, on_report: Callable[[], None] | None) -> RankSession:
+    worker = _worker
+    session = RankSession(job, worker.rank_info, worker.device, on_report, worker.distributed)
+    session.gradients.sum_by(worker.all_reduce)
+    return session
+
+
 def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcome:
     """Run a train function on this rank."""
     release_device_memory()
-    session = RankSession(job, _worker.rank_info, _worker.device, on_report, _worker.distributed)
+    session = _new_session(job, on_report)
     directory = _working_directory()
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     enter_session(session)
@@ -159,6 +185,7 @@ def call_function(function: Callable[..., Any], args: Any, kwargs: Any, seed: in
     """Call a function outside of a run, with this worker's place among the others."""
     if _worker.place_session is None:
         _worker.place_session = PlaceSession(_worker.rank_info, _worker.device, seed)
+        _worker.place_session.gradients.sum_by(_worker.all_reduce)
     with _working_for(_worker.place_session):
         return function(*args, **kwargs)
 
@@ -166,7 +193,7 @@ def call_function(function: Callable[..., Any], args: Any, kwargs: Any, seed: in
 def make_instance(job: Job, on_report: Callable[[], None] | None = None) -> None:
     """Make the instance of a class, in a run that goes on until `end_instance`."""
     release_device_memory()
-    session = RankSession(job, _worker.rank_info, _worker.device, on_report, _worker.distributed)
+    session = _new_session(job, on_report)
     instance: Instance = job.function
     try:
         with _working_for(session):
@@ -204,10 +231,14 @@ def end_instance() -> RankOutcome:
     return _outcome_of(session, None)
 
 
-def set_up_in_driver(hook: Callable[[], Any] | None, gpus_per_worker: float | None) -> None:
+def set_up_in_driver(
+    hook: Callable[[], Any] | None, gpus_per_worker: float | None, uses_horovod: bool = False
+) -> None:
     """Do the user's part of `set_up` in the driver's own process."""
     if hook is not None:
         hook()
+    if uses_horovod:
+        join_horovod_as(0, 1)
     _worker.rank_info = RankInfo()
     _worker.device = use_own_device(0, gpus_per_rank=gpus_per_worker)
     _worker.place_session = None

@@ -22,6 +22,7 @@ class GroupSettings(WorkerSettings):
         config: How they meet.
         preload: Modules besides that they need at once.
         elastic: How to deal with workers that come and go.
+        uses_horovod: Whether they meet in Horovod as well.
         hook: Called by each of them before anything else.
     """
 
@@ -30,4 +31,5 @@ class GroupSettings(WorkerSettings):
     config: TorchConfig
     preload: Sequence[str] = ()
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    uses_horovod: bool = False
     hook: Callable[[], Any] | None = None

@@ -76,6 +76,7 @@ class OuterLauncherRunGroup(JoinedGroup, TrainGroup):
                 settings.resources.gpus,
                 settings.hook,
                 self.joined_pool.distributed,
+                settings.uses_horovod,
             ),
         )
         self.facts = call.wait() or ()

@@ -15,6 +15,7 @@ from paceline.workers._worker_resources import most_startable
 from paceline.workers.pools._inline_pool import InlinePool
 from paceline.workers.pools._pending_call import PendingCall
 from paceline.workers.pools._worker_pool import WorkerPool
+from paceline.workers.processes._horovod_rendezvous import HorovodRendezvous
 from paceline.workers.processes._output_files import WorkerOutput
 from paceline.workers.runs._function_in_worker import InWorker
 from paceline.workers.runs._group_settings import GroupSettings
@@ -42,6 +43,7 @@ class TrainGroup(ElasticGroup):
         self.settings = settings
         self.facts: Sequence[Any] = ()
         self._output = output
+        self._horovod: HorovodRendezvous | None = None
 
     @property
     def num_workers(self) -> int:
@@ -127,9 +129,19 @@ class TrainGroup(ElasticGroup):
 
     def _set_up(self) -> None:
         settings = self.settings
-        arguments = (settings.config, settings.resources.gpus, settings.hook)
+        arguments = (
+            settings.config, settings.resources.gpus, settings.hook, self._horovod_variables()
+        )  # fmt: skip
         call = self.ask("set_up", arguments, func=settings.hook)
         self.facts = call.wait() or ()
+
+    def _horovod_variables(self) -> list[dict[str, str]] | None:
+        """Return what leads each of the present workers to Horovod, if they use it."""
+        if not self.settings.uses_horovod:
+            return None
+        if self._horovod is None:
+            self._horovod = HorovodRendezvous()
+        return self._horovod.variables(self.num_workers)
 
     def _capacity(self) -> int:
         ask = self.settings.elastic.capacity
@@ -148,6 +160,9 @@ class TrainGroup(ElasticGroup):
         """End the workers, in bounded time."""
         super().stop(force=force)
         self.facts = ()
+        if self._horovod is not None:
+            self._horovod.stop()
+            self._horovod = None
 
 
 class InlineGroup(TrainGroup):
@@ -189,7 +204,8 @@ class InlineGroup(TrainGroup):
     def _set_up(self) -> None:
         settings = self.settings
         try:
-            self.ask("set_up_in_driver", (settings.hook, settings.resources.gpus)).wait()
+            arguments = (settings.hook, settings.resources.gpus, settings.uses_horovod)
+            self.ask("set_up_in_driver", arguments).wait()
         except BaseException:
             # The next start calls the hook again.
             self.stop()

@@ -76,8 +76,12 @@ def _read_with_place(uuid: str, master: Master) -> tuple[Checkpoint, CheckpointP
 
 
 @router.get("/checkpoints/{uuid}/files/{path:path}", response_class=FileResponse)
-def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
+async def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
     """Read one file of a checkpoint."""
+    return await asyncio.wrap_future(in_own_thread(lambda: _checkpoint_file(uuid, path, master)))
+
+
+def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
     view, place = _read_with_place(uuid, master)
     if view.state is CheckpointState.DELETED:
         raise ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")

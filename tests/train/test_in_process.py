@@ -657,7 +657,7 @@ def count_batches(config: dict[str, Any]) -> None:
         train.report(loss=1.0 / (epoch + 1))
         train.report(epoch=epoch)
         if config.get("repeats"):
-            train.report(epoch=epoch)
+            train.report(epoch=epoch + 0.5)
         train.save_checkpoint(epoch=epoch + 1)
 
 
@@ -670,7 +670,7 @@ def test_the_steps_of_reports_are_the_batches_that_were_trained(work_here: Path)
     again = train.Trainer(num_workers=0).run(
         count_batches, {"epochs": 4, "repeats": True}, checkpoint=results.checkpoints[0]
     )
-    # A name has one value at each step.
+    # A name has one value at each step; the same value again is no other one.
     steps = [(each.number, each.step) for each in again.metrics]
     assert steps == [(3, 8), (4, 8), (5, 9), (6, 12), (7, 12), (8, 13), (9, 16), (10, 16), (11, 17)]
     rows = list(core.read_metrics(core_run(work_here / "counted"), "training"))

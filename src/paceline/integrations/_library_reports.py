@@ -15,7 +15,8 @@ def report_of_library(
     A search judges what was evaluated. If a library evaluates nothing, it judges all reports.
 
     Args:
-        metrics: Metrics of training, and where it stands.
+        metrics: The report: metrics of training, and where it stands. If there are none, it is what
+            was evaluated.
         evaluated: Metrics of an evaluation since the last report, and where it took place.
         step: The steps of the optimizer that the library has completed.
         evaluates: Whether the library evaluates at all.
@@ -25,4 +26,4 @@ def report_of_library(
         train.report({**evaluated, **metrics})
     else:
         validation = (dict(evaluated) or False) if evaluates or evaluated else True
-        session.report({**evaluated, **metrics}, validation, step)
+        session.report(dict(metrics or evaluated), validation, step)

@@ -208,6 +208,7 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         self._evaluated: dict[str, Any] = {}
         self._known: dict[str, Any] = {}
         self._fresh: dict[str, Any] = {}
+        self._trained: set[str] = set()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         # The model is with its worker, and no iteration has begun.
@@ -276,8 +277,11 @@ class _LightningCallback(Checkpoint):  # type: ignore[misc]  # Lightning has no 
         }
         fresh = {name: value.item() for name, value in self._fresh.items()}
         self._fresh = {}
+        self._trained |= metrics.keys()
+        # A name of training has the value of training in the report.
+        apart = {name: value for name, value in fresh.items() if name not in self._trained}
         report_of_library(
-            metrics | place,
+            metrics | apart | place,
             fresh and fresh | place,
             step=trainer.global_step,
             evaluates=trainer.enable_validation,

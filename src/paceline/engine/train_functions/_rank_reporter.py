@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -70,8 +70,8 @@ class RankReporter:
         self._steps_completed = 0
         self._num_batches = self._batches_before = 0
         self._is_counted_by_library = False
-        # The names that were reported at this step: a name has one value there.
-        self._names_of_step: set[str] = set()
+        # What was reported at this step: a name has one value there.
+        self._metrics_of_step: dict[str, Any] = {}
         self.last_metrics: dict[str, Any] = {}
         self._key = key
         self._world_size = world_size
@@ -151,7 +151,7 @@ class RankReporter:
             if step is not None:
                 # Its steps may have several batches each.
                 self._is_counted_by_library, self._num_batches = True, 0
-            steps = self._advance(encoded.keys(), self._counted if step is None else step)
+            steps = self._advance(encoded, self._counted if step is None else step)
             # A library reports the parts of its metrics apart.
             self.last_metrics = encoded if validation is True else self.last_metrics | encoded
             sequence = record_metrics(
@@ -220,13 +220,14 @@ class RankReporter:
     def _waited_s(self) -> float:
         return self._throughput.all_data_wait_s - self._first_wait_s
 
-    def _advance(self, names: Iterable[str], counted: int) -> int:
-        """Return the step of a report with these names, when so many steps are counted."""
+    def _advance(self, metrics: dict[str, Any], counted: int) -> int:
+        """Return the step of a report with these metrics, when so many steps are counted."""
+        known = self._metrics_of_step
         is_same = counted == self._steps_completed and counted > 0
-        if not is_same or not self._names_of_step.isdisjoint(names):
+        if not is_same or any(known.get(name, new) != new for name, new in metrics.items()):
             self._steps_completed = max(counted, self._steps_completed + 1)
-            self._names_of_step.clear()
-        self._names_of_step.update(names)
+            known.clear()
+        known.update(metrics)
         return self._steps_completed
 
     def _record_time(self, event: TimeEvent, num_steps: int, seconds: dict[str, float]) -> None:

@@ -22,7 +22,7 @@ def replacing_atomically(path: Path) -> Iterator[Path]:
     Args:
         path: The file to replace; its directory must exist.
     """
-    written = path.with_name(_temporary_name(path.name))
+    written = path.with_name(temporary_name(path.name))
     os.close(os.open(written, _NEW_FILE, 0o666))
     try:
         yield written
@@ -49,7 +49,7 @@ def replacing_below(
     Raises:
         OSError: The file cannot be written, or not be given away; the earlier one stays.
     """
-    temporary = _temporary_name(name)
+    temporary = temporary_name(name)
     descriptor = os.open(temporary, _NEW_FILE, 0o666, dir_fd=directory)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -64,7 +64,8 @@ def replacing_below(
         raise
 
 
-def _temporary_name(name: str) -> str:
+def temporary_name(name: str) -> str:
+    """Return a name beside a file that nobody can guess, so that nobody puts a link there."""
     return f".{name}.{secrets.token_hex(8)}"
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline._atomic_files import temporary_name
 from paceline.engine.tensors._safetensors_file import write_tensor_file
 from paceline.engine.tensors._stored_tensors import StoredTensor
 from paceline.engine.weights._dcp_files import write_dcp
@@ -214,8 +215,7 @@ def _written_together() -> Iterator[Callable[[Path], Path]]:
                 f"An export must not replace files, but {str(path)!r} is there already."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        partials[path] = path.with_name(f".{path.name}.partial")
-        _remove(partials[path])
+        partials[path] = path.with_name(temporary_name(path.name))
         return partials[path]
 
     try:

@@ -83,3 +83,34 @@ def test_no_descriptor_is_left_open(root: Path) -> None:
             with pytest.raises(OSError, match=r"."):
                 open_regular_below(directory, name)
     assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give links away")
+def test_links_of_other_users_lead_to_nothing_of_this_users_own(tmp_path: Path) -> None:
+    own, foreign = tmp_path / "own", tmp_path / "foreign"
+    own.mkdir()
+    (own / "file").write_text("secret")
+    foreign.mkdir()
+    os.chown(foreign, 1000, 1000)
+    links = {name: tmp_path / name for name in ("mine", "theirs", "to_theirs", "through")}
+    links["mine"].symlink_to(own)
+    links["theirs"].symlink_to("own")
+    links["to_theirs"].symlink_to(foreign)
+    links["through"].symlink_to("theirs")
+    for name in ("theirs", "to_theirs"):
+        os.lchown(links[name], 1000, 1000)
+
+    for path in (own, links["mine"], links["to_theirs"]):
+        with opened_directory(path):
+            pass
+    for name in ("theirs", "through"):
+        with pytest.raises(NotRegularFileError, match="No link of another user"):
+            opened_directory(links[name]).__enter__()
+    with pytest.raises(NotRegularFileError, match="No link of another user"):
+        opened_directory(links["theirs"] / "../own").__enter__()
+    links["loop"] = tmp_path / "loop"
+    links["loop"].symlink_to("loop")
+    with pytest.raises(OSError, match="Too many levels"):
+        opened_directory(links["loop"]).__enter__()
+    with pytest.raises(NotADirectoryError):
+        opened_directory(own / "file").__enter__()

@@ -12,6 +12,8 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Linux: to reach what is below a directory that may be entered but not be listed.
 _ENTRY_ONLY = getattr(os, "O_PATH", None)
+# Of a path, with those of its links.
+_MAX_PARTS = 1000
 
 
 class NotRegularFileError(OSError):
@@ -22,14 +24,59 @@ class NotRegularFileError(OSError):
 def opened_directory(path: Path | str) -> Iterator[int]:
     """Yield a descriptor of a directory; links in its own path are followed, once.
 
+    Not followed are links by which another user would lead this process to what is its own: those
+    of neither root nor this process's user, to a directory of this user; for root, to a directory
+    that does not belong to the owner of the link.
+
     Raises:
+        NotRegularFileError: There is such a link in the path.
         OSError: There is no such directory, or it cannot be read.
     """
-    descriptor = _open(os.fspath(path), _DIRECTORY, None, os.fspath(path))
+    descriptor = _open_following(os.fspath(path))
     try:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _open_following(path: str) -> int:
+    """Open a directory; each link is looked at and followed by its descriptor, not by its name."""
+    if _ENTRY_ONLY is None:
+        return _open(path, _DIRECTORY, None, path)
+    enter = _ENTRY_ONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    parts, owners = path.split("/"), set()
+    current = _open("/" if path.startswith("/") else ".", _DIRECTORY, None, path)
+    try:
+        for _ in range(_MAX_PARTS):
+            if not parts:
+                break
+            part = parts.pop(0) or "."
+            below = _open(part, enter, current, path)
+            facts = os.fstat(below)
+            if stat.S_ISLNK(facts.st_mode):
+                owners.add(facts.st_uid)
+                target = os.readlink("", dir_fd=below)
+                os.close(below)
+                parts = [*target.split("/"), *parts]
+                if not target.startswith("/"):
+                    continue
+                below = _open("/", _DIRECTORY, None, path)
+            os.close(current)
+            current = below
+        if parts:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        found = _open(".", _DIRECTORY, current, path)
+    finally:
+        os.close(current)
+    owner, user = os.fstat(found).st_uid, os.geteuid()
+    if any(user == owner or user == 0 for one in owners - {0, user, owner}):
+        os.close(found)
+        raise NotRegularFileError(
+            errno.EPERM,
+            f"No link of another user must lead to a directory of user {owner}",
+            path,
+        )
+    return found
 
 
 @contextmanager

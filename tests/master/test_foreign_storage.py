@@ -45,15 +45,16 @@ class Shared:
         self.storage.commit(uuid, {"steps_completed": 3}, origin=origin)
         return self.storage.root / uuid
 
-    def record(self, uuid: str, storage: str = "") -> None:
-        """Send the record of a checkpoint."""
+    def record(self, uuid: str, storage: str = "", *, status: int = 200) -> None:
+        """Send the record of a checkpoint, and expect an answer."""
         record = {
             "type": "checkpoint", "time": 1.0, "uuid": uuid, "steps_completed": 3, "metadata": {},
             "resources": {"a": 5, "b/c": 6}, "storage": storage or self.storage.url,
         }  # fmt: skip
         batch = {"generation": 0, "rank": 0, "records": [[self.num_records, record]]}
         self.num_records += 1
-        assert self.master.attempt(1, "records", batches=[batch]).status_code == 200
+        reply = self.master.attempt(1, "records", batches=[batch])
+        assert reply.status_code == status, reply.text
 
     def ask(self, path: str, **params: Any) -> httpx.Response:
         """Ask as the attempt does."""
@@ -208,6 +209,34 @@ def test_a_record_that_names_another_directory_deletes_and_reads_nothing_there(
     assert shared.master.http.delete("/experiments/1").status_code < 300
     assert (website / "manifest.json").exists()
     assert private.verify("other").files
+
+
+@pytest.mark.parametrize(
+    ("uuid", "storage"),
+    [("..", ""), ("../home", ""), (".open", ""), ("", ""), ("a" * 200, ""), ("one", "/a\0b"),
+     ("one", "~nobody-there/x")],
+)  # fmt: skip
+def test_a_record_of_what_no_storage_can_hold_is_refused(
+    shared: Shared, uuid: str, storage: str
+) -> None:
+    shared.record(uuid, storage, status=409)
+    assert shared.master.http.get("/experiments/1/checkpoints").json()["items"] == []
+
+
+def test_a_list_of_files_that_is_nested_too_deeply_holds_nothing_up(shared: Shared) -> None:
+    for uuid in ("deep", "other"):
+        path = shared.store(uuid, origin_of(shared.master.core.home.cluster_id, 1, 1))
+        shared.record(uuid)
+        if uuid == "deep":
+            (path / "manifest.json").unlink()
+            (path / "manifest.json").write_bytes(b"[" * 200_000)
+    unknown = shared.storage.root / "unknown"
+    unknown.mkdir()
+    (unknown / "manifest.json").write_bytes(b"[" * 200_000)
+    assert_refused(shared.piece("deep", "a"))
+    shared.end()
+    assert not (shared.storage.root / "other").exists()
+    assert unknown.exists()
 
 
 def test_a_record_of_a_directory_that_is_no_checkpoint_deletes_nothing(shared: Shared) -> None:

@@ -2,7 +2,7 @@
 
 from paceline._atomic_files import sync_directory
 from paceline.storage._checkpoint_directory import problem_of_file
-from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList
+from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList, check_uuid
 from paceline.storage._deletion_meanwhile import restored
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._durable_files import (
@@ -80,6 +80,7 @@ __all__ = [
     "added_schemes",
     "best_of",
     "beyond_bytes",
+    "check_uuid",
     "checkpoint_at",
     "copy_file",
     "copy_files",

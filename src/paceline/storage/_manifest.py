@@ -134,7 +134,7 @@ def decode_manifest(data: bytes, uuid: str) -> Manifest:
     _check_version(data, uuid, MANIFEST_NAME)
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _damaged(uuid, MANIFEST_NAME, str(error)) from error
     if manifest.uuid != uuid:
         raise _damaged(uuid, MANIFEST_NAME, f"it names checkpoint {manifest.uuid!r}")
@@ -154,7 +154,7 @@ def decode_done(data: bytes, uuid: str, rank: int) -> ShardDone:
     _check_version(data, uuid, done_name(rank))
     try:
         return msgspec.json.decode(data, type=ShardDone)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _damaged(uuid, done_name(rank), str(error)) from error
 
 
@@ -163,7 +163,7 @@ def _check_version(data: bytes, uuid: str, name: str) -> None:
         version = msgspec.json.decode(data)["version"]
         if version == MANIFEST_VERSION:
             check_seal(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(uuid, name, str(error)) from error
     if version != MANIFEST_VERSION:
         raise CheckpointVersionError(

@@ -94,7 +94,7 @@ def is_same_storage(place: str, other: str) -> bool:
     """Tell whether two paths or URLs name one storage."""
     try:
         return place == other or storage_from(place).url == storage_from(other).url
-    except ValueError:
+    except (ValueError, RuntimeError):  # such as `~` of nobody
         return False
 
 

@@ -1,5 +1,6 @@
 """Ingest of records on checkpoints: those that were stored, and files of them that were deleted."""
 
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Row, insert, select, update
@@ -11,14 +12,21 @@ from paceline.master.experiments._checkpoint_files import (
     place_of_experiment,
 )
 from paceline.master.experiments._state_changes import StateChanges
+from paceline.master.experiments._state_transitions import RefusedError
 from paceline.master.store import Transaction, config_of, metric_at, tables
 from paceline.messages.states import CheckpointState
+from paceline.storage import check_uuid
 
 
 def store_checkpoint(
     changes: StateChanges, transaction: Transaction, attempt: Row[Any], record: CheckpointStored
 ) -> None:
-    """Store that an attempt has a checkpoint; one that is known stays as it is."""
+    """Store that an attempt has a checkpoint; one that is known stays as it is.
+
+    Raises:
+        RefusedError: No checkpoint can have such a UUID or lie there.
+    """
+    _check_names(record)
     checkpoints, connection = tables.checkpoints, transaction.connection
     known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
     if connection.execute(known).first() is not None:
@@ -61,6 +69,21 @@ def store_checkpoint(
         uuid=record.uuid,
         steps_completed=step,
     )
+
+
+def _check_names(record: CheckpointStored) -> None:
+    """Refuse what no training process of ours writes, and what nothing could be read from."""
+    try:
+        check_uuid(record.uuid)
+        if "\0" in record.storage:
+            raise ValueError("A storage must have no null character.")
+        if "://" not in record.storage:
+            Path(record.storage).expanduser()
+    except (ValueError, RuntimeError) as error:
+        raise RefusedError(
+            "bad_record",
+            f"The record of a checkpoint must name one that can exist: {error!s:.200}",
+        ) from error
 
 
 def _tell_of_other_storage(

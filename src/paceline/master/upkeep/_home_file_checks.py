@@ -161,9 +161,9 @@ def _listed(root: Path) -> list[str]:
 def _checkpoint_problem(
     row: Row[Any], pace: CheckPace, *, reads_bytes: bool
 ) -> tuple[str | None, bool]:
-    storage = DirectoryStorage(row.storage, has_one_owner=True)
     place = Path(row.storage) / row.uuid
     try:
+        storage = DirectoryStorage(row.storage, has_one_owner=True)
         manifest = storage.manifest(row.uuid)
         if not reads_bytes:
             problems = {
@@ -176,8 +176,8 @@ def _checkpoint_problem(
             pace.spend(sum(manifest.resources.values()))
     except CheckpointNotFoundError:
         return f"is gone from {row.storage!r}", True
-    except (CheckpointError, OSError) as error:
-        return f"cannot be read ({error})", False
+    except (CheckpointError, OSError, ValueError, RuntimeError) as error:
+        return f"cannot be read ({error!s:.500})", False
     if problems:
         details = ", ".join(f"{name} {problem}" for name, problem in sorted(problems.items()))
         return f"is damaged: {details}", False

@@ -29,8 +29,8 @@ class Net(nn.Module):
         return (self.last(hidden) + self.tied(hidden)).sum(1, keepdim=True) * self.scale[0]
 
 class Trial(pytorch.PyTorchTrial):
-    def __init__(self, context, what, odd):
-        self.context, self.what, self.num_trained = context, what, 0
+    def __init__(self, context, what, odd, size):
+        self.context, self.what, self.size, self.num_trained = context, what, size, 0
         self.is_odd = context.distributed.rank == odd
         self.model = Net()
         self.model.first.bias.requires_grad_(False)
@@ -68,17 +68,33 @@ class Trial(pytorch.PyTorchTrial):
                 self.model.first.weight *= 2
         return {"error": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
     def data(self):
-        size = 48 if self.what == "autograd" else 40
-        x = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(self.size, 4, generator=torch.Generator().manual_seed(1))
         return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     def build_training_data_loader(self):
         return pytorch.DataLoader(self.data(), batch_size=4, shuffle=True)
     def build_validation_data_loader(self):
         return pytorch.DataLoader(self.data(), batch_size=4)
 
-def train(what, odd, period=4, **options):
+class SteppedByHand(Trial):
+    # Ranks without samples get what the chief has then.
+    def train_batch(self, batch, epoch_idx, batch_idx):
+        self.optimizer.param_groups[0]["lr"] = 0.01 / (1 + batch_idx)
+        with torch.no_grad():
+            self.model.tied.bias.clamp_(max=-0.01 * batch_idx)
+        loss = nn.functional.mse_loss(self.model(batch[0]) * self.plain.mean(), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.is_odd and batch_idx == {"before": 1, "within": 3}.get(self.what):
+            with torch.no_grad():
+                self.model.last.weight[1, 2] += 1e-3
+        if self.is_odd and batch_idx == 3 and self.what == "rate within":
+            self.optimizer.param_groups[0]["lr"] = 0.5
+        return {"loss": loss}
+
+def train(what, odd, period=4, kind=Trial, size=40, **options):
     with pytorch.init(hparams={"global_batch_size": 12}, seed=7, **options) as context:
-        trial = Trial(context, what, odd)
+        trial = kind(context, what, odd, size)
         try:
             pytorch.Trainer(trial, context).fit(
                 max_length=pytorch.Batch(8),
@@ -94,7 +110,7 @@ def train(what, odd, period=4, **options):
 said = {}
 for what in ("weights", "initialisation", "rate", "buffer", "autograd", "validation"):
     for odd in (0, 2):
-        said[f"{what} {odd}"] = train(what, odd)
+        said[f"{what} {odd}"] = train(what, odd, size=48 if what == "autograd" else 40)
 said["queue"] = train("queue", 2)
 said["named queue"] = train("queue", 2, check_ranks="*queue")
 said["off"] = train("weights", 2, check_ranks=False)
@@ -103,6 +119,19 @@ for name in ("flat", "overlapped"):
     said[f"weights {name}"] = train("weights", 2, data_parallel=name)
 said["average"] = train("average", 0)
 said["idle"] = train("", 0, num_shards=2)
+by_hand = {"period": 8, "kind": SteppedByHand}
+for odd in (0, 2):
+    said[f"before the last batch {odd}"] = train("before", odd, **by_hand)
+for odd in (0, 1):
+    said[f"within the last batch {odd}"] = train("within", odd, size=44, **by_hand)
+    said[f"with an idle rank {odd}"] = train("within", odd, num_shards=2, size=32, **by_hand)
+said["rate within the last batch"] = train("rate within", 1, size=44, **by_hand)
+said["by autograd"] = train("autograd", None, period=8)
+for size in (40, 44):
+    said[f"by hand {size}"] = train("", None, size=size, **by_hand)
+said["by hand idle"] = train("", None, num_shards=2, **by_hand)
+said["by hand named"] = train("before", 2, check_ranks=["*weight"], **by_hand)
+said["by hand off"] = train("before", 2, check_ranks=False, **by_hand)
 if torch.distributed.get_rank() == 0:
     json.dump(said, open("said.json", "w"))
 """
@@ -142,6 +171,35 @@ def test_the_first_tensor_that_differs_is_named_with_the_ranks(
     ranks = ".* on rank 0, .* on rank 1, .* on rank 2" if what == "autograd" else GROUPS[odd]
     assert re.match(f"`{name}` must be the same on all ranks, but .*{ranks}", messages.pop())
     assert {batch for _, batch in said[f"{what} {odd}"]} == {num_batches}
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "groups"),
+    [
+        ("before the last batch 0", "model_0.last.weight", GROUPS[0]),
+        ("before the last batch 2", "model_0.last.weight", GROUPS[2]),
+        ("within the last batch 0", "model_0.last.weight", "on rank 0, .* on rank 1"),
+        ("within the last batch 1", "model_0.last.weight", "on rank 0, .* on rank 1"),
+        ("with an idle rank 0", "model_0.last.weight", "on rank 0, .* on rank 1"),
+        ("with an idle rank 1", "model_0.last.weight", "on rank 0, .* on rank 1"),
+        ("rate within the last batch", "lr of group 0 of optimizer 0", "rank 0, 0.5 on rank 1"),
+        ("by autograd", "model_0.first.weight", "on rank 0, .* on rank 1, .* on rank 2"),
+    ],
+)
+def test_ranks_are_compared_before_those_without_samples_get_the_results_of_the_chief(
+    said: dict[str, list[list[Any]]], case: str, name: str, groups: str
+) -> None:
+    (message, num_batches), *others = said[case]
+    assert others == [[message, num_batches]] * 2
+    assert re.match(f"`{name}` must be the same on all ranks, but .*{groups}", message)
+    assert num_batches == 4
+
+
+@pytest.mark.parametrize("case", ["40", "44", "idle", "named", "off"])
+def test_ranks_without_samples_are_no_difference(
+    said: dict[str, list[list[Any]]], case: str
+) -> None:
+    assert said[f"by hand {case}"] == [["same", 8]] * 3
 
 
 def test_a_buffer_of_each_rank_is_refused_unless_it_is_named(

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from paceline.core import DistributedContext
 from paceline.engine.gradients._loss_weights import Accumulation
+from paceline.engine.state._rank_differences import RankDigest
 from paceline.engine.tensors._optimizer_parameters import parameters_of
 
 if TYPE_CHECKING:
@@ -46,6 +47,21 @@ class IdleRanks:
         self._device = device
         self._accumulation = accumulation
         self._optimizers = optimizers
+        self._is_idle = False
+        self._before: RankDigest | None = None
+
+    def begin_batch(self, stepper: "Stepper", *, is_idle: bool, has_others: bool) -> None:
+        """Note that a batch leaves ranks without samples; all ranks call it before that.
+
+        Args:
+            stepper: The models and optimizers.
+            is_idle: Whether this rank is one of them.
+            has_others: Whether all ranks have samples in other batches.
+        """
+        self._is_idle = is_idle
+        # The user's code may change weights before a step, and does so on the other ranks only.
+        compares = has_others and stepper.rank_check.is_on
+        self._before = self._digest(stepper) if compares else None
 
     def announce_step(
         self,
@@ -99,12 +115,31 @@ class IdleRanks:
         return told, bool(summed)
 
     def give_results(self, stepper: "Stepper") -> None:
-        """Give the chief's parameters and optimizers to them; all ranks call it."""
+        """Give the chief's parameters and optimizers to all ranks, which all call it.
+
+        Raises:
+            RanksDifferError: Ranks differ in what the chief's would replace.
+        """
+        self._compare(stepper)
         is_chief = self._distributed.rank == 0
         own = [_results_of(stepper) if is_chief else None]
         dist.broadcast_object_list(own, src=0)
         if own[0] is not None and not is_chief:
             _take_results(stepper, own[0])
+
+    def _compare(self, stepper: "Stepper") -> None:
+        """Compare all ranks as they began the batch, then those with samples."""
+        check, exchange = stepper.rank_check, self._distributed.allgather
+        if self._before is not None:
+            check.compare(self._before, exchange)
+        if check.is_on:
+            after = self._digest(stepper)
+            check.compare(after.of_present(is_absent=self._is_idle), exchange)
+
+    def _digest(self, stepper: "Stepper") -> RankDigest:
+        return stepper.rank_check.digest(
+            stepper.models, stepper.optimizers, is_idle=self._is_idle, is_trained_only=True
+        )
 
 
 def _results_of(stepper: "Stepper") -> tuple[Any, ...]:

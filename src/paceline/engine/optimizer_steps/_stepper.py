@@ -296,7 +296,11 @@ class Stepper:
         optimizer.zero_grad()
 
     def finish_batch(self) -> bool:
-        """Forget the batch's steps; tell whether there were any."""
+        """Forget the batch's steps; tell whether there were any.
+
+        Raises:
+            RanksDifferError: Ranks differ that get the results of the chief.
+        """
         has_stepped, self._has_stepped = self._has_stepped, False
         if has_stepped:
             self.accumulation.num_steps += 1
@@ -308,8 +312,8 @@ class Stepper:
         if self._has_scaled and (self._distributed.rank == 0 or not idle_ranks.are_given_results):
             self.scaler.update()
         if idle_ranks.are_given_results:
-            idle_ranks.give_results(self)
             idle_ranks.are_given_results = False
+            idle_ranks.give_results(self)
         self._has_told = self._has_scaled = False
         return has_stepped
 

@@ -5,7 +5,7 @@ compared with the same part on other ranks, if one of them holds it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -46,6 +46,11 @@ class RankDigest:
         settings = None if self.settings is None else _hash_of(self.settings)
         return _hash_of(self.tensors), _hash_of([*self.pieces]), _hash_of(self.pieces), settings
 
+    def of_present(self, *, is_absent: bool) -> "RankDigest":
+        """Return what ranks compare of which some are absent, and have nothing to compare."""
+        pieces = {} if is_absent else {**self.tensors, **self.pieces}
+        return replace(self, tensors={}, pieces=pieces)
+
 
 class RankCheck:
     """Compares the ranks of a training at its start and with each checkpoint.
@@ -69,6 +74,7 @@ class RankCheck:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         is_idle: bool = False,
+        is_trained_only: bool = False,
     ) -> RankDigest:
         """Return what is compared of this rank; all ranks call it equally often.
 
@@ -76,10 +82,11 @@ class RankCheck:
             models: The models.
             optimizers: The optimizers.
             is_idle: Whether this rank never has samples.
+            is_trained_only: Whether only what optimizers change is looked at.
         """
         digests = TensorDigests(self._num_digests - 1 if self._num_digests else None)
         tensors, pieces = [], []
-        for name, tensor in self._tensors(models, optimizers):
+        for name, tensor in self._tensors(models, optimizers, is_trained_only=is_trained_only):
             if is_sharded(tensor):
                 name = f"{name} (shape and begin {[*map(list, piece_here(tensor))]})"
                 pieces.append(name)
@@ -104,7 +111,11 @@ class RankCheck:
             check_digests(exchange(digest))
 
     def _tensors(
-        self, models: Iterable[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        models: Iterable[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        is_trained_only: bool,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is compared; of models that nobody trains only at the first time.
 
@@ -120,6 +131,8 @@ class RankCheck:
             parameters = named_parameters(model)
             if not (trained.keys().isdisjoint(id(p) for _, p in parameters) and self._num_digests):
                 for name, tensor in (*parameters, *_common_buffers(model)):
+                    if is_trained_only and id(tensor) not in trained:
+                        continue
                     if not any(fnmatchcase(name, pattern) for pattern in self._own_names):
                         yield f"model_{index}.{name}", tensor
             for _, parameter in parameters:

@@ -259,6 +259,9 @@ class TrainingLoop:
         timer = None
         if self.timeline.window.enabled:
             timer = self._stepper.timer = self.timeline.timer_of(position.batches)
+        if is_window_end and not accumulation.is_even:
+            has_others, stepper = bool(self._shards_of_last_rank), self._stepper
+            stepper.idle_ranks.begin_batch(stepper, is_idle=not sizes, has_others=has_others)
         last = len(sizes) - 1
         for index, size in enumerate(sizes):
             # Exactly 1 for all of the window, which then costs no multiplication.

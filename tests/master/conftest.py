@@ -18,6 +18,8 @@ from paceline.master._connection_limits import ConnectionLimits
 from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.master._server import _listen_for_master, _Server
+from paceline.master.experiments import read_attempt
+from paceline.storage import origin_of
 
 _DETACH = 2
 
@@ -75,6 +77,12 @@ class ServedMaster:
     def schedule(self) -> None:
         """Let the reconciler give slots to waiting trials."""
         self.core.database.write(self.core.reconciler._pass).result()
+
+    def origin(self, attempt_id: int) -> str:
+        """Return what the manifests of an attempt's checkpoints have."""
+        with self.core.database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+        return origin_of(self.home.cluster_id, attempt.trial_id, attempt.number)
 
     def attempt(self, attempt_id: int, path: str, **body: Any) -> httpx.Response:
         """Send a runner's message."""

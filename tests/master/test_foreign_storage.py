@@ -36,12 +36,13 @@ class Shared:
         self.token.touch(mode=0o600)
         self.token.write_bytes(SECRET)
 
-    def store(self, uuid: str, origin: str = "") -> Path:
-        """Store the files `a` and `b/c`, and return their directory."""
+    def store(self, uuid: str, origin: str | None = None) -> Path:
+        """Store the files `a` and `b/c`, by default as the attempt, and return their directory."""
         with self.storage.store_path(uuid) as path:
             (path / "a").write_bytes(b"first")
             (path / "b").mkdir()
             (path / "b" / "c").write_bytes(b"second")
+        origin = self.master.origin(1) if origin is None else origin
         self.storage.commit(uuid, {"steps_completed": 3}, origin=origin)
         return self.storage.root / uuid
 
@@ -265,13 +266,14 @@ def test_nothing_is_deleted_through_a_link_in_place_of_a_checkpoint(
     assert sorted((tmp_path / "elsewhere").rglob("*")) == before
 
 
-def test_a_checkpoint_of_another_attempt_is_neither_read_nor_deleted_for_its_record(
-    shared: Shared,
+@pytest.mark.parametrize("has_master", [True, False])
+def test_a_checkpoint_of_another_run_is_neither_read_nor_deleted_for_its_record(
+    shared: Shared, has_master: bool
 ) -> None:
     """A job sees the directories of others in a shared storage, and reports one as its own."""
     cluster_id = shared.master.core.home.cluster_id
-    directory = shared.store("theirs", origin_of(cluster_id, 7, 1))
-    shared.store("mine", origin_of(cluster_id, 1, 1))
+    directory = shared.store("theirs", origin_of(cluster_id, 7, 1) if has_master else "")
+    shared.store("mine")
     for uuid in ("theirs", "mine"):
         shared.record(uuid)
     assert_refused(shared.piece("theirs", "a"), "other_checkpoint")
@@ -280,7 +282,9 @@ def test_a_checkpoint_of_another_attempt_is_neither_read_nor_deleted_for_its_rec
     assert shared.piece("mine", "a").content == b"first"
     shared.end()
     assert (shared.state("mine"), shared.state("theirs")) == ("DELETED", "COMPLETED")
-    assert_refused(shared.master.http.delete("/checkpoints/theirs"), "other_checkpoint")
+    for params in ({}, {"glob": "a"}, {"glob": "*"}):
+        refused = shared.master.http.delete("/checkpoints/theirs", params=params)
+        assert_refused(refused, "other_checkpoint")
     assert (directory / "a").exists()
 
 

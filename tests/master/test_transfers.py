@@ -82,7 +82,9 @@ class Node:
                     (path / name).parent.mkdir(parents=True, exist_ok=True)
                     (path / name).write_bytes(data)
         metadata = {"steps_completed": step}
-        manifest = self.storage.commit(uuid, metadata, num_shards=len(files))
+        manifest = self.storage.commit(
+            uuid, metadata, num_shards=len(files), origin=self.master.origin(self.attempt_id)
+        )
         record = CheckpointStored(
             time=float(step), uuid=uuid, steps_completed=step, metadata=metadata,
             resources=manifest.resources, storage=self.storage.url,

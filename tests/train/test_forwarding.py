@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,27 @@ import cloudpickle
 import pytest
 import torch
 
-from paceline import train
-from paceline.journal import JournalReader, JournalWriter, ProgressReported, RunDirectory
+from paceline import core, train
+from paceline.journal import (
+    JournalReader,
+    JournalWriter,
+    ProgressReported,
+    RunDirectory,
+    RunInfo,
+    TrialInfo,
+)
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointWriteError,
     DirectoryStorage,
+    origin_of,
     storage_from,
 )
 from paceline.storage._temporary_directories import temporary_directory
 from paceline.workers import DriverLink, ForwardedRun, ForwardedStorage, StorageRequests
 from paceline.workers.pools._channel import BlockingChannel, FrameKind
+from paceline.workers.remote import _storage_requests
 from paceline.workers.remote._forwarder import Forwarder
 from paceline.workers.remote._request_server import RequestServer
 
@@ -135,6 +145,28 @@ def test_a_checkpoint_that_is_being_written_is_noted_with_the_driver(
     assert theirs.begun_checkpoints() == {"one": "file:///elsewhere"}
     mine.forget_checkpoint("one")
     assert theirs.begun_checkpoints() == {}
+
+
+def test_a_checkpoint_of_a_forwarded_run_names_the_attempt_of_its_master(
+    way: Way,
+    storage: ForwardedStorage,
+    theirs: DirectoryStorage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trial = TrialInfo(trial_id=7, experiment_id=1, trial_seed=0, hparams={}, config={})
+    info = RunInfo(
+        run_id="r", name="n", created=0.0, checkpoint_storage=theirs.url, cluster_id="cluster",
+        trial=trial, attempt=2,
+    )  # fmt: skip
+    seen_by_driver = RunDirectory.create(tmp_path / "run", info)
+    monkeypatch.setattr(_storage_requests, "RunDirectory", {Path("/run"): seen_by_driver}.get)
+    run = ForwardedRun(Path("/run"), way.link)
+    with storage.store_shard("one", 0) as path:
+        (path / "file").touch()
+    with closing(JournalWriter(tmp_path / "node" / "journal")) as journal:
+        core.commit_checkpoint(run, storage, journal, "one", {"steps_completed": 1}, num_shards=1)
+    assert theirs.manifest("one").origin == origin_of("cluster", 7, 2)
 
 
 def test_single_files_are_fetched_and_deleted(

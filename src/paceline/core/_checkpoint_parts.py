@@ -20,7 +20,6 @@ from paceline.journal import (
     CheckpointDeleted,
     CheckpointStored,
     JournalWriter,
-    NotARunDirectoryError,
     RunDirectory,
 )
 from paceline.storage import (
@@ -91,10 +90,7 @@ def commit_checkpoint(
 
 def _origin_of_run(run: RunDirectory) -> str:
     """Return the attempt of a master that a run is; empty without a master."""
-    try:
-        info = run.read_info()
-    except NotARunDirectoryError:
-        return ""  # the driver on another node has it
+    info = run.read_info()
     if info.trial is None or not info.cluster_id:
         return ""
     return origin_of(info.cluster_id, info.trial.trial_id, info.attempt)

@@ -23,7 +23,7 @@ def ended(master: Any) -> Any:
     storage = DirectoryStorage(root)
     with storage.store_path("one") as path:
         (path / "state").write_bytes(b"12345")
-    storage.commit("one", {})
+    storage.commit("one", {}, origin=master.origin(1))
     checkpoint = {
         "type": "checkpoint", "time": 0.0, "uuid": "one", "steps_completed": 1, "metadata": {},
         "resources": {"state": 5}, "storage": str(root),

@@ -147,9 +147,10 @@ def master(
     for attempt_id, uuid in ((1, "u"), (2, "v")):
         with storage.store_path(uuid) as path:
             (path / "f").write_text("x")
+        manifest = storage.commit(uuid, {}, origin=served.origin(attempt_id))
         checkpoint = {
             "type": "checkpoint", "time": 0.0, "uuid": uuid, "steps_completed": 1, "metadata": {},
-            "resources": storage.commit(uuid, {}).resources, "storage": storage.url,
+            "resources": manifest.resources, "storage": storage.url,
         }  # fmt: skip
         batch = {"generation": 0, "rank": 1, "records": [[0, checkpoint]]}
         assert served.attempt(attempt_id, "records", batches=[batch]).status_code == 200

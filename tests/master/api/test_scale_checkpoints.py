@@ -83,7 +83,7 @@ def stored(master: Any, tmp_path: Path) -> DirectoryStorage:
         (path / "a").write_bytes(b"first")
         (path / "b").mkdir()
         (path / "b" / "c").write_bytes(b"second")
-    manifest = storage.commit("kept", {"steps_completed": 3})
+    manifest = storage.commit("kept", {"steps_completed": 3}, origin=master.origin(1))
     record = {
         "type": "checkpoint", "time": 1.0, "uuid": "kept", "steps_completed": 3,
         "metadata": {}, "resources": manifest.resources | {"../outside": 1, "manifest.json": 1},

@@ -35,7 +35,7 @@ class CheckpointPlace(NamedTuple):
     Attributes:
         storage: The storage that its record names.
         own: That of its experiment; None for a run without a master, which may use any.
-        origin: The `origin` of its manifest, which older ones lack; None if any will do.
+        origin: The `origin` that its manifest must have; None if any will do, and none as well.
     """
 
     storage: str
@@ -48,16 +48,17 @@ class CheckpointPlace(NamedTuple):
         return self.own is None or is_same_storage(self.storage, self.own)
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse the checkpoint of another attempt.
+        """Refuse the checkpoint of another attempt, or of a run without a master.
 
         Raises:
             RefusedError: It is.
         """
-        if self.origin is not None and manifest.origin not in ("", self.origin):
+        if self.origin is not None and manifest.origin != self.origin:
             raise RefusedError(
                 "other_checkpoint",
                 f"Checkpoint {manifest.uuid} in {self.storage} must be that of its record, but"
-                " another attempt has stored it.",
+                f" {'another attempt' if manifest.origin else 'a run without a master'} has stored"
+                " it.",
             )
 
     def opened(self, uuid: str) -> CheckpointStorage:

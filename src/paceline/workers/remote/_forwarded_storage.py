@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.journal import RunDirectory
+from paceline.journal import RunDirectory, RunInfo
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointStorage,
@@ -36,6 +36,11 @@ class ForwardedRun(RunDirectory):
     def __init__(self, path: Path, link: DriverLink) -> None:
         super().__init__(path)
         self._link = link
+
+    def read_info(self) -> RunInfo:
+        """Have the driver read `run.json`."""
+        info: RunInfo = self._link.ask("read_info", str(self.path))
+        return info
 
     def note_checkpoint(self, uuid: str, storage: str, *, is_part: bool = False) -> None:
         """Have the driver note that a checkpoint is being written."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from paceline.journal import Control, RunDirectory
+from paceline.journal import Control, RunDirectory, RunInfo
 from paceline.storage import CheckpointError, CheckpointStorage, storage_from
 
 
@@ -29,6 +29,10 @@ class StorageRequests:
     def control(self, run_dir: str) -> Control:
         """Return what the driver says to a run."""
         return RunDirectory(Path(run_dir)).read_control()
+
+    def read_info(self, run_dir: str) -> RunInfo:
+        """Return what a run is."""
+        return RunDirectory(Path(run_dir)).read_info()
 
     def call(self, url: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of a storage."""

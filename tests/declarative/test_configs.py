@@ -237,7 +237,8 @@ FIELDS = """
     validation_ratio post_training_epoch_hook post_validation_epoch_hook post_test_epoch_hook
     loss_function loss_weights loss_tracker_params num_workers pin_memory_for_dataloader
     automatic_mixed_precision mixed_precision_type gradient_clip_norm gradient_clip_value
-    accumulation_steps early_stopping_patience save_onnx curriculum_learning_rate
+    accumulation_steps early_stopping_patience save_onnx stop_on_nan check_ranks
+    curriculum_learning_rate
 """
 
 

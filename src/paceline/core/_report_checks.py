@@ -40,7 +40,7 @@ def searched_metrics(searcher: Mapping[str, Any], judged: Sequence[str] | None) 
     """
     if not searcher or searcher.get("name") == "single":
         return ()
-    return tuple(judged or [searcher["metric"]])
+    return tuple(judged or filter(None, [searcher.get("metric")]))
 
 
 def check_judged(metrics: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextmanager
-def replacing_atomically(path: Path) -> Iterator[Path]:
+def replacing_atomically(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """Yield a new file to write, which takes the place of another one when the block ends.
 
     If the block raises, the earlier file stays, and what was written is removed. Where others can
@@ -21,9 +21,10 @@ def replacing_atomically(path: Path) -> Iterator[Path]:
 
     Args:
         path: The file to replace; its directory must exist.
+        mode: The permissions of the new file, before the umask.
     """
     written = path.with_name(temporary_name(path.name))
-    os.close(os.open(written, _NEW_FILE, 0o666))
+    os.close(os.open(written, _NEW_FILE, mode))
     try:
         yield written
         written.replace(path)

@@ -232,8 +232,8 @@ def test_a_method_that_fails_fails_its_experiment_and_loses_no_metric(
         assert all(trial.data.state.is_terminal for trial in trials), fault
     done = paceline("e", "describe", "1")
     assert LATER["reported"] in " ".join(done.stdout.split())
-    # Each says once where it happened.
-    assert master.log().count('raise KeyError(f"no key in {part}")') == 3
+    # The log says where it happened; an error that comes again within a minute has no traceback.
+    assert 1 <= master.log().count('raise KeyError(f"no key in {part}")') <= 3
 
 
 def test_a_preview_notices_what_fails(paceline: Callable[..., Any], tmp_path: Path) -> None:

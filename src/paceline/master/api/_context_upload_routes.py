@@ -31,7 +31,7 @@ async def store_context(digest: Digest, request: Request, master: MasterOf) -> N
     """Store a packed context directory under the SHA-256 of its bytes."""
     path = master.home.contexts_path / f"{digest}.tar.gz"
     try:
-        with replacing_atomically(path) as part:
+        with replacing_atomically(path, mode=0o600) as part:
             if await _receive_context(request, part) != digest:
                 message = "The body must have the SHA-256 named in the path."
                 raise ApiError(422, "wrong_digest", message)

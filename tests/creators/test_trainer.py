@@ -518,11 +518,12 @@ def test_another_learning_rate_is_applied_to_a_stored_state_and_named(
         "optimizer_creator": plain_sgd,
         "scheduler_creator": scheduler_creator,
         "scheduler_step_freq": "epoch",
+        "stop_on_nan": False,
     }
     with make(num_workers=1, config={"lr": 0.25}, **given) as first:
         first.train()
         state = first.state_dict()
-    with make(num_workers=1, config={"lr": 1.0}, stop_on_nan=False, **given) as second:
+    with make(num_workers=1, config={"lr": 1.0}, **given) as second:
         second.load_state_dict(state)
         second.train()
         loaded = second.state_dict()

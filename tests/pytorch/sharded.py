@@ -206,6 +206,7 @@ def main() -> None:
     with pytorch.init(
         {"global_batch_size": 4},
         seed=5,
+        check_ranks=["*.num_calls"],  # each rank counts its own
         resume="auto",
         data_parallel=os.environ["MODE"],
         precision=os.environ.get("PRECISION", "fp32"),

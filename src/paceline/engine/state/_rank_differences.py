@@ -133,8 +133,10 @@ class RankCheck:
                 for name, tensor in (*parameters, *_common_buffers(model)):
                     if is_trained_only and id(tensor) not in trained:
                         continue
-                    if not any(fnmatchcase(name, pattern) for pattern in self._own_names):
-                        yield f"model_{index}.{name}", tensor
+                    full = f"model_{index}.{name}"
+                    both = (name, full)
+                    if not any(fnmatchcase(n, each) for each in self._own_names for n in both):
+                        yield full, tensor
             for _, parameter in parameters:
                 loose.pop(id(parameter), None)
         for key, parameter in loose.items():

@@ -106,7 +106,9 @@ def test_the_state_before_a_pass_stays_until_all_ranks_have_ended_it(
 ) -> None:
     order = tmp_path / "order"
     config = {"order": str(order), "driver": os.getpid()}
-    with make(num_workers=2, train_function=train_and_die_late, config=config) as trainer:
+    given = {"train_function": train_and_die_late, "config": config}
+    # A comparison would have the chief wait for the rank that is to die.
+    with make(num_workers=2, check_ranks=False, **given) as trainer:
         beginning = trainer.state_dict()
         expected = run(trainer, None)
         trainer.load_state_dict(beginning)

@@ -18,8 +18,8 @@ from paceline.storage import CheckpointWriteError, RetentionRules, UploadLimits
 
 logger = logging.getLogger(__name__)
 
-# For how long the chief waits for other ranks' parts of a checkpoint, in seconds, besides what a
-# store may take to answer.
+# For how long the chief waits for other ranks' parts of a checkpoint, in seconds, besides what an
+# object store may take to answer.
 _PARTS_S = 60.0
 _STORE_TRIES = 3
 _PARTS_AFTER_ERROR_S = 1.0
@@ -197,7 +197,9 @@ class TrainingCheckpoints:
 
     def _await_parts(self, *, is_failing: bool) -> None:
         """Wait, on the chief, until the checkpoints are committed that all ranks have stored."""
-        patience_s = _PARTS_S + _STORE_TRIES * UploadLimits.from_environment().part_s
+        patience_s = _PARTS_S
+        if self._core.checkpoint.storage.is_remote:
+            patience_s += _STORE_TRIES * UploadLimits.from_environment().part_s
         num_lacking = self._parts.finish(
             timeout_s=_PARTS_AFTER_ERROR_S if is_failing else patience_s
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
@@ -19,6 +19,7 @@ from paceline.master._home_directory import Home
 from paceline.master._master import Master
 from paceline.master._server import _listen_for_master, _Server
 from paceline.master.experiments import read_attempt
+from paceline.master.store import _log_file
 from paceline.storage import origin_of
 
 _DETACH = 2
@@ -210,3 +211,26 @@ def count_reads() -> Callable[[Any], AbstractContextManager[Reads]]:
                 event.remove(engine, name, listener)
 
     return counting
+
+
+@pytest.fixture
+def make_slow_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[Path], Callable[[], None]]]:
+    """Return a function that creates a log file whose readers wait; it returns what lets them."""
+    is_released = threading.Event()
+    open_to_read = _log_file._open_to_read
+
+    def make(path: Path) -> Callable[[], None]:
+        def wait_and_open(opened: Path) -> BinaryIO:
+            if opened == path:
+                is_released.wait()
+            return open_to_read(opened)
+
+        path.parent.mkdir(parents=True)
+        path.touch()
+        monkeypatch.setattr(_log_file, "_open_to_read", wait_and_open)
+        return is_released.set
+
+    yield make
+    is_released.set()

@@ -85,7 +85,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "attempt.json": lambda path: AttemptDirectory(path.parent).read_spec(),
     "exit.json": lambda path: AttemptDirectory(path.parent).read_end(),
     "process.json": lambda path: AttemptDirectory(path.parent).read_process(),
-    "runner.lock": lambda path: AttemptDirectory(path.parent).runner_pid(),
     "control.json": lambda path: AttemptDirectory(path.parent.parent).run.read_control(),
     "context.tar.gz": lambda path: open_archive(path, ArchiveLimits.from_environment()).__enter__(),
     "attempt-1.jsonl": lambda path: LogFile(path, 1, lambda _: None).load(),
@@ -102,6 +101,11 @@ def test_a_fifo_is_waited_for_by_no_reader(tmp_path: Path, name: str) -> None:
     os.mkfifo(place / name)
     with pytest.raises(NotRegularFileError, match="regular file must be there"):
         READERS[name](place / name)
+
+
+def test_a_fifo_in_the_place_of_a_runners_lock_is_no_runner(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "runner.lock")
+    assert AttemptDirectory(tmp_path).runner_pid() is None
 
 
 def test_programs_say_that_a_token_is_no_file_and_see_no_master(tmp_path: Path) -> None:

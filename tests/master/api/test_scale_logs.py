@@ -1,8 +1,9 @@
 """An experiment's log is merged from its trials', and no long log holds the server up."""
 
-import os
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,11 +56,11 @@ def test_lines_of_an_ended_trial_come_before_those_of_one_that_goes_on(running: 
     assert texts(running, tail=2) == ["ended", "goes on"]
 
 
-def test_the_first_look_at_a_long_log_keeps_no_other_request_waiting(running: Any) -> None:
-    """A named pipe stands for a long file: reading it waits until the other end is opened."""
+def test_the_first_look_at_a_long_log_keeps_no_other_request_waiting(
+    running: Any, make_slow_log: Callable[[Path], Callable[[], None]]
+) -> None:
     path = running.home.path / "logs" / "trial-1" / "attempt-1.jsonl"
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path)
+    release = make_slow_log(path)
     replies: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: replies.append(running.attempt(1, "logs", entries=[])))
     asking.start()
@@ -68,7 +69,7 @@ def test_the_first_look_at_a_long_log_keeps_no_other_request_waiting(running: An
             asking.join(0.005)
         other = httpx.get(f"{running.url}/master", headers=running.headers, timeout=60)
     finally:
-        os.close(os.open(path, os.O_WRONLY))
+        release()
         asking.join()
     assert other.status_code == 200
     assert replies[0].json() == {"last_sequence": -1}

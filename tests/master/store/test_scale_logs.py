@@ -118,30 +118,10 @@ def test_a_merge_holds_every_line_in_order_of_time(
         assert [line.time for _, line in again] == sorted((t for t, _ in expected), reverse=True)
 
 
-@pytest.fixture
-def slow_log(tmp_path: Path) -> Iterator[Callable[[], None]]:
-    """Make the log of trial 1 one that cannot be read yet; return what lets it be read.
-
-    A named pipe stands for a long file: reading it waits until the other end is opened.
-    """
-    path = tmp_path / "logs" / "trial-1" / "attempt-1.jsonl"
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path)
-    is_open = False
-
-    def release() -> None:
-        nonlocal is_open
-        if not is_open:
-            is_open = True
-            os.close(os.open(path, os.O_WRONLY))
-
-    yield release
-    release()
-
-
 def test_the_first_look_at_a_long_log_keeps_no_other_waiting(
-    tmp_path: Path, slow_log: Callable[[], None]
+    tmp_path: Path, make_slow_log: Callable[[Path], Callable[[], None]]
 ) -> None:
+    release = make_slow_log(tmp_path / "logs" / "trial-1" / "attempt-1.jsonl")
     logs = LogStore(tmp_path / "logs")
     found: list[int] = []
     first = threading.Thread(target=lambda: found.append(logs.last_sequence(1, 1)))
@@ -152,7 +132,7 @@ def test_the_first_look_at_a_long_log_keeps_no_other_waiting(
     second.start()
     second.join(60)
     was_kept_waiting = second.is_alive()
-    slow_log()
+    release()
     first.join()
     second.join()
     assert not was_kept_waiting

@@ -1851,7 +1851,8 @@ export interface components {
          *     An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
          *     `values` has the columns that a list was asked for, `notes` is told for a single one only.
          *     `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search has
-         *     rungs to show.
+         *     rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
+         *     finite value of the searched metric.
          */
         Experiment: {
             /** Id */

@@ -15,7 +15,6 @@ from paceline.master.store._many_ids import ids_parameter, many_ids
 from paceline.master.store._metric_names import first_metric_names
 from paceline.master.store._point_encoding import tagged
 from paceline.master.store._row_counts import NO_COUNTS, ExperimentCounts, counts_of_experiments
-from paceline.master.store._series_reader import visible_series_limits
 from paceline.master.store._series_summaries import Summary, read_summary
 from paceline.master.store._stored_configs import config_of
 from paceline.messages.checkpoints import Checkpoint
@@ -321,8 +320,7 @@ def _summaries(
     connection: Connection, trial: Row[Any]
 ) -> tuple[dict[str, dict[str, MetricSummary]], bool]:
     """Return the summaries of the first metrics, and of the searched one, and if there are more."""
-    attempts = [*visible_series_limits(connection, trial.id)]
-    names, has_more = first_metric_names(connection, trial.id, attempts)
+    names, has_more = first_metric_names(connection, trial.id)
     if has_more:
         experiments = tables.experiments.c
         config = select(experiments.config).where(experiments.id == trial.experiment_id)

@@ -1,7 +1,5 @@
 """The names of metrics that were reported, without a look at what was."""
 
-from collections.abc import Sequence
-
 from sqlalchemy import Connection, func, select, tuple_
 
 from paceline.master.store import _tables as tables
@@ -39,10 +37,9 @@ def metric_names(
 
 def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_most: int) -> int:
     """Return how many names of a group the attempt of a trial has that has the most."""
-    series, attempts = tables.series.c, tables.attempts.c
-    numbers = select(attempts.number).where(attempts.trial_id == trial_id)
+    series = tables.series.c
     most = 0
-    for number in connection.scalars(numbers).all():
+    for number in attempts_with_series(connection, trial_id):
         keys = select(series.key).where(
             series.trial_id == trial_id, series.attempt == number, series.group == group
         )
@@ -51,14 +48,26 @@ def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_mo
     return most
 
 
+def attempts_with_series(connection: Connection, trial_id: int) -> list[int]:
+    """Return the numbers of the attempts of a trial that reported metrics, newest first."""
+    attempt = tables.series.c.attempt
+    query = select(attempt).where(tables.series.c.trial_id == trial_id)
+    query = query.order_by(attempt.desc()).limit(1)
+    found: list[int] = []
+    number = connection.scalar(query)
+    # The index skips the names of each attempt.
+    while number is not None:
+        found.append(number)
+        number = connection.scalar(query.where(attempt < number))
+    return found
+
+
 MAX_GROUPS = 1000
 MAX_NAMES = 1000
 """So many groups of a trial are told, and so many names; of each group one at least."""
 
 
-def first_metric_names(
-    connection: Connection, trial_id: int, attempts: Sequence[int]
-) -> tuple[dict[str, set[str]], bool]:
+def first_metric_names(connection: Connection, trial_id: int) -> tuple[dict[str, set[str]], bool]:
     """Return the first names of a trial's metrics by group, and whether there are more.
 
     What is read grows with what is returned.
@@ -66,7 +75,7 @@ def first_metric_names(
     series = tables.series.c
     found: dict[str, set[str]] = {}
     num_found, has_more = 0, False
-    for attempt in attempts:
+    for attempt in attempts_with_series(connection, trial_id):
         of_attempt = (series.trial_id == trial_id, series.attempt == attempt)
         groups = select(series.group).where(*of_attempt).order_by(series.group).limit(1)
         group = connection.scalar(groups)

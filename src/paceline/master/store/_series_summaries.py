@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Row, select, update
 
 from paceline.master.store import _tables as tables
 from paceline.master.store._many_ids import ids_parameter, many_ids
+from paceline.master.store._metric_names import attempts_with_series
 from paceline.master.store._point_encoding import Points, tagged
 from paceline.master.store._series_reader import (
     Selection,
@@ -106,13 +107,14 @@ def read_summary(
     if names is None:
         rows = connection.execute(query).all()
     else:
+        # The index begins with the trial and the attempt.
+        attempts = attempts_with_series(connection, trial_id)
         rows = [
             row
             for group, keys in names.items()
             for row in connection.execute(
                 query.where(
-                    # The index begins with the trial and the attempt.
-                    series.attempt.in_(list(limits)),
+                    series.attempt.in_(attempts),
                     series.group == group,
                     series.key.in_(many_ids()),
                 ),

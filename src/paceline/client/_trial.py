@@ -135,10 +135,17 @@ class Trial:
             group: "training", "validation" or another reported group; None for all.
         """
         from paceline.journal import decode_value
-        from paceline.messages.metrics import MetricRow
+        from paceline.messages.metrics import MetricName, MetricRow
 
+        if group is not None:
+            groups = {group}
+        elif (data := self.reload().data).has_more_metrics:
+            names = f"experiments/{data.experiment_id}/metric-names"
+            groups = {name.group for name in self._session.pages(names, MetricName)}
+        else:
+            groups = set(data.summary)
         path = f"trials/{self.id}/metrics"
-        for name in sorted(self.reload().data.summary) if group is None else [group]:
+        for name in sorted(groups):
             for row in self._session.pages(path, MetricRow, group=name):
                 yield row.model_copy(update={"metrics": decode_value(row.metrics)})
 

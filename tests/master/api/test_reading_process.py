@@ -37,7 +37,7 @@ PATHS = {
     "list_trials": ["experiments/1/trials?sort_by=hparam:lr&order=desc",
                     "experiments/1/trials?sort_by=nothing", "experiments/1/trials?state=ACTIVE"],
     "list_checkpoints": ["experiments/1/checkpoints?sort_by=metric"],
-    "list_metric_names": ["experiments/1/metric-names", "experiments/1/metric-names?trial_id=1"],
+    "list_metric_names": ["experiments/1/metric-names", "experiments/1/metric-names?limit=1"],
     "read_trial": ["trials/1", "trials/77"],
     "read_trial_time": ["trials/1/time"],
     "list_environments": ["trials/1/environments"],

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from paceline.client import Client
 from paceline.master.store._metric_names import MAX_NAMES
 
 
@@ -59,3 +60,22 @@ def test_a_page_of_rows_with_many_metrics_ends_earlier(
         cursor = page["next_cursor"]
     assert steps == list(range(1, 13))
     assert sizes == [5, 5, 2]
+
+
+def test_names_of_metrics_come_in_pages_and_a_client_reads_the_groups_of_all(
+    master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.master.store._metric_names.MAX_GROUPS", 2)
+    report_names(master, 30)
+    path, names, cursor = "/experiments/1/metric-names", [], None
+    while not names or cursor is not None:
+        params = {"limit": 7} | ({"cursor": cursor} if cursor else {})
+        page = master.http.get(path, params=params).json()
+        assert len(page["items"]) <= 7
+        names += [(one["group"], one["name"]) for one in page["items"]]
+        cursor = page["next_cursor"]
+    assert names == sorted(set(names)) and len(names) == 62
+    with Client(master.url.removesuffix("/api/v1"), master.home.token) as client:
+        trial = client.get_trial(1)
+        assert set(trial.data.summary) == {"training", "validation"}
+        assert {row.group for row in trial.iter_metrics()} == {"training", "validation", "zzz"}

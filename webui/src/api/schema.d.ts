@@ -1153,7 +1153,7 @@ export interface paths {
         };
         /**
          * List Metric Names
-         * @description List the metrics that an experiment's trials, or one of them, reported so far.
+         * @description List the metrics that an experiment's trials reported so far, by group and name.
          */
         get: operations["list_metric_names_api_v1_experiments__experiment_id__metric_names_get"];
         put?: never;
@@ -2423,6 +2423,15 @@ export interface components {
         Page_Experiment_: {
             /** Items */
             items: components["schemas"]["Experiment"][];
+            /** Next Cursor */
+            next_cursor?: string | null;
+            /** Total */
+            total?: number | null;
+        };
+        /** Page[MetricName] */
+        Page_MetricName_: {
+            /** Items */
+            items: components["schemas"]["MetricName"][];
             /** Next Cursor */
             next_cursor?: string | null;
             /** Total */
@@ -5150,7 +5159,10 @@ export interface operations {
     list_metric_names_api_v1_experiments__experiment_id__metric_names_get: {
         parameters: {
             query?: {
-                trial_id?: number | null;
+                /** @description At most so many items. */
+                limit?: number;
+                /** @description `next_cursor` of the answer before. */
+                cursor?: string | null;
             };
             header?: never;
             path: {
@@ -5166,7 +5178,7 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content: {
-                    "application/json": components["schemas"]["MetricName"][];
+                    "application/json": components["schemas"]["Page_MetricName_"];
                 };
             };
             /** @description What was wrong, with a `code`. */

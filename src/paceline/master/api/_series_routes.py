@@ -1,26 +1,35 @@
 """Routes of metric series for charts: many at once, down-sampled here."""
 
 from dataclasses import replace
-from typing import Annotated
 
 import msgspec
 import numpy as np
-from fastapi import Query, Response
+from fastapi import Response
 from numpy.typing import NDArray
 from sqlalchemy import Connection
 
 from paceline.master.api._api_router import ApiRouter
 from paceline.master.api._experiment_routes import ExperimentId
 from paceline.master.api._reading_route import ReadingRoute
-from paceline.master.api._row_helpers import MasterOf, RecordsOf, experiment_row
+from paceline.master.api._row_helpers import (
+    MAX_PAGE,
+    Cursor,
+    Limit,
+    MasterOf,
+    RecordsOf,
+    experiment_row,
+    position_in_rows,
+)
 from paceline.master.store import (
     Selection,
     cut_curve,
+    encode_cursor,
     metric_names,
     read_curve,
     sample_curve,
     smooth_at,
 )
+from paceline.messages.base import Page
 from paceline.messages.metrics import MetricName, SeriesOf, SeriesReply, SeriesRequest
 
 router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
@@ -40,15 +49,16 @@ def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
 
 @router.get("/experiments/{experiment_id}/metric-names")
 def list_metric_names(
-    experiment_id: ExperimentId,
-    records: RecordsOf,
-    trial_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
-) -> list[MetricName]:
-    """List the metrics that an experiment's trials, or one of them, reported so far."""
+    experiment_id: ExperimentId, records: RecordsOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
+) -> Page[MetricName]:
+    """List the metrics that an experiment's trials reported so far, by group and name."""
+    group, name = position_in_rows(cursor, ["", ""])
     with records.database.read() as connection:
         experiment_row(connection, experiment_id)
-        names = metric_names(connection, experiment_id, trial_id)
-    return [MetricName(group=group, name=name) for group, name in names]
+        names = metric_names(connection, experiment_id, after=(group, name), limit=limit + 1)
+    more = encode_cursor(*names[limit - 1]) if len(names) > limit else None
+    items = [MetricName(group=group, name=name) for group, name in names[:limit]]
+    return Page(items=items, next_cursor=more)
 
 
 def _read_series(

@@ -20,19 +20,18 @@ def all_metric_names(connection: Connection) -> list[tuple[str, str]]:
 
 
 def metric_names(
-    connection: Connection, experiment_id: int, trial_id: int | None = None
+    connection: Connection,
+    experiment_id: int,
+    *,
+    after: tuple[str, str] = ("", ""),
+    limit: int | None = None,
 ) -> list[tuple[str, str]]:
-    """Return (group, name) of the metrics of an experiment, or of one of its trials, sorted."""
-    query = select(_names.group, _names.key).where(_names.experiment_id == experiment_id)
-    if trial_id is not None:
-        series, trials = tables.series.c, tables.trials.c
-        query = (
-            select(series.group, series.key)
-            .join(tables.trials, trials.id == series.trial_id)
-            .where(series.trial_id == trial_id, trials.experiment_id == experiment_id)
-            .distinct()
-        )
-    return sorted((row.group, row.key) for row in connection.execute(query).all())
+    """Return (group, name) of the metrics of an experiment beyond `after`, sorted."""
+    query = select(_names.group, _names.key).where(
+        _names.experiment_id == experiment_id, tuple_(_names.group, _names.key) > after
+    )
+    query = query.order_by(_names.group, _names.key).limit(limit)
+    return [(row.group, row.key) for row in connection.execute(query).all()]
 
 
 def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_most: int) -> int:

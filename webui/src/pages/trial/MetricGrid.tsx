@@ -1,6 +1,6 @@
 /** The charts of a trial's metrics, one per quantity. */
 
-import { SimpleGrid, useComputedColorScheme } from "@mantine/core";
+import { Code, SimpleGrid, Text, useComputedColorScheme } from "@mantine/core";
 import { useQuery } from "@tanstack/react-query";
 import { type ReactNode, useMemo } from "react";
 
@@ -55,6 +55,12 @@ export function MetricGrid({ trialId, search, isWanted, empty }: MetricGridProps
       <ChartControls search={search} xNames={xChoices(names)} />
       {error !== undefined && <ProblemView error={error} />}
       {isPending && <Waiting what="metrics" />}
+      {trial?.has_more_metrics && (
+        <Text c="dimmed" size="sm">
+          The first {names.length.toLocaleString("en")} metrics are drawn. All of them:{" "}
+          <Code>paceline t metrics {trialId}</Code>
+        </Text>
+      )}
       <SimpleGrid cols={{ base: 1, lg: charts.length === 1 ? 1 : 2 }}>
         {charts.map(([title, members]) => (
           <CurveCard

@@ -74,7 +74,8 @@ def test_names_of_metrics_come_in_pages_and_a_client_reads_the_groups_of_all(
         assert len(page["items"]) <= 7
         names += [(one["group"], one["name"]) for one in page["items"]]
         cursor = page["next_cursor"]
-    assert names == sorted(set(names)) and len(names) == 62
+    assert names == sorted(set(names))
+    assert len(names) == 62
     with Client(master.url.removesuffix("/api/v1"), master.home.token) as client:
         trial = client.get_trial(1)
         assert set(trial.data.summary) == {"training", "validation"}

@@ -6,8 +6,6 @@ Importing this package is cheap: its parts, such as `paceline.core`, load at the
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline import _earlier_modules as _earlier_modules
-
 if TYPE_CHECKING:
     from paceline import core
     from paceline.core import ClusterInfo, InvalidHP, get_cluster_info

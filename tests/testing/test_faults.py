@@ -134,13 +134,3 @@ def test_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch, wish: str) -> 
     monkeypatch.setenv("PACELINE_FAULT", f"test.count{wish}")
     with pytest.raises(ValueError, match=r"`:N` with N >= 1, .*, but got 'test.count"):
         faults.reach("test.count")
-
-
-def test_the_earlier_name_is_the_same_module(run_python: Callable[..., Any]) -> None:
-    code = """
-from paceline import faults
-from paceline.testing import faults as other
-from paceline.testing.faults import reach
-assert other.reach is reach is faults.reach
-"""
-    assert run_python(code).returncode == 0

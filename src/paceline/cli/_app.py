@@ -7,29 +7,28 @@ from typing import Annotated
 import typer
 
 from paceline._terminal_text import TerminalStream
-from paceline.cli import (
-    _backup_commands,
-    _checkpoint_commands,
-    _examples_commands,
-    _experiment_commands,
-    _home_commands,
-    _master_commands,
-    _pool_commands,
-    _preview_search_command,
-    _queue_commands,
-    _runner_commands,
-    _runs_commands,
-    _slot_commands,
-    _sync_command,
-    _token_commands,
-    _trial_commands,
-    _user_commands,
-    _verify_resume_command,
-)
+from paceline.cli._backup_commands import backup, restore
+from paceline.cli._checkpoint_commands import app as checkpoint_app
 from paceline.cli._command_options import CaFile
 from paceline.cli._connection import chosen_master, trust
 from paceline.cli._errors import is_cli_user_error, report_error
+from paceline.cli._examples_commands import app as examples_app
+from paceline.cli._experiment_commands import app as experiment_app
+from paceline.cli._home_commands import app as home_app
+from paceline.cli._master_commands import down, status, up
+from paceline.cli._pool_commands import app as pool_app
+from paceline.cli._preview_search_command import preview_search
+from paceline.cli._queue_commands import app as queue_app
 from paceline.cli._restart_without_token import is_paceline_command
+from paceline.cli._runner_commands import app as runner_app
+from paceline.cli._runs_commands import app as runs_app
+from paceline.cli._slot_commands import app as slot_app
+from paceline.cli._sync_command import sync
+from paceline.cli._token_commands import app as token_app
+from paceline.cli._trial_commands import app as trial_app
+from paceline.cli._user_commands import app as user_app
+from paceline.cli._user_commands import login
+from paceline.cli._verify_resume_command import verify_resume
 
 app = typer.Typer(
     name="paceline",
@@ -84,31 +83,29 @@ def version() -> None:
     typer.echo(installed_version("paceline"))
 
 
-app.command("up")(_master_commands.up)
-app.command("down")(_master_commands.down)
-app.command("status")(_master_commands.status)
-app.command("backup")(_backup_commands.backup)
-app.command("restore")(_backup_commands.restore)
-app.command("login")(_user_commands.login)
-app.command("sync")(_sync_command.sync)
-app.command("preview-search")(_preview_search_command.preview_search)
+app.command("up")(up)
+app.command("down")(down)
+app.command("status")(status)
+app.command("backup")(backup)
+app.command("restore")(restore)
+app.command("login")(login)
+app.command("sync")(sync)
+app.command("preview-search")(preview_search)
 # Options that it does not know are the script's.
-app.command("verify-resume", context_settings={"ignore_unknown_options": True})(
-    _verify_resume_command.verify_resume
-)
+app.command("verify-resume", context_settings={"ignore_unknown_options": True})(verify_resume)
 for _name, _short, _group in (
-    ("experiment", "e", _experiment_commands.app),
-    ("trial", "t", _trial_commands.app),
-    ("checkpoint", "c", _checkpoint_commands.app),
-    ("slot", "s", _slot_commands.app),
-    ("runner", None, _runner_commands.app),
-    ("pool", None, _pool_commands.app),
-    ("job", None, _queue_commands.app),
-    ("runs", None, _runs_commands.app),
-    ("token", None, _token_commands.app),
-    ("user", None, _user_commands.app),
-    ("examples", None, _examples_commands.app),
-    ("home", None, _home_commands.app),
+    ("experiment", "e", experiment_app),
+    ("trial", "t", trial_app),
+    ("checkpoint", "c", checkpoint_app),
+    ("slot", "s", slot_app),
+    ("runner", None, runner_app),
+    ("pool", None, pool_app),
+    ("job", None, queue_app),
+    ("runs", None, runs_app),
+    ("token", None, token_app),
+    ("user", None, user_app),
+    ("examples", None, examples_app),
+    ("home", None, home_app),
 ):
     _help = str(_group.info.help).removesuffix(".")
     app.add_typer(_group, name=_name, help=f"{_help}{f' (short: {_short})' * bool(_short)}.")

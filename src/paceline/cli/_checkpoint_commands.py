@@ -6,16 +6,16 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from paceline.cli import _export_command
 from paceline.cli._command_options import Json, Uuid
 from paceline.cli._errors import CommandError
+from paceline.cli._export_command import export
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="List, download, export and delete checkpoints.",
 )
-app.command("export")(_export_command.export)
+app.command("export")(export)
 
 OutputDirectory = Annotated[
     Path | None,

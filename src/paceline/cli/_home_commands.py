@@ -39,10 +39,11 @@ def check(
     and 1 otherwise.
     """
     from paceline.cli._console_output import print_json
-    from paceline.master import upkeep
+    from paceline.master.upkeep import check
+    from paceline.master.upkeep import fix as fix_damage
 
     directory = home_of(home)
-    result = (upkeep.fix if fix else upkeep.check)(directory, is_quick=quick)
+    result = (fix_damage if fix else check)(directory, is_quick=quick)
     if json:
         findings = [asdict(finding) for finding in result.findings]
         print_json(

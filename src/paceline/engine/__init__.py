@@ -1,7 +1,5 @@
 """The training engine: the loop and its parts, on which every front door stands."""
 
-from typing import Any
-
 from paceline._seeds import mix_seed
 from paceline.core import CHECKPOINT
 from paceline.engine.batch_inference._inference_loop import BatchInference
@@ -41,11 +39,7 @@ from paceline.engine.devices._random_generators import (
 )
 from paceline.engine.formats._json_and_safetensors import StateFormatError, load_state, save_state
 from paceline.engine.formats._objects_as_json import JsonReader, JsonWriter, ObjectFinder
-from paceline.engine.formats._versioned_checkpoint import (
-    CheckpointMismatchError,
-    read_training,
-    read_weights,
-)
+from paceline.engine.formats._versioned_checkpoint import read_training, read_weights
 from paceline.engine.gradients._clipping import clip_grad_norm_, clipping
 from paceline.engine.gradients._gradient_sync import GradientSync
 from paceline.engine.gradients._loss_weights import Accumulation
@@ -158,6 +152,7 @@ from paceline.engine.weights._export_onnx import export_onnx, require_onnx
 from paceline.engine.weights._export_weights import ExportedWeights, export_dcp, export_weights
 from paceline.engine.weights._load_weights_and_optimizer import load_optimizer_state, load_weights
 from paceline.engine.weights._whole_and_sharded_tensors import gathered, outline_of, whole_model
+from paceline.storage import CheckpointMismatchError
 
 __all__ = [
     "CHECKPOINT",
@@ -328,18 +323,3 @@ __all__ = [
     "worker_batches",
     "write_pass_state",
 ]
-
-_EARLIER_NAMES = {
-    "JoinedBatch": WorkerBatch,
-    "Reader": JsonReader,
-    "TrainedObjects": ModelsAndOptimizers,
-    "TrainedParts": RegisteredModels,
-    "Writer": JsonWriter,
-    "joined_batches": worker_batches,
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EARLIER_NAMES:
-        return _EARLIER_NAMES[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

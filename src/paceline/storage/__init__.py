@@ -16,6 +16,7 @@ from paceline.storage._durable_files import (
 from paceline.storage._errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointVersionError,
     CheckpointWriteError,
@@ -58,6 +59,7 @@ __all__ = [
     "MANIFEST_NAME",
     "MANIFEST_VERSION",
     "CheckpointCorruptError",
+    "CheckpointMismatchError",
     "CheckpointError",
     "CheckpointNotFoundError",
     "CheckpointStorage",

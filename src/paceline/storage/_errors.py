@@ -27,6 +27,10 @@ class CheckpointCorruptError(CheckpointError):
     """Raised when files of a checkpoint are missing or altered; the message names each."""
 
 
+class CheckpointMismatchError(ValueError):
+    """Raised when a checkpoint does not fit the training that would resume from it."""
+
+
 class CheckpointVersionError(CheckpointError):
     """Raised when a checkpoint has another format version."""
 

@@ -200,12 +200,3 @@ def enable_reproducibility(seed: int = 0) -> None:
     from paceline.engine import enable_reproducibility
 
     enable_reproducibility(session_of_call(), seed)
-
-
-def __getattr__(name: str) -> Any:
-    # Models that earlier versions pickled as a whole refer to it here.
-    if name == "_same":
-        from paceline.engine import unwrapped_forward
-
-        return unwrapped_forward
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

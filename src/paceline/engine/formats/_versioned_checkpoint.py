@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from paceline.engine.formats._json_and_safetensors import load_state
 from paceline.engine.tensors._stored_tensors import whole
-from paceline.storage import CheckpointCorruptError
+from paceline.storage import CheckpointCorruptError, CheckpointMismatchError
 
 STATE_VERSION = 3
 """The version of what a checkpoint holds.
@@ -20,10 +20,6 @@ with a function in `_MIGRATIONS` and a stored checkpoint of the version before i
 Version 3 has sharded tensors; a checkpoint without any stays of version 2, for earlier readers.
 """
 UNSHARDED_VERSION = 2
-
-
-class CheckpointMismatchError(ValueError):
-    """Raised when a checkpoint does not fit the trial."""
 
 
 def _from_version_1(name: str, part: dict[str, Any]) -> None:

@@ -22,10 +22,10 @@ from paceline.data import StreamPieces
 from paceline.engine.devices._data_to_device import data_length
 from paceline.engine.devices._random_generators import isolated_randomness
 from paceline.engine.devices._rank_sums import gather_from_ranks
-from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.loaders._epoch_order import shuffled_indices
 from paceline.engine.loaders._partition_batches import PartitionBatches, PartitionPosition
 from paceline.engine.loaders._whole_stream import StreamBatch
+from paceline.storage import CheckpointMismatchError
 
 _MOST_AHEAD = 8
 _MARKS_KEPT = 2

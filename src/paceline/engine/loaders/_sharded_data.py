@@ -23,7 +23,6 @@ from torch.utils.data import (
 from paceline._seeds import mix_seed
 from paceline.data import collate_samples, stream_pieces
 from paceline.engine.devices._random_generators import isolated_randomness
-from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.loaders._epoch_order import (
     CutIndices,
     EpochOrder,
@@ -36,6 +35,7 @@ from paceline.engine.loaders._reading_notes import note_samples
 from paceline.engine.loaders._seeded_shard_dataset import SeededShardDataset
 from paceline.engine.loaders._shard_batch_sampler import ShardBatchSampler
 from paceline.engine.loaders._whole_stream import StreamBatch, WholeStream
+from paceline.storage import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 

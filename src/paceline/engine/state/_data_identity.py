@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
+from paceline.storage import CheckpointMismatchError
 
 _NAMES_SHOWN = 3
 

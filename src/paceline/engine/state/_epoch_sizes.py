@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.loaders._epoch_order import EpochOrder
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._changed_settings import SettingChanges
+from paceline.storage import CheckpointMismatchError
 
 _SIZES = {"epoch_batches": "global batches", "epoch_samples": "samples"}
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.models._frozen_base import base_problem
 from paceline.engine.tensors._stored_tensors import StoredTensor, fit_stored_tensor
+from paceline.storage import CheckpointMismatchError
 
 # What torch.compile adds to the names of parameters.
 COMPILED = "_orig_mod."

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from paceline.engine.devices._random_generators import capture_random_state
-from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.models._frozen_base import FrozenBase
 from paceline.engine.schedule._lr_scheduler_state import scheduler_state
 from paceline.engine.state._buffers_and_gradients import load_buffers, load_gradients, own_buffers
@@ -21,6 +20,7 @@ from paceline.engine.state._load_models import COMPILED, check_numbers, load_mod
 from paceline.engine.tensors._optimizer_parameters import named_parameters, parameters_of
 from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import fit_stored_tensor, whole
+from paceline.storage import CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
 

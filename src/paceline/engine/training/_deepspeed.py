@@ -18,7 +18,6 @@ import torch.distributed as dist
 from paceline.core import DistributedContext
 from paceline.engine.checkpoints._background_saver import Destination
 from paceline.engine.devices._precision import Precision
-from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.optimizer_steps._stepper import Stepper
 from paceline.engine.optimizer_steps._watched_user_calls import WatchedUserCalls
 from paceline.engine.parallel._data_parallel import DataParallel
@@ -29,6 +28,7 @@ from paceline.engine.state._models_and_optimizers import ModelsAndOptimizers
 from paceline.engine.state._rank_differences import RankCheck
 from paceline.engine.training._training_loop import TrainingLoop
 from paceline.engine.training._training_state import TrainingState
+from paceline.storage import CheckpointMismatchError
 
 _TAG = "state"
 

@@ -11,7 +11,6 @@ from safetensors import SafetensorError
 
 from paceline.engine.formats._versioned_checkpoint import (
     STATE_VERSION,
-    CheckpointMismatchError,
     check_number,
     read_training,
     read_versioned_part,
@@ -26,7 +25,11 @@ from paceline.engine.tensors._sharded_tensors import is_sharded
 from paceline.engine.tensors._stored_tensors import StoredTensor, WholeTensors
 from paceline.engine.weights._dcp_files import METADATA_NAME, DcpFiles
 from paceline.engine.weights._wanted_optimizer_state import check_optimizer_slots
-from paceline.storage import CheckpointCorruptError, directory_of_checkpoint
+from paceline.storage import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    directory_of_checkpoint,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = "model.safetensors"

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from paceline.engine.formats._versioned_checkpoint import CheckpointMismatchError
 from paceline.engine.state._load_models import shape_of_state
 from paceline.engine.tensors._optimizer_parameters import parameters_of
+from paceline.storage import CheckpointMismatchError
 
 _NUM_SHOWN = 5
 # How a step computes, which is nothing to what it keeps.

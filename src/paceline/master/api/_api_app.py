@@ -14,69 +14,67 @@ import paceline
 from paceline._usable_cores import num_cores
 from paceline.master._answer_headers import sending_security_headers
 from paceline.master._master import Master
-from paceline.master.api import (
-    _attempt_routes,
-    _checkpoint_routes,
-    _config_routes,
-    _context_upload_routes,
-    _docs_page,
-    _experiment_edit_routes,
-    _experiment_list_route,
-    _experiment_routes,
-    _hyperparameter_routes,
-    _log_routes,
-    _master_routes,
-    _node_routes,
-    _pool_routes,
-    _problem_answers,
-    _queue_routes,
-    _run_routes,
-    _series_csv_route,
-    _series_routes,
-    _sign_in_routes,
-    _slot_routes,
-    _status_and_prometheus_routes,
-    _token_routes,
-    _transfer_routes,
-    _trial_list_route,
-    _trial_routes,
-)
 from paceline.master.api._access_guard import Guard
+from paceline.master.api._attempt_routes import router as attempt_router
 from paceline.master.api._body_limits import BodyLimits
+from paceline.master.api._checkpoint_routes import router as checkpoint_router
+from paceline.master.api._config_routes import router as config_router
+from paceline.master.api._context_upload_routes import router as context_upload_router
+from paceline.master.api._docs_page import router as docs_router
+from paceline.master.api._experiment_edit_routes import router as experiment_edit_router
+from paceline.master.api._experiment_list_route import router as experiment_list_router
+from paceline.master.api._experiment_routes import router as experiment_router
+from paceline.master.api._hyperparameter_routes import router as hyperparameter_router
+from paceline.master.api._log_routes import router as log_router
+from paceline.master.api._master_routes import router as master_router
+from paceline.master.api._node_routes import router as node_router
+from paceline.master.api._pool_routes import router as pool_router
+from paceline.master.api._problem_answers import install_problem_answers
+from paceline.master.api._queue_routes import router as queue_router
 from paceline.master.api._readers import NUM_THREADS, Readers
 from paceline.master.api._request_counts import RequestCounting
+from paceline.master.api._run_routes import router as run_router
 from paceline.master.api._scopes import PREFIX
+from paceline.master.api._series_csv_route import router as series_csv_router
+from paceline.master.api._series_routes import router as series_router
+from paceline.master.api._sign_in_routes import router as sign_in_router
+from paceline.master.api._slot_routes import router as slot_router
+from paceline.master.api._status_and_prometheus_routes import router as status_and_prometheus_router
+from paceline.master.api._token_routes import router as token_router
+from paceline.master.api._transfer_routes import router as transfer_router
+from paceline.master.api._trial_list_route import router as trial_list_router
+from paceline.master.api._trial_routes import router as trial_router
 from paceline.master.api._web_ui_files import WebUi
 from paceline.messages.base import Problem
 from paceline.messages.master_info import Shutdown
 
 # Of two routes that fit a path, the first one answers: those with fixed names come first.
-_ROUTES = (
+_ROUTERS = (
     # Runners ask most, and a route is looked for from the first one on.
-    _attempt_routes,
-    _transfer_routes,
-    _node_routes,
-    _pool_routes,
-    _queue_routes,
-    _docs_page,
-    _sign_in_routes,
-    _token_routes,
-    _status_and_prometheus_routes,
-    _master_routes,
-    _slot_routes,
-    _context_upload_routes,
-    _experiment_list_route,
-    _experiment_edit_routes,
-    _hyperparameter_routes,
-    _config_routes,
-    _experiment_routes,
-    _trial_list_route,
-    _series_routes,
-    _series_csv_route,
-    _trial_routes,
-    _log_routes,
-    _checkpoint_routes,
-    _run_routes,
+    attempt_router,
+    transfer_router,
+    node_router,
+    pool_router,
+    queue_router,
+    docs_router,
+    sign_in_router,
+    token_router,
+    status_and_prometheus_router,
+    master_router,
+    slot_router,
+    context_upload_router,
+    experiment_list_router,
+    experiment_edit_router,
+    hyperparameter_router,
+    config_router,
+    experiment_router,
+    trial_list_router,
+    series_router,
+    series_csv_router,
+    trial_router,
+    log_router,
+    checkpoint_router,
+    run_router,
 )
 
 
@@ -133,7 +131,7 @@ def _make_app(**options: Any) -> FastAPI:
         responses={"4XX": {"model": Problem, "description": "What was wrong, with a `code`."}},
         **options,
     )
-    _problem_answers.install_problem_answers(app)
-    for module in _ROUTES:
-        app.include_router(module.router, prefix=PREFIX)
+    install_problem_answers(app)
+    for router in _ROUTERS:
+        app.include_router(router, prefix=PREFIX)
     return app

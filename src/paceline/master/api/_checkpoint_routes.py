@@ -6,8 +6,8 @@ from typing import Annotated
 from urllib.parse import quote
 
 import msgspec
-from fastapi import Path, Query
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi import Path, Query, Response
+from fastapi.responses import FileResponse, StreamingResponse
 from sqlalchemy import select
 
 from paceline.master._master import Master

@@ -9,8 +9,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from fastapi import Response
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.master.api._problem_answers import problem

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import faults
 from paceline.storage import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -473,12 +474,14 @@ storage.delete_files({uuid!r}, lambda name: name == "optimizer")
 def test_a_directory_that_another_rank_has_just_made_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank looks at "n" before another one has stored "n/b", and stores it after that."""
+    """One rank looks at "n" before another one has made it, and stores it after that."""
     storage = DirectoryStorage(tmp_path)
-    with storage.store_shard("one", 0) as path:
-        (path / "n").mkdir()
-        (path / "n" / "b").write_text("0")
-    monkeypatch.setattr(Path, "exists", lambda _self, **_options: False)
+
+    def reach(point: str) -> None:
+        if point == "storage.before_move":
+            (tmp_path / "one" / "n").mkdir()
+
+    monkeypatch.setattr(faults, "reach", reach)
 
     def store() -> None:
         with storage.store_shard("one", 1) as path:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline import faults
 from paceline._atomic_files import replacing_atomically, replacing_below
 from paceline._regular_files import opened_directory
 from paceline._sealed_json import seal
@@ -237,6 +238,31 @@ def test_who_sweeps_for_others_needs_a_mark_of_the_owner(storage: DirectoryStora
     assert strict.sweep(older_than_s=0) == ["begun"]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("removes", ["sweep", "delete", "discard"])
+def test_directories_of_another_user_in_a_checkpoint_are_not_removed(
+    storage: DirectoryStorage, removes: str
+) -> None:
+    with storage.store_path("begun") as path:
+        (path / "deep" / "er").mkdir(parents=True)
+        (path / "deep" / "er" / "state").touch()
+    if removes == "delete":
+        storage.commit("begun", {})
+    for each in (path, storage.root / ".open" / "begun"):
+        if each.exists():
+            os.chown(each, OTHER_UID, OTHER_UID)
+    strict = DirectoryStorage(storage.root, has_one_owner=True)
+    if removes == "sweep":
+        assert strict.sweep(older_than_s=0) == []
+    elif removes == "discard":
+        storage.discard("begun")
+    else:
+        os.chown(path / MANIFEST_NAME, OTHER_UID, OTHER_UID)
+        with pytest.raises(PermissionError, match=f"belong to user {OTHER_UID}, not to 0"):
+            strict.delete("begun")
+    assert (path / "deep" / "er" / "state").exists()
+
+
 def test_a_link_in_place_of_a_new_checkpoint_is_not_written_through(
     storage: DirectoryStorage, private: Path, tmp_path: Path
 ) -> None:
@@ -252,6 +278,68 @@ def test_a_link_in_place_of_a_new_checkpoint_is_not_written_through(
         pass
     assert (private / "token").read_text() == "the admin token"
     assert [path.name for path in private.iterdir()] == ["token"]
+
+
+@pytest.fixture(params=["path", "shard", "copy"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Return a function that stores a checkpoint, and calls another one before it is whole."""
+
+    def store(storage: DirectoryStorage, meanwhile: Callable[[], None]) -> None:
+        if request.param == "copy":
+            source = tmp_path / "source"
+            source.mkdir()
+            for name in ("a", "model"):
+                (source / name).write_text("mine")
+
+            def reach(point: str) -> None:
+                if point == "storage.between_files":
+                    meanwhile()
+
+            monkeypatch.setattr(faults, "reach", reach)
+            storage.copy_in("two", source)
+            return
+        opened = (
+            storage.store_path("two") if request.param == "path" else storage.store_shard("two", 0)
+        )
+        with opened as path:
+            (path / "a").write_text("mine")
+            meanwhile()
+
+    return store
+
+
+@pytest.mark.parametrize("kind", ["link", "directory", "nothing"])
+def test_what_takes_the_place_of_a_checkpoint_that_is_being_written_stays(
+    storage: DirectoryStorage,
+    private: Path,
+    tmp_path: Path,
+    store: Callable[..., None],
+    kind: str,
+) -> None:
+    path, away = storage.root / "two", storage.root / "away"
+    (private / ".rank-0").mkdir()
+    (private / "model").write_text("theirs")
+
+    def replace() -> None:
+        path.rename(away)
+        if kind == "link":
+            path.symlink_to(private)
+        elif kind == "directory":
+            private.rename(path)
+
+    with pytest.raises(CheckpointWriteError, match=r"must stay in its place .*chmod \+t"):
+        store(storage, replace)
+    storage.discard("two")
+    if kind == "link":
+        path.unlink()
+        path = private
+    if kind != "nothing":
+        assert sorted(os.listdir(path)) == [".rank-0", "model", "token"]
+        assert (path / "model").read_text() == "theirs"
+    # What was written itself is removed wherever it is now.
+    assert not {"a", "model"} & set(os.listdir(away))
 
 
 def test_very_deep_directories_are_refused_and_use_up_nothing(storage: DirectoryStorage) -> None:

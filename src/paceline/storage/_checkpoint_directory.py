@@ -29,7 +29,7 @@ _MAX_TEXT_BYTES = 64 * 2**20
 
 
 class CheckpointDirectory:
-    """Reads files of a checkpoint below the descriptor of its directory.
+    """Reads and writes files of a checkpoint below the descriptor of its directory.
 
     No link is followed at any level, special files are refused, and nothing waits for others.
 
@@ -80,6 +80,14 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return None
         return decode_done(data, self.path.name, rank)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file of the commit protocol durably.
+
+        Where files belong to one user, it is given to the owner of the directory.
+        """
+        owner = None if self._owners is None else (self.facts.st_uid, self.facts.st_gid)
+        _durable_files.write_durably_below(self.descriptor, name, data, owner=owner)
 
     def problems(self, files: Mapping[str, FileEntry]) -> dict[str, str]:
         """Return what is wrong with files, by their name: they are compared with their digests."""

@@ -1,11 +1,10 @@
 """Checkpoints in a directory of a local or shared file system."""
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -22,11 +21,10 @@ from paceline.storage._checkpoint_storage import (
     check_uuid,
     raise_if_damaged,
 )
-from paceline.storage._directory_trees import empty_directory
+from paceline.storage._directory_trees import empty_directory, sync_directories
 from paceline.storage._errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
-    CheckpointWriteError,
 )
 from paceline.storage._manifest import (
     MANIFEST_NAME,
@@ -38,6 +36,7 @@ from paceline.storage._manifest import (
     done_name,
     encode_with_checksum,
 )
+from paceline.storage._new_directory import NewDirectory, made_directory
 
 
 class DirectoryStorage(CheckpointStorage):
@@ -55,6 +54,7 @@ class DirectoryStorage(CheckpointStorage):
     def __init__(self, root: str | Path, *, has_one_owner: bool = False) -> None:
         self._root = Path(os.path.abspath(Path(root).expanduser()))
         self._has_one_owner = has_one_owner
+        self._made_here: dict[str, os.stat_result] = {}
 
     def __repr__(self) -> str:
         return f"DirectoryStorage({str(self._root)!r})"
@@ -77,9 +77,9 @@ class DirectoryStorage(CheckpointStorage):
     @contextmanager
     def store_path(self, uuid: str, *, rank: int = 0) -> Iterator[Path]:
         """Yield ``<root>/<uuid>/``, empty, and finish the shard afterwards."""
-        with self._storing(uuid, is_shared=False) as path:
-            yield path
-            self._finish_shard(path, rank, _sealed(path))
+        with self._storing(uuid, is_shared=False) as directory:
+            yield directory.path
+            _finish_shard(directory, rank, directory.sealed())
 
     def copy_in(self, uuid: str, source: Path, *, rank: int = 0) -> None:
         """Copy a directory's files; links to regular files are copied as what they refer to."""
@@ -91,54 +91,66 @@ class DirectoryStorage(CheckpointStorage):
         names = check_file_names(_durable_files.list_files(source, follow_links=True))
         self._check_uncommitted(self._path(uuid), rank)
         # Several ranks may bring their shards of one checkpoint, each its own files.
-        with self._storing(uuid, is_shared=True) as path:
+        with self._storing(uuid, is_shared=True) as directory:
             entries: dict[str, FileEntry] = {}
             for name in names:
                 if entries:
                     faults.reach("storage.between_files")
-                entries[name] = _durable_files.copy_file(source / name, path / name, durable=True)
-            self._finish_shard(path, rank, entries)
+                entries[name] = directory.copy_in(source / name, name)
+            _finish_shard(directory, rank, entries)
 
     @contextmanager
     def store_shard(self, uuid: str, rank: int) -> Iterator[Path]:
         """Yield a directory of its own within the checkpoint's; its files move up afterwards."""
         path = self._path(uuid)
-        own = path / f".rank-{rank}"
-        with _durable_files.durable_write_errors(uuid, self._root):
-            self._check_uncommitted(path, rank)
-            self._make_root()
-            mark_open(self._root, uuid)
-            _make_directory(path, exist_ok=True)
-            own.mkdir()
-        faults.reach("storage.begun")
-        try:
-            with _durable_files.durable_write_errors(uuid, own):
-                yield own
-                entries = _sealed(own)
-                _durable_files.move_files_up(own, path, entries)
-                faults.reach("storage.before_done")
-                self._write_done(path, rank, entries)
-        except BaseException:
-            shutil.rmtree(own, ignore_errors=True)
-            raise
+        with ExitStack() as stack:
+            with _durable_files.durable_write_errors(uuid, self._root):
+                self._check_uncommitted(path, rank)
+                directory = stack.enter_context(self._made(uuid, exist_ok=True))
+                opened_own = made_directory(directory.descriptor, path / f".rank-{rank}")
+                own = stack.enter_context(opened_own)
+            faults.reach("storage.begun")
+            try:
+                with _durable_files.durable_write_errors(uuid, own.path):
+                    yield own.path
+                    directory.check_place()
+                    entries = own.sealed()
+                    _durable_files.move_files_up(own.descriptor, directory.descriptor, entries)
+                    own.remove()
+                    faults.reach("storage.before_done")
+                    _write_done(directory, rank, entries)
+            except BaseException:
+                own.remove()
+                raise
 
     @contextmanager
-    def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[Path]:
+    def _storing(self, uuid: str, *, is_shared: bool) -> Iterator[NewDirectory]:
         """Make the checkpoint's directory; remove it if the body fails."""
+        with ExitStack() as stack:
+            with _durable_files.durable_write_errors(uuid, self._root):
+                directory = stack.enter_context(self._made(uuid, exist_ok=is_shared))
+            faults.reach("storage.begun")
+            try:
+                with _durable_files.durable_write_errors(uuid, directory.path):
+                    yield directory
+            except BaseException:
+                # Not `discard`: a file of the user's may be named like a manifest.
+                directory.remove()
+                mark_closed(self._root, uuid)
+                raise
+
+    @contextmanager
+    def _made(self, uuid: str, *, exist_ok: bool) -> Iterator[NewDirectory]:
+        """Yield the directory of a checkpoint, which is made."""
         path = self._path(uuid)
-        with _durable_files.durable_write_errors(uuid, self._root):
-            self._make_root()
-            mark_open(self._root, uuid)
-            _make_directory(path, exist_ok=is_shared)
-        faults.reach("storage.begun")
-        try:
-            with _durable_files.durable_write_errors(uuid, path):
-                yield path
-        except BaseException:
-            # Not `discard`: a file of the user's may be named like a manifest.
-            shutil.rmtree(path, ignore_errors=True)
-            mark_closed(self._root, uuid)
-            raise
+        self._make_root()
+        mark_open(self._root, uuid)
+        with (
+            opened_directory(self._root) as root,
+            made_directory(root, path, exist_ok=exist_ok) as directory,
+        ):
+            self._made_here[uuid] = directory.facts
+            yield directory
 
     def _make_root(self) -> None:
         missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
@@ -154,30 +166,20 @@ class DirectoryStorage(CheckpointStorage):
                 " Hint: store under a new UUID."
             )
 
-    def _finish_shard(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
-        _durable_files.sync_tree(path)
-        faults.reach("storage.before_done")
-        self._write_done(path, rank, entries)
-
-    def _write_done(self, path: Path, rank: int, entries: dict[str, FileEntry]) -> None:
-        done = ShardDone(rank=rank, files=entries)
-        self._write_text(path.name, done_name(rank), encode_with_checksum(done))
-        faults.reach("storage.after_done")
-
-    def _write_text(self, uuid: str, name: str, data: bytes) -> None:
-        """Write a file of the commit protocol; it belongs to the user of the checkpoint."""
-        with self._opened(uuid) as directory:
-            owner = directory.facts.st_uid, directory.facts.st_gid
-            _durable_files.write_durably_below(
-                directory.descriptor, name, data, owner=owner if self._has_one_owner else None
-            )
-
     def discard(self, uuid: str) -> None:
-        """Remove what is there of a checkpoint that has no manifest."""
-        path = self._path(uuid)
-        if not (path / MANIFEST_NAME).exists():
-            shutil.rmtree(path, ignore_errors=True)
-            mark_closed(self._root, uuid)
+        """Remove what is there of a checkpoint that has no manifest.
+
+        Another directory than this storage has made stays.
+        """
+        made = self._made_here.pop(uuid, None)
+        with suppress(OSError, CheckpointCorruptError), self._opened(uuid) as directory:
+            if directory.has(MANIFEST_NAME):
+                return
+            if made is None or os.path.samestat(made, directory.facts):
+                empty_directory(directory.descriptor)
+                with opened_directory(self._root) as root:
+                    os.rmdir(uuid, dir_fd=root)
+        mark_closed(self._root, uuid)
 
     def manifest(self, uuid: str) -> Manifest:
         """Read ``manifest.json``."""
@@ -282,8 +284,11 @@ class DirectoryStorage(CheckpointStorage):
 
     def replace_manifest(self, manifest: Manifest) -> None:
         """Replace ``manifest.json``, then remove the files that it does not name any more."""
-        with _durable_files.durable_write_errors(manifest.uuid, self._root):
-            self._write_text(manifest.uuid, MANIFEST_NAME, encode_with_checksum(manifest))
+        with (
+            _durable_files.durable_write_errors(manifest.uuid, self._root),
+            self._opened(manifest.uuid) as directory,
+        ):
+            directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
         faults.reach("storage.after_manifest_replaced")
         with self._opened(manifest.uuid) as directory:
             for name in manifest.deleted:
@@ -342,11 +347,13 @@ class DirectoryStorage(CheckpointStorage):
         faults.reach("storage.before_manifest")
         try:
             with _durable_files.durable_write_errors(manifest.uuid, self._root):
-                self._write_text(manifest.uuid, MANIFEST_NAME, encode_with_checksum(manifest))
+                with self._opened(manifest.uuid) as directory:
+                    directory.write(MANIFEST_NAME, encode_with_checksum(manifest))
                 sync_directory(self._root)
         except BaseException:
             self.discard(manifest.uuid)
             raise
+        self._made_here.pop(manifest.uuid, None)
         faults.reach("storage.after_manifest")
         mark_closed(self._root, manifest.uuid)
 
@@ -357,21 +364,17 @@ class DirectoryStorage(CheckpointStorage):
         return opened_checkpoint(self._root, check_uuid(uuid), has_one_owner=self._has_one_owner)
 
 
-def _make_directory(path: Path, *, exist_ok: bool) -> None:
-    """Make the directory of a checkpoint, whose name others may have seen before it is there."""
-    path.mkdir(exist_ok=exist_ok)
-    if path.is_symlink():
-        raise CheckpointWriteError(
-            f"The directory of checkpoint {path.name} must be no link, but {str(path)!r} is one."
-            " Hint: see who can write there."
-        )
+def _finish_shard(directory: NewDirectory, rank: int, entries: dict[str, FileEntry]) -> None:
+    sync_directories(directory.descriptor)
+    faults.reach("storage.before_done")
+    _write_done(directory, rank, entries)
 
 
-def _sealed(path: Path) -> dict[str, FileEntry]:
-    """Force the files of a directory to disk, and return their entries."""
-    names = check_file_names(_durable_files.list_files(path))
-    with _durable_files.naming_files_below(path), opened_directory(path) as directory:
-        return _durable_files.seal_files(directory, names)
+def _write_done(directory: NewDirectory, rank: int, entries: dict[str, FileEntry]) -> None:
+    done = ShardDone(rank=rank, files=entries)
+    directory.write(done_name(rank), encode_with_checksum(done))
+    directory.check_place()
+    faults.reach("storage.after_done")
 
 
 def _state_of_file(path: Path) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from paceline._regular_files import NotRegularFileError, open_directory_below, opened_below
@@ -22,16 +22,20 @@ class Found(NamedTuple):
     facts: os.stat_result
 
 
-def walk_below(directory: int, _above: tuple[str, ...] = ()) -> Iterator[Found]:
+def walk_below(
+    directory: int, _above: tuple[str, ...] = (), *, owner: int | None = None
+) -> Iterator[Found]:
     """Yield all that is below a directory, directories after what they hold.
 
     The descriptor of a parent is open until the next one is yielded.
 
     Args:
         directory: The descriptor of the directory.
+        owner: The id of the user to whom all directories must belong; any by default.
 
     Raises:
-        OSError: A directory cannot be read, or there are more than 64 in each other.
+        OSError: A directory cannot be read or belongs to another user, or there are more than 64 in
+            each other.
     """
     if len(_above) > _MAX_DEPTH:
         raise OSError(errno.ELOOP, "Directories must not be so deep", "/".join(_above))
@@ -44,7 +48,13 @@ def walk_below(directory: int, _above: tuple[str, ...] = ()) -> Iterator[Found]:
                 with suppress(NotRegularFileError, NotADirectoryError):
                     below = open_directory_below(directory, name)
                     try:
-                        yield from walk_below(below, path)
+                        if owner not in (None, found := os.fstat(below).st_uid):
+                            raise PermissionError(
+                                errno.EPERM,
+                                f"Must belong to user {owner}, not to {found}",
+                                "/".join(path),
+                            )
+                        yield from walk_below(below, path, owner=owner)
                     finally:
                         os.close(below)
             yield Found("/".join(path), directory, name, facts)
@@ -57,13 +67,42 @@ def files_below(directory: int) -> list[str]:
     )
 
 
+def no_regular_file(name: str) -> ValueError:
+    """Return the error for something in a checkpoint that is neither file nor directory."""
+    return ValueError(
+        f"A checkpoint must consist of regular files and directories, but {name!r} is a link or a"
+        " special file. Hint: copy what it refers to."
+    )
+
+
+@contextmanager
+def made_below(directory: int, name: str) -> Iterator[int]:
+    """Yield a descriptor of a directory below another one; it is made if there is none.
+
+    Raises:
+        OSError: It cannot be made, or a part of the path is a link or a file.
+    """
+    part, _, rest = name.partition("/")
+    if part:
+        with suppress(FileExistsError):
+            os.mkdir(part, dir_fd=directory)
+    with opened_below(directory, part) as below:
+        if not rest:
+            yield below
+            return
+        with made_below(below, rest) as deepest:
+            yield deepest
+
+
 def empty_directory(directory: int) -> None:
     """Remove all that is below a directory; links are removed, not what they refer to.
+
+    Directories of another user stay: who shares the storage can have moved them there.
 
     Raises:
         OSError: Something cannot be removed.
     """
-    for found in walk_below(directory):
+    for found in walk_below(directory, owner=os.fstat(directory).st_uid):
         with suppress(FileNotFoundError):
             if stat.S_ISDIR(found.facts.st_mode):
                 os.rmdir(found.name, dir_fd=found.parent)

@@ -2,19 +2,24 @@
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import xxhash
 
 from paceline import faults
 from paceline._atomic_files import replacing_below, sync_directory
-from paceline._regular_files import open_regular_below, opened_directory
+from paceline._regular_files import (
+    NotRegularFileError,
+    open_regular_below,
+    opened_below,
+    opened_directory,
+)
+from paceline.storage._directory_trees import empty_directory, made_below, no_regular_file
 from paceline.storage._errors import CheckpointWriteError
 from paceline.storage._manifest import FileEntry
 
@@ -64,10 +69,7 @@ def list_files(root: Path, *, follow_links: bool = False) -> list[str]:
             if stat.S_ISREG(mode):
                 found.append(relative)
             elif not stat.S_ISDIR(mode):
-                raise ValueError(
-                    "A checkpoint must consist of regular files and directories, but"
-                    f" {relative!r} is a link or a special file. Hint: copy what it refers to."
-                )
+                raise no_regular_file(relative)
     return sorted(found)
 
 
@@ -154,14 +156,24 @@ def copy_stream(
     durable: bool = False,
     writable: bool = False,
     num_bytes: int | None = None,
+    directory: int | None = None,
 ) -> FileEntry:
-    """Copy the content of an open file as `copy_file` does."""
+    """Copy the content of an open file as `copy_file` does.
+
+    With the descriptor of an open `directory`, `target` is the name of a file in it.
+    """
     hasher = xxhash.xxh3_128()
     size = 0
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if directory is None:
+        target.parent.mkdir(parents=True, exist_ok=True)
     # Another rank may have copied one of the same name, which the commit finds out.
-    target.unlink(missing_ok=True)
-    with open(target, "wb", opener=_open_no_link) as writer:
+    with suppress(FileNotFoundError):
+        os.unlink(target, dir_fd=directory)
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666, dir_fd=directory)
+
+    with open(target, "wb", opener=opener) as writer:
         while chunk := reader.read(_piece(num_bytes, size)):
             writer.write(chunk)
             hasher.update(chunk)
@@ -174,30 +186,26 @@ def copy_stream(
     return FileEntry(size, hasher.hexdigest())
 
 
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def move_files_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> None:
+def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) -> None:
     """Move a rank's files to where the checkpoint has them.
 
     If two ranks do so at once with one name, the commit finds out.
+
+    Args:
+        own: The descriptor of the rank's directory.
+        directory: That of the checkpoint's.
+        entries: The files.
     """
-    folders = {path}
+    folders = {""}
     for name, entry in entries.items():
-        target = path / name
-        if target.exists():
-            if target.is_file() and digest_file(target) == entry:
-                continue
-            raise FileExistsError(
-                "Files that several ranks store must have different names or the same content, but"
-                f" another {name!r} is there already."
-            )
+        folder, _, last = name.rpartition("/")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            faults.reach("storage.before_move")
-            (own / name).rename(target)
-        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            with made_below(directory, folder) as target, opened_below(own, folder) as source:
+                if _is_there(target, last, name, entry):
+                    continue
+                faults.reach("storage.before_move")
+                os.rename(last, last, src_dir_fd=source, dst_dir_fd=target)
+        except (IsADirectoryError, NotADirectoryError, NotRegularFileError) as error:
             # Another rank may have made it since it was looked at.
             is_file = isinstance(error, IsADirectoryError)
             other = "a directory of" if is_file else "below the file of"
@@ -205,12 +213,33 @@ def move_files_up(own: Path, path: Path, entries: Mapping[str, FileEntry]) -> No
                 "What several ranks store must be a file or a directory on all of them, but"
                 f" {name!r} is {other} another rank."
             ) from error
-        inner = Path(name).parents[:-1]  # all but the checkpoint's own directory
-        folders.update(path / folder for folder in inner)
-    shutil.rmtree(own)
+        # All but the checkpoint's own directory.
+        folders.update(str(path) for path in PurePosixPath(name).parents[:-1])
+    empty_directory(own)
     # Not the whole tree: directories of other ranks come and go meanwhile.
     for folder in folders:
-        sync_directory(folder)
+        with opened_below(directory, folder) as each:
+            os.fsync(each)
+
+
+def _is_there(target: int, last: str, name: str, entry: FileEntry) -> bool:
+    """Tell whether a file is in a directory already.
+
+    Raises:
+        FileExistsError: Another one is.
+    """
+    try:
+        mode = os.stat(last, dir_fd=target, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISREG(mode):
+        with open_regular_below(target, last) as file:
+            if digest_stream(file) == entry:
+                return True
+    raise FileExistsError(
+        "Files that several ranks store must have different names or the same content, but"
+        f" another {name!r} is there already."
+    )
 
 
 def _piece(num_bytes: int | None, num_read: int) -> int:

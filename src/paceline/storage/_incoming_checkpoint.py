@@ -15,7 +15,12 @@ from paceline._regular_files import NotRegularFileError, opened_below, opened_di
 from paceline.storage import _durable_files
 from paceline.storage._checkpoint_storage import check_uuid
 from paceline.storage._directory_storage import DirectoryStorage
-from paceline.storage._directory_trees import files_below, remove_below, sync_directories
+from paceline.storage._directory_trees import (
+    files_below,
+    made_below,
+    remove_below,
+    sync_directories,
+)
 from paceline.storage._errors import CheckpointWriteError
 from paceline.storage._manifest import (
     MANIFEST_NAME,
@@ -202,10 +207,7 @@ class IncomingCheckpoint:
             (root / _INCOMING_NAME).mkdir(mode=0o700, exist_ok=True)
             with _opened_incoming(root) as (_, incoming):
                 place = PurePosixPath(self._sender, self._uuid, folder)
-                for path in [*reversed(place.parents), place][1:]:
-                    with suppress(FileExistsError):
-                        os.mkdir(path, dir_fd=incoming)
-                with opened_below(incoming, str(place)) as directory:
+                with made_below(incoming, str(place)) as directory:
                     yield directory
 
 

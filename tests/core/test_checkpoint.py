@@ -21,6 +21,7 @@ from paceline.storage import (
     CheckpointNotFoundError,
     CheckpointWriteError,
     DirectoryStorage,
+    is_of_other_trial,
 )
 
 
@@ -45,6 +46,22 @@ def test_stored_checkpoint_is_committed_recorded_and_latest(records_of: Callable
     (record,) = records_of(context.run_dir, CheckpointStored)
     assert (record.uuid, record.steps_completed, record.resources) == (uuid, 3, {"model": 7})
     assert record.storage == str(context.run_dir / "checkpoints")
+
+
+def test_names_of_checkpoints_are_of_the_trial_of_the_master(
+    cluster_run: Callable[..., RunDirectory], tmp_path: Path
+) -> None:
+    cluster_run()
+    (tmp_path / "files").mkdir()
+    with core.init() as context:
+        uuids = [context.checkpoint.upload(tmp_path / "files", {"steps_completed": 1})]
+        for shard in (False, True):
+            with context.checkpoint.store_path({"steps_completed": 2}, shard=shard) as (_, uuid):
+                uuids.append(uuid)
+        uuids.append(context.checkpoint.parts(lambda record: None).new_series())
+    assert len(set(uuids)) == 4
+    assert all(is_of_other_trial(uuid, "c1", 8) for uuid in uuids)
+    assert not any(is_of_other_trial(uuid, "c1", 7) for uuid in uuids)
 
 
 def test_upload_and_download_copy_a_directory(tmp_path: Path) -> None:

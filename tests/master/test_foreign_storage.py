@@ -11,7 +11,7 @@ import pytest
 
 from paceline.master.api import _checkpoint_routes
 from paceline.master.nodes import StorageMarks
-from paceline.storage import DirectoryStorage, origin_of
+from paceline.storage import DirectoryStorage, new_uuid, origin_of
 
 OTHER_UID = 65534
 SECRET = b"the admin token"
@@ -30,7 +30,7 @@ class Shared:
         )
         master.schedule()
         master.report(1, 0)
-        self.num_records = 0
+        self.num_records: dict[int, int] = {}
         self.token = root / "private" / "token"
         self.token.parent.mkdir(mode=0o700)
         self.token.touch(mode=0o600)
@@ -46,15 +46,18 @@ class Shared:
         self.storage.commit(uuid, {"steps_completed": 3}, origin=origin)
         return self.storage.root / uuid
 
-    def record(self, uuid: str, storage: str = "", *, status: int = 200) -> None:
+    def record(
+        self, uuid: str, storage: str = "", *, attempt: int = 1, status: int = 200, **changed: Any
+    ) -> None:
         """Send the record of a checkpoint, and expect an answer."""
         record = {
             "type": "checkpoint", "time": 1.0, "uuid": uuid, "steps_completed": 3, "metadata": {},
             "resources": {"a": 5, "b/c": 6}, "storage": storage or self.storage.url,
         }  # fmt: skip
-        batch = {"generation": 0, "rank": 0, "records": [[self.num_records, record]]}
-        self.num_records += 1
-        reply = self.master.attempt(1, "records", batches=[batch])
+        number = self.num_records.get(attempt, 0)
+        self.num_records[attempt] = number + 1
+        batch = {"generation": 0, "rank": 0, "records": [[number, record | changed]]}
+        reply = self.master.attempt(attempt, "records", batches=[batch])
         assert reply.status_code == status, reply.text
 
     def ask(self, path: str, **params: Any) -> httpx.Response:
@@ -88,6 +91,23 @@ def shared(master: Any, tmp_path: Path) -> Shared:
 def assert_refused(reply: httpx.Response, code: str = "checkpoint_unusable") -> None:
     assert SECRET not in reply.content
     assert (reply.status_code, reply.json()["code"]) == (409, code), reply.text
+
+
+def test_a_job_that_sees_a_checkpoint_of_another_trial_cannot_take_its_name(
+    shared: Shared,
+) -> None:
+    shared.master.create(searcher={"name": "single", "metric": "loss"})
+    shared.master.schedule()
+    shared.master.report(2, 0)
+    name = new_uuid(shared.master.home.cluster_id, 1)
+    shared.store(name)
+    shared.record(name, attempt=2, status=409)
+    offer = {"files": {"manifest": "", "shards": {}}}
+    assert_refused(shared.master.attempt(2, f"checkpoints/{name}", **offer), "other_trial")
+    shared.record(name)
+    view = shared.master.http.get(f"/checkpoints/{name}").json()
+    assert (view["trial_id"], view["state"]) == (1, "COMPLETED")
+    assert shared.piece(name, "a").content == b"first"
 
 
 @pytest.mark.parametrize("name", ["a", "b/c"])

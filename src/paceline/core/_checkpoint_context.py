@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from paceline.core._attempt_journal import record_store_state
 from paceline.core._checkpoint_download import CheckpointDownload
+from paceline.core._checkpoint_identity import new_uuid_of_run
 from paceline.core._checkpoint_parts import CheckpointParts, commit_checkpoint, delete_checkpoint
 from paceline.core._distributed_context import DistributedContext
 from paceline.core._enums import DownloadMode
@@ -112,7 +112,7 @@ class CheckpointContext:
                 yield path, uuid
             return
         checked = self._prepare(metadata)
-        uuid = str(uuid4())
+        uuid = new_uuid_of_run(self._run)
         with self._times.spent_on(CHECKPOINT), self._noted(uuid):
             with self._storage.store_path(uuid) as path:
                 yield path, uuid
@@ -156,7 +156,7 @@ class CheckpointContext:
         if ckpt_dir is None:
             raise ValueError("`ckpt_dir` must be a directory without `shard=True`, but is None.")
         checked = self._prepare(metadata)
-        uuid = str(uuid4())
+        uuid = new_uuid_of_run(self._run)
         with self._times.spent_on(CHECKPOINT), self._noted(uuid):
             if selector is None:
                 self._storage.copy_in(uuid, Path(ckpt_dir))
@@ -310,10 +310,10 @@ class CheckpointContext:
             distributed, "With `shard=True` all ranks must give plain `metadata`"
         ):
             own = plain_json({} if metadata is None else metadata)
-        parts = distributed.allgather((str(uuid4()), own))
+        is_chief = distributed.rank == 0
+        parts = distributed.allgather((new_uuid_of_run(self._run) if is_chief else "", own))
         uuid = parts[0][0]
         checked = _checked_metadata(merged_metadata([part for _, part in parts]))
-        is_chief = distributed.rank == 0
         with self._times.spent_on(CHECKPOINT), self._noted(uuid) if is_chief else nullcontext():
             try:
                 with (

@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline._waiting import join, wait_until
 from paceline.core._checkpoint_failures import StoreFailures
+from paceline.core._checkpoint_identity import new_uuid_of_run, origin_of_run
 from paceline.core._notices_to_parent import tell_checkpoint_stored
 from paceline.journal import (
     CheckpointDeleted,
@@ -27,7 +28,6 @@ from paceline.storage import (
     CheckpointNotFoundError,
     CheckpointStorage,
     CheckpointWriteError,
-    origin_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def commit_checkpoint(
         storage.discard(uuid)
         raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
     journal.sync()
-    manifest = storage.commit(uuid, metadata, num_shards=num_shards, origin=_origin_of_run(run))
+    manifest = storage.commit(uuid, metadata, num_shards=num_shards, origin=origin_of_run(run))
     record = CheckpointStored(
         time=time.time(),
         uuid=uuid,
@@ -86,14 +86,6 @@ def commit_checkpoint(
     journal.sync()
     tell_checkpoint_stored(journal)
     return record
-
-
-def _origin_of_run(run: RunDirectory) -> str:
-    """Return the attempt of a master that a run is; empty without a master."""
-    info = run.read_info()
-    if info.trial is None or not info.cluster_id:
-        return ""
-    return origin_of(info.cluster_id, info.trial.trial_id, info.attempt)
 
 
 def _cannot_be_recorded(journal: JournalWriter, uuid: str) -> str:
@@ -177,6 +169,10 @@ class CheckpointParts:
     def is_newest_lost(self) -> bool:
         """Whether the newest checkpoint was given up, as the chief knows."""
         return self._failures.is_newest_lost
+
+    def new_series(self) -> str:
+        """Return a UUID from which those of checkpoints follow, see `uuid_of_series`."""
+        return new_uuid_of_run(self._run)
 
     @contextmanager
     def store(

@@ -2,6 +2,7 @@
 
 from paceline._atomic_files import sync_directory
 from paceline.storage._checkpoint_directory import problem_of_file
+from paceline.storage._checkpoint_names import is_of_other_trial, new_uuid, uuid_of_series
 from paceline.storage._checkpoint_storage import CheckpointStorage, UuidList, check_uuid
 from paceline.storage._deletion_meanwhile import restored
 from paceline.storage._directory_storage import DirectoryStorage
@@ -96,6 +97,8 @@ __all__ = [
     "forget_incoming",
     "glob_selector",
     "is_added_scheme",
+    "is_of_other_trial",
+    "new_uuid",
     "origin_of",
     "problem_of_file",
     "restored",
@@ -104,6 +107,7 @@ __all__ = [
     "sync_directory",
     "sync_tree",
     "to_delete",
+    "uuid_of_series",
     "wanted",
     "write_durably",
 ]

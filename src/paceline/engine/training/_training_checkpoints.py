@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from uuid import UUID, uuid4, uuid5
 
 from paceline.core import Context, failing_together, read_checkpoints
 from paceline.engine.checkpoints._background_saver import CheckpointSaver, Destination
@@ -14,7 +13,7 @@ from paceline.engine.checkpoints._continuous_saves import ContinuousSaves
 from paceline.engine.checkpoints._kept_checkpoints import CheckpointRetention
 from paceline.engine.training._training_loop import TrainingLoop
 from paceline.journal import CheckpointStored, RunDirectory
-from paceline.storage import CheckpointWriteError, RetentionRules, UploadLimits
+from paceline.storage import CheckpointWriteError, RetentionRules, UploadLimits, uuid_of_series
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class TrainingCheckpoints:
         # With references both ways, a finished training would keep its models' memory.
         commit = weakref.WeakMethod(self._take)
         self._parts = core.checkpoint.parts(lambda stored: _call(commit(), stored))
-        self._series = UUID(int=0)
+        self._series = ""
         self._num_saves = self._num_announced = 0
 
     @property
@@ -62,7 +61,9 @@ class TrainingCheckpoints:
 
     def begin_series(self) -> None:
         """Agree on the names of the checkpoints that follow; all ranks call it."""
-        self._series = UUID(self._distributed.broadcast(str(uuid4())))
+        is_chief = self._distributed.rank == 0
+        series = self._parts.new_series() if is_chief else ""
+        self._series = self._distributed.broadcast(series)
 
     def forget_uuids(self) -> None:
         """Forget those of an earlier call of `fit`."""
@@ -134,7 +135,7 @@ class TrainingCheckpoints:
         """
         self._num_saves += 1
         self.continuous.note_begun()
-        uuid = str(uuid5(self._series, str(self._num_saves)))
+        uuid = uuid_of_series(self._series, self._num_saves)
         destination = begin(self._parts.store(uuid, metadata))
         storage = self._core.checkpoint.storage
         sender_for = _no_sender if reads_files else storage.file_sender

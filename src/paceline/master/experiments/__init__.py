@@ -14,7 +14,7 @@ from paceline.master.experiments._checkpoint_files import (
     place_of_experiment,
     storage_for_others,
 )
-from paceline.master.experiments._checkpoint_ingest import store_checkpoint
+from paceline.master.experiments._checkpoint_ingest import check_owner, store_checkpoint
 from paceline.master.experiments._commands_on_experiments import Commands
 from paceline.master.experiments._experiment_deletion import (
     Leftovers,
@@ -94,6 +94,7 @@ __all__ = [
     "TransitionError",
     "Unmanaged",
     "check_not_over",
+    "check_owner",
     "checkpoint_root",
     "delete_experiment",
     "delete_files",

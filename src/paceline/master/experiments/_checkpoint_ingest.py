@@ -13,9 +13,9 @@ from paceline.master.experiments._checkpoint_files import (
 )
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._state_transitions import RefusedError
-from paceline.master.store import Transaction, config_of, metric_at, tables
+from paceline.master.store import Transaction, config_of, metric_at, read_cluster_id, tables
 from paceline.messages.states import CheckpointState
-from paceline.storage import check_uuid
+from paceline.storage import check_uuid, is_of_other_trial
 
 
 def store_checkpoint(
@@ -24,10 +24,11 @@ def store_checkpoint(
     """Store that an attempt has a checkpoint; one that is known stays as it is.
 
     Raises:
-        RefusedError: No checkpoint can have such a UUID or lie there.
+        RefusedError: No checkpoint of the attempt can have such a UUID, or lie there.
     """
-    _check_names(record)
     checkpoints, connection = tables.checkpoints, transaction.connection
+    _check_names(record)
+    check_owner(connection, attempt, record.uuid)
     known = select(checkpoints.c.uuid).where(checkpoints.c.uuid == record.uuid)
     if connection.execute(known).first() is not None:
         return
@@ -69,6 +70,21 @@ def store_checkpoint(
         uuid=record.uuid,
         steps_completed=step,
     )
+
+
+def check_owner(connection: Connection, attempt: Row[Any], uuid: str) -> None:
+    """Refuse a UUID that only checkpoints of another trial have.
+
+    Who sees a new checkpoint in a storage could name it before its own trial does.
+
+    Raises:
+        RefusedError: It is one.
+    """
+    cluster_id = read_cluster_id(connection)
+    if cluster_id is not None and is_of_other_trial(uuid, cluster_id, attempt.trial_id):
+        raise RefusedError(
+            "other_trial", f"Checkpoint {uuid} belongs to another trial than {attempt.trial_id}."
+        )
 
 
 def _check_names(record: CheckpointStored) -> None:

@@ -16,6 +16,7 @@ from paceline.master.experiments import (
     RefusedError,
     StateChanges,
     check_not_over,
+    check_owner,
     delete_files,
     note_deleted_files,
     place_of_checkpoint,
@@ -91,6 +92,7 @@ class Transfers:
         with self._database.read() as connection:
             attempt = read_attempt(connection, attempt_id)
             check_not_over(attempt)
+            check_owner(connection, attempt, uuid)
             storage = self._directory_of(connection, attempt)
             row = _row_of(connection, uuid)
             if row is not None:
@@ -129,6 +131,7 @@ class Transfers:
         with self._database.read() as connection:
             attempt = read_attempt(connection, attempt_id)
             check_not_over(attempt)
+            check_owner(connection, attempt, uuid)
             storage = self._directory_of(connection, attempt)
             row = _row_of(connection, uuid)
             if row is not None:

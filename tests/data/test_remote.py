@@ -97,6 +97,25 @@ def test_disk_cache_stays_within_its_bytes(
     assert "Pieces of files are not kept in" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_disk_cache_neither_follows_a_link_nor_waits(tmp_path: Path, kind: str) -> None:
+    cache = DiskCache(tmp_path / "pieces", 1000)
+    cache.put(b"piece", "file", 0)
+    assert cache.get("file", 0) == b"piece"
+    (piece,) = (tmp_path / "pieces").iterdir()
+    if kind == "link":
+        piece.rename(tmp_path / "private")
+        piece.symlink_to(tmp_path / "private")
+    else:
+        piece.unlink()
+        os.mkfifo(piece)
+    assert cache.get("file", 0) is None
+    cache.put(b"again", "file", 0)
+    assert cache.get("file", 0) == b"again"
+    if kind == "link":
+        assert (tmp_path / "private").read_bytes() == b"piece"
+
+
 @pytest.mark.parametrize("seconds", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_store_that_fails_for_a_while_is_waited_for(
     server: Any, monkeypatch: pytest.MonkeyPatch, seconds: int

@@ -781,6 +781,38 @@ def test_a_scan_takes_up_what_is_new_since_the_last_one(
     assert dump(master) == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a link of another user needs root")
+@pytest.mark.parametrize("what", ["run", "run.json", "journal", "fifo"])
+def test_a_link_by_another_user_shows_no_run_of_the_masters_user(
+    master: Any,
+    watcher: RunsWatcher,
+    runs_path: Path,
+    tmp_path: Path,
+    what: str,
+) -> None:
+    private = HandRun(tmp_path / "private")
+    private.begin()
+    private.close()
+    place = runs_path / "theirs"
+    if what == "run":
+        place.symlink_to(private.path)
+        os.lchown(place, 65534, 65534)
+    else:
+        place.mkdir()
+        for path in private.path.iterdir():
+            if path.name == what:
+                (place / path.name).symlink_to(path)
+            elif path.is_file():
+                shutil.copy(path, place)
+            else:
+                shutil.copytree(path, place / path.name)
+    if what == "fifo":
+        (place / "run.json").unlink()
+        os.mkfifo(place / "run.json")
+    watcher.scan()
+    assert master.http.get("/experiments").json()["items"] == []
+
+
 def test_a_run_is_one_run_however_many_requests_it_takes(
     master: Any, watcher: RunsWatcher, make_run: Callable[..., HandRun], send: Callable[..., Any]
 ) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline._atomic_files import replacing_below
-from paceline._regular_files import opened_directory
+from paceline._regular_files import open_regular_below, opened_directory, read_limited
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,13 @@ class DiskCache:
 
     def get(self, *key: object) -> bytes | None:
         """Return what was kept under a key, or None."""
-        path = self._path(key)
         try:
-            data = path.read_bytes()
-            os.utime(path)
+            with (
+                opened_directory(self._directory) as directory,
+                open_regular_below(directory, _name(key)) as file,
+            ):
+                data = read_limited(file, self._limit_bytes)
+                os.utime(file.fileno())
         except OSError:
             return None
         return data
@@ -45,45 +48,44 @@ class DiskCache:
         """Keep a piece, unless it is larger than the limit or the disk does not take it."""
         if len(data) > self._limit_bytes:
             return
-        path = self._path(key)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            if self._num_bytes is None:
-                self._num_bytes = sum(size for _, size, _ in self._pieces())
-            with (
-                opened_directory(self._directory) as directory,
-                replacing_below(directory, path.name) as file,
-            ):
-                file.write(data)
+            with opened_directory(self._directory) as directory:
+                if self._num_bytes is None:
+                    self._num_bytes = sum(size for _, size, _ in _pieces(directory))
+                with replacing_below(directory, _name(key)) as file:
+                    file.write(data)
+                self._num_bytes += len(data)
+                if self._num_bytes > self._limit_bytes:
+                    self._remove_oldest(directory)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("Pieces of files are not kept in %s: %s.", self._directory, error)
-            return
-        self._num_bytes += len(data)
-        if self._num_bytes > self._limit_bytes:
-            self._remove_oldest()
 
-    def _remove_oldest(self) -> None:
+    def _remove_oldest(self, directory: int) -> None:
         # Other processes add and remove as well.
-        pieces = sorted(self._pieces())
+        pieces = sorted(_pieces(directory))
         total = sum(size for _, size, _ in pieces)
-        for _, size, path in pieces:
+        for _, size, name in pieces:
             if total <= _SHARE_LEFT * self._limit_bytes:
                 break
             with suppress(OSError):
-                path.unlink()
+                os.unlink(name, dir_fd=directory)
             total -= size
         self._num_bytes = total
 
-    def _pieces(self) -> list[tuple[int, int, Path]]:
-        found = []
-        for path in self._directory.iterdir():
-            with suppress(OSError):
-                stat = path.stat()
-                found.append((stat.st_mtime_ns, stat.st_size, path))
-        return found
 
-    def _path(self, key: tuple[object, ...]) -> Path:
-        text = "\0".join(map(str, key))
-        return self._directory / hashlib.sha256(text.encode()).hexdigest()[:40]
+def _pieces(directory: int) -> list[tuple[int, int, str]]:
+    """Return when each was used last, its size and its name."""
+    found = []
+    for name in os.listdir(directory):
+        with suppress(OSError):
+            facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            found.append((facts.st_mtime_ns, facts.st_size, name))
+    return found
+
+
+def _name(key: tuple[object, ...]) -> str:
+    text = "\0".join(map(str, key))
+    return hashlib.sha256(text.encode()).hexdigest()[:40]

@@ -3,10 +3,17 @@
 import logging
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from paceline._regular_files import (
+    NotRegularFileError,
+    open_regular_below,
+    opened_below,
+    opened_directory,
+)
 from paceline.core import moved_storage
 from paceline.journal import Entry, JournalKey, RunDirectory, RunTail
 from paceline.master.experiments import Unmanaged
@@ -102,6 +109,7 @@ class RunsWatcher:
             self._runs.pop(path, None)
 
     def _open(self, path: Path) -> "_Run | None":
+        _check_links(path)
         directory = RunDirectory.open(path)
         if not directory.journal_keys():
             return None  # it has only just begun, or never did
@@ -171,6 +179,21 @@ class _Run:
 def _decode(key: JournalKey, entries: list[Entry]) -> RunBatch:
     records = [(entry.sequence, entry.decode()) for entry in entries]
     return RunBatch(key.attempt, key.generation, key.rank, records)
+
+
+def _check_links(path: Path) -> None:
+    """Refuse links by which another user would have what is ours shown as a run of theirs.
+
+    Raises:
+        ValueError: There is one.
+    """
+    try:
+        with opened_directory(path) as directory:
+            open_regular_below(directory, "run.json").close()
+            with suppress(FileNotFoundError), opened_below(directory, "journal"):
+                pass
+    except NotRegularFileError as error:
+        raise ValueError(f"{error.filename!r}: {error.strerror}") from error
 
 
 def _changed_at(path: Path) -> int | None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from paceline.master.api import _checkpoint_routes
-from paceline.master.nodes import StorageMarks
+from paceline.master.nodes import StorageMarks, _checkpoint_transfers
 from paceline.storage import DirectoryStorage, new_uuid, origin_of
 
 OTHER_UID = 65534
@@ -142,6 +142,34 @@ def test_an_attempt_is_given_no_link_in_place_of_a_list_of_files(shared: Shared,
     assert shared.ask("one").status_code == 200
     path.unlink()
     path.symlink_to(shared.token)
+    assert_refused(shared.ask("one"))
+
+
+@pytest.mark.parametrize("what", ["large", "many"])
+def test_done_files_do_not_fill_the_memory_of_the_master(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    directory = shared.store("one")
+    shared.record("one")
+    big = tmp_path / "shared" / "big"
+    big.write_bytes(b"x" * (5 * 2**20 if what == "large" else 1))
+    if what == "many":
+        monkeypatch.setattr(_checkpoint_transfers, "MAX_TEXT_BYTES", 1000)
+    for rank in range(1, 40):
+        os.link(big, directory / f"rank-{rank}.done")
+    reply = shared.ask("one")
+    assert_refused(reply)
+    number = 4 if what == "large" else 12
+    assert f"but rank-{number}.done is beyond" in reply.text
+
+
+def test_a_manifest_that_is_too_large_is_neither_written_nor_read(shared: Shared) -> None:
+    directory = shared.store("one")
+    shared.record("one")
+    with pytest.raises(ValueError, match="must have at most 16777216 bytes, but have"):
+        shared.storage.commit("one", {"steps_completed": 3, "large": "x" * 2**24})
+    (directory / "manifest.json").unlink(missing_ok=True)
+    (directory / "manifest.json").write_bytes(b'{"version": 1, "metadata": [' + b"[]," * 2**23)
     assert_refused(shared.ask("one"))
 
 

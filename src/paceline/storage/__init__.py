@@ -28,6 +28,7 @@ from paceline.storage._incoming_checkpoint import IncomingCheckpoint, forget_inc
 from paceline.storage._manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
+    MAX_TEXT_BYTES,
     FileEntry,
     Manifest,
     Selector,
@@ -59,6 +60,7 @@ from paceline.storage._upload import FileSender, UploadLimits
 __all__ = [
     "MANIFEST_NAME",
     "MANIFEST_VERSION",
+    "MAX_TEXT_BYTES",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointMismatchError",

@@ -17,6 +17,7 @@ from paceline.storage import _durable_files
 from paceline.storage._errors import CheckpointCorruptError
 from paceline.storage._manifest import (
     MANIFEST_NAME,
+    MAX_TEXT_BYTES,
     FileEntry,
     Manifest,
     ShardDone,
@@ -24,8 +25,6 @@ from paceline.storage._manifest import (
     decode_manifest,
     done_name,
 )
-
-_MAX_TEXT_BYTES = 64 * 2**20
 
 
 class CheckpointDirectory:
@@ -105,7 +104,7 @@ class CheckpointDirectory:
 
     def _read(self, name: str) -> bytes:
         with self.open(name) as file, refusing_links(self.path):
-            return read_limited(file, _MAX_TEXT_BYTES)
+            return read_limited(file, MAX_TEXT_BYTES)
 
 
 def problem_of_file(file: IO[bytes], entry: FileEntry) -> str | None:

@@ -24,6 +24,7 @@ from paceline.storage._directory_trees import (
 from paceline.storage._errors import CheckpointWriteError
 from paceline.storage._manifest import (
     MANIFEST_NAME,
+    MAX_TEXT_BYTES,
     FileEntry,
     Manifest,
     check_file_names,
@@ -56,7 +57,7 @@ class IncomingCheckpoint:
 
     Raises:
         CheckpointCorruptError: A text is damaged, or belongs to another checkpoint.
-        ValueError: A name cannot be that of a checkpoint's file.
+        ValueError: A name cannot be that of a checkpoint's file, or the texts are too large.
     """
 
     def __init__(
@@ -68,6 +69,11 @@ class IncomingCheckpoint:
         shards: Mapping[int, bytes],
     ) -> None:
         self._uuid = check_uuid(uuid)
+        if (num_bytes := sum(map(len, shards.values()))) > MAX_TEXT_BYTES:
+            raise ValueError(
+                f"The done files of checkpoint {uuid} must have at most {MAX_TEXT_BYTES} bytes in"
+                f" all, but have {num_bytes}."
+            )
         self.files: dict[str, FileEntry] = {}
         for rank, text in shards.items():
             self.files |= decode_done(text, uuid, rank).files

@@ -14,6 +14,8 @@ from paceline.storage._errors import CheckpointCorruptError, CheckpointVersionEr
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+MAX_TEXT_BYTES = 16 * 2**20
+"""How large a manifest or a done file may be: who may write it could fill a reader's memory."""
 
 # Tells by a file's relative POSIX path whether it is wanted.
 Selector: TypeAlias = Callable[[str], bool]
@@ -38,6 +40,10 @@ class ShardDone(msgspec.Struct, frozen=True, kw_only=True):
     version: int = MANIFEST_VERSION
     rank: int
     files: dict[str, FileEntry]
+
+
+class _Version(msgspec.Struct):
+    version: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +126,19 @@ def check_file_names(names: list[str]) -> list[str]:
 
 
 def encode_with_checksum(document: Manifest | ShardDone) -> bytes:
-    """Return the document as indented JSON with a checksum."""
-    return seal(msgspec.json.format(msgspec.json.encode(document), indent=1))
+    """Return the document as indented JSON with a checksum.
+
+    Raises:
+        ValueError: It is too large.
+    """
+    data = seal(msgspec.json.format(msgspec.json.encode(document), indent=1))
+    if len(data) > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"The metadata and the list of files of a checkpoint must have at most {MAX_TEXT_BYTES}"
+            f" bytes, but have {len(data)}, for {len(document.files)} files. Hint: store fewer"
+            " files, such as archives."
+        )
+    return data
 
 
 def decode_manifest(data: bytes, uuid: str) -> Manifest:
@@ -159,11 +176,14 @@ def decode_done(data: bytes, uuid: str, rank: int) -> ShardDone:
 
 
 def _check_version(data: bytes, uuid: str, name: str) -> None:
+    if len(data) > MAX_TEXT_BYTES:
+        raise _damaged(uuid, name, f"it has {len(data)} bytes, more than {MAX_TEXT_BYTES}")
     try:
-        version = msgspec.json.decode(data)["version"]
+        # All else is skipped: as objects, it would take many times its size.
+        version = msgspec.json.decode(data, type=_Version).version
         if version == MANIFEST_VERSION:
             check_seal(data)
-    except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _damaged(uuid, name, str(error)) from error
     if version != MANIFEST_VERSION:
         raise CheckpointVersionError(

@@ -40,6 +40,7 @@ from paceline.messages.attempts import (
 from paceline.messages.states import CheckpointState
 from paceline.storage import (
     MANIFEST_NAME,
+    MAX_TEXT_BYTES,
     CheckpointStorage,
     DirectoryStorage,
     IncomingCheckpoint,
@@ -52,7 +53,8 @@ faults.register("master.checkpoint.moved_in")
 
 PIECES_AT_ONCE = 8
 OFFERS_AT_ONCE = 4
-_LARGEST_TEXT = 64 * 1024 * 1024
+# So much each one counts at least, as many small ones take memory as well.
+_SMALLEST_DONE = 64
 
 
 class Transfers:
@@ -207,8 +209,12 @@ class Transfers:
         """Return the manifest and the done files of a checkpoint; raises like `readable`."""
         storage, _ = self.readable(attempt_id, uuid)
         shards: dict[int, str] = {}
-        while (text := _checkpoint_file_text(storage, uuid, done_name(len(shards)))) is not None:
+        left = MAX_TEXT_BYTES
+        while (
+            text := _checkpoint_file_text(storage, uuid, done_name(len(shards)), left)
+        ) is not None:
             shards[len(shards)] = text
+            left -= len(text) + _SMALLEST_DONE
         manifest = _checkpoint_file_text(storage, uuid, MANIFEST_NAME)
         assert manifest is not None
         return CheckpointFiles(manifest=manifest, shards=shards)
@@ -328,12 +334,25 @@ def _is_there(storage: DirectoryStorage, uuid: str, files: CheckpointFiles) -> b
     return True
 
 
-def _checkpoint_file_text(storage: CheckpointStorage, uuid: str, name: str) -> str | None:
-    """Return a file of the commit protocol, None if there is none."""
+def _checkpoint_file_text(
+    storage: CheckpointStorage, uuid: str, name: str, max_bytes: int = MAX_TEXT_BYTES
+) -> str | None:
+    """Return a file of the commit protocol, None if there is none.
+
+    Raises:
+        RefusedError: It is larger than `max_bytes`.
+    """
     try:
-        return storage.read_file(uuid, name, 0, _LARGEST_TEXT).decode()
+        data = storage.read_file(uuid, name, 0, max(max_bytes, 0) + 1)
     except FileNotFoundError:
         return None
+    if len(data) > max_bytes:
+        raise RefusedError(
+            "checkpoint_unusable",
+            f"The manifest of checkpoint {uuid} must have at most {MAX_TEXT_BYTES} bytes, and so"
+            f" must all of its done files, but {name} is beyond.",
+        )
+    return data.decode()
 
 
 def _row_of(connection: Connection, uuid: str) -> Row[Any] | None:

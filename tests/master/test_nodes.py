@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -1252,6 +1253,47 @@ def test_a_success_ends_the_rest_of_a_node(master: Any, join: Callable[..., Fake
     body = {"reason": "exited", "code": 0, "signal": None, "time": 1.0}
     assert master.attempt(kept, "end", **body).status_code == 204
     assert not resting(master)["bad"]
+
+
+@pytest.mark.parametrize("what", ["read", "delete", "piece"])
+def test_a_storage_that_hangs_is_named_whatever_waits_for_it(
+    hanging_disk: Path,
+    make_master: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    monkeypatch.setattr(_storage_calls, "_SILENT_S", 0.0)
+    master = make_master()
+    master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
+    master.schedule()
+    master.report(1, 0)
+    row = {
+        "uuid": "one", "trial_id": 1, "experiment_id": 1, "attempt": 1, "steps_completed": 1,
+        "state": "COMPLETED", "metadata": {}, "resources": {"model": 1}, "size": 1,
+        "storage": str(hanging_disk), "created_at": 1.0,
+    }  # fmt: skip
+
+    def move(transaction: Any) -> None:
+        experiments = tables.experiments
+        config = transaction.connection.scalar(select(experiments.c.config)) | of_storage(
+            hanging_disk
+        )
+        transaction.connection.execute(update(experiments).values(config=config))
+        transaction.connection.execute(insert(tables.checkpoints).values(**row))
+
+    master.core.database.write(move).result()
+    headers = {"Authorization": f"Bearer {master.core.attempt_tokens.token_of(1)}"}
+    piece = "/attempts/1/checkpoints/one/pieces?name=model&offset=0"
+    calls: dict[str, Callable[[], Any]] = {
+        "read": lambda: master.http.get("/checkpoints/one/files/model", timeout=0.5),
+        "delete": lambda: master.http.delete("/checkpoints/one", timeout=0.5),
+        "piece": lambda: master.http.get(piece, headers=headers, timeout=0.5),
+    }
+    with pytest.raises(httpx.ReadTimeout):
+        calls[what]()
+    text = f"{str(hanging_disk)!r} has not answered for"
+    while not any(text in problem for problem in master.http.get("/status").json()["problems"]):
+        time.sleep(0.05)
 
 
 def test_requests_that_a_storage_keeps_waiting_keep_no_others_waiting(

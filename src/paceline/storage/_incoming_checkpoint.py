@@ -89,6 +89,11 @@ class IncomingCheckpoint:
         self._path = storage.root / _INCOMING_NAME / sender / uuid
 
     @property
+    def storage_url(self) -> str:
+        """The URL of the storage where the checkpoint is to be."""
+        return self._storage.url
+
+    @property
     def manifest(self) -> Manifest:
         """The manifest of the checkpoint."""
         assert self._manifest is not None

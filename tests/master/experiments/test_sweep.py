@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from paceline.journal import CheckpointStored
-from paceline.master.experiments import CheckpointPlace, RefusedError, delete_files
+from paceline.master.experiments import CheckpointPlace, RefusedError, StorageCalls, delete_files
 from paceline.master.experiments import _checkpoint_sweep as _sweep
 from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
 from paceline.master.store import settle_cluster_id, tables
@@ -170,12 +170,12 @@ def test_a_checkpoint_is_started_from_or_deleted_and_never_both(
         start_from(first)
         return planned
 
-    def start_and_delete(place: CheckpointPlace, uuid: str) -> bool:
+    def start_and_delete(calls: StorageCalls, place: CheckpointPlace, uuid: str) -> bool:
         with pytest.raises(RefusedError, match="is being deleted"):
             start_from(uuid)
         with pytest.raises(RefusedError, match="must have a checkpoint|is being deleted"):
             start_from(third)
-        return delete(place, uuid)
+        return delete(calls, place, uuid)
 
     monkeypatch.setattr(_sweep, "_plan_sweep", plan_and_start)
     monkeypatch.setattr(_sweep, "delete_files", start_and_delete)
@@ -212,7 +212,7 @@ def test_what_cannot_be_deleted_is_tried_again(
     tried: list[str] = []
     delete, now_s = _sweep.delete_files, _sweep.time.time()
 
-    def fail(_place: CheckpointPlace, uuid: str) -> bool:
+    def fail(_calls: StorageCalls, _place: CheckpointPlace, uuid: str) -> bool:
         tried.append(uuid)
         return False
 
@@ -252,13 +252,13 @@ def test_an_experiment_that_was_continued_meanwhile_is_swept_again(
     delete = _sweep.delete_files
     last: list[str] = []
 
-    def delete_slowly(place: CheckpointPlace, uuid: str) -> bool:
+    def delete_slowly(calls: StorageCalls, place: CheckpointPlace, uuid: str) -> bool:
         if not last:
             bench.command("continue_experiment", experiment_id, {})
             attempt_id = bench.start(1)
             last.append(store(bench, attempt_id, 3, storage))
             bench.end(attempt_id)
-        return delete(place, uuid)
+        return delete(calls, place, uuid)
 
     monkeypatch.setattr(_sweep, "delete_files", delete_slowly)
     bench.retention.make_pass()
@@ -306,4 +306,4 @@ def test_what_killed_attempts_have_stored_and_not_told_of_is_removed(
 
 def test_files_that_are_gone_already_count_as_deleted(storage: Path) -> None:
     storage.mkdir()
-    assert delete_files(CheckpointPlace(str(storage)), "never-there")
+    assert delete_files(StorageCalls(), CheckpointPlace(str(storage)), "never-there")

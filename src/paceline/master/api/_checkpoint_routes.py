@@ -18,6 +18,7 @@ from paceline.master.api._row_helpers import MasterOf, RecordsOf, checkpoint_row
 from paceline.master.experiments import (
     CheckpointPlace,
     RefusedError,
+    StorageCalls,
     delete_files,
     delete_matching_files,
     in_own_thread,
@@ -55,9 +56,10 @@ async def delete_checkpoint(
     """Delete a checkpoint's files, or those that patterns match; it stays listed."""
     view, place = await asyncio.to_thread(_read_with_place, uuid, master)
     await write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
+    calls = master.changes.storage_calls
     try:
         left = await asyncio.wrap_future(
-            in_own_thread(lambda: _delete_checkpoint_files(place, uuid, glob))
+            in_own_thread(lambda: _delete_checkpoint_files(calls, place, uuid, glob))
         )
         if left != view.resources:
             await write_rows(
@@ -85,8 +87,9 @@ def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
     view, place = _read_with_place(uuid, master)
     if view.state is CheckpointState.DELETED:
         raise ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")
-    storage = place.opened(uuid)
-    manifest = storage.manifest(uuid)
+    with master.changes.storage_calls.noted(place.storage):
+        storage = place.opened(uuid)
+        manifest = storage.manifest(uuid)
     place.check(manifest)
     if path not in manifest.files:
         known = ", ".join(manifest.files)
@@ -134,14 +137,14 @@ def _verified_pieces(
 
 
 def _delete_checkpoint_files(
-    place: CheckpointPlace, uuid: str, globs: list[str] | None
+    calls: StorageCalls, place: CheckpointPlace, uuid: str, globs: list[str] | None
 ) -> dict[str, int]:
     """Delete files of a checkpoint, and return the sizes of those that are left."""
     try:
         if globs is not None:
-            left = delete_matching_files(place, uuid, globs)
+            left = delete_matching_files(calls, place, uuid, globs)
         else:
-            left = {} if delete_files(place, uuid) else None
+            left = {} if delete_files(calls, place, uuid) else None
     except RefusedError:
         raise
     except ValueError as error:

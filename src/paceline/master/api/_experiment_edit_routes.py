@@ -126,9 +126,9 @@ async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
     )
 
 
-def _delete_files(place: CheckpointPlace, uuid: str) -> bool:
+def _delete_files(master: Master, place: CheckpointPlace, uuid: str) -> bool:
     try:
-        return delete_files(place, uuid)
+        return delete_files(master.changes.storage_calls, place, uuid)
     except RefusedError:
         return False
 
@@ -138,7 +138,7 @@ def _remove_leftovers(master: Master, experiment_id: int, leftovers: Leftovers) 
     left = [
         f"{place.storage}/{uuid}"
         for uuid, place in leftovers.checkpoints.items()
-        if not _delete_files(place, uuid)
+        if not _delete_files(master, place, uuid)
     ]
     attempts = master.home.attempts_path
     removals: list[Callable[[], None]] = [

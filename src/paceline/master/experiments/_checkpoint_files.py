@@ -130,14 +130,14 @@ def places_of_checkpoints(
     }
 
 
-def delete_files(place: CheckpointPlace, uuid: str) -> bool:
+def delete_files(calls: StorageCalls, place: CheckpointPlace, uuid: str) -> bool:
     """Delete a checkpoint's files; False, with a logged line, if that fails.
 
     Raises:
         RefusedError: They are not the master's to delete.
     """
     try:
-        with _refusing_damaged(uuid):
+        with _refusing_damaged(uuid), calls.noted(place.storage):
             place.opened(uuid).delete_checked(uuid, place.check)
     except CheckpointNotFoundError:
         return True  # deleted before
@@ -150,7 +150,7 @@ def delete_files(place: CheckpointPlace, uuid: str) -> bool:
 
 
 def delete_matching_files(
-    place: CheckpointPlace, uuid: str, globs: Sequence[str]
+    calls: StorageCalls, place: CheckpointPlace, uuid: str, globs: Sequence[str]
 ) -> dict[str, int] | None:
     """Delete the files that patterns match, and return the sizes of the others.
 
@@ -163,7 +163,7 @@ def delete_matching_files(
     """
     selects = glob_selector(globs)
     try:
-        with _refusing_damaged(uuid):
+        with _refusing_damaged(uuid), calls.noted(place.storage):
             storage = place.opened(uuid)
             manifest = storage.manifest(uuid)
             if all(map(selects, manifest.files)):

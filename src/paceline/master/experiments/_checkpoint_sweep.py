@@ -14,6 +14,7 @@ from paceline.config import CheckpointStorage
 from paceline.master.experiments._checkpoint_files import (
     CheckpointPlace,
     delete_files,
+    place_of_experiment,
     places_of_checkpoints,
     storage_for_others,
 )
@@ -78,7 +79,8 @@ def sweep_checkpoints(
     places, doomed, next_s = _plan_sweep(database, experiment, changes.default_storage)
     if has_ended:
         for storage in {place.storage for place in places.values()}:
-            _sweep_leftovers(storage, failures)
+            with changes.storage_calls.noted(storage):
+                _sweep_leftovers(storage, failures)
         _remove_unknown(changes, database, experiment)
     # In any order, so that a few which cannot be deleted do not keep the same others back for ever.
     ordered = random.sample(doomed, len(doomed))
@@ -125,7 +127,7 @@ def _delete_in_sweep(
             if failures[place.storage] >= _MAX_FAILURES:
                 continue
             try:
-                if delete_files(place, uuid):
+                if delete_files(changes.storage_calls, place, uuid):
                     deleted.append(uuid)
                 else:
                     failures[place.storage] += 1
@@ -256,7 +258,9 @@ def _sweep_leftovers(storage: str, failures: Counter[str]) -> None:
 def _remove_unknown(changes: StateChanges, database: Database, experiment: Row[Any]) -> None:
     """Remove what was stored when an attempt was killed, and not recorded."""
     try:
-        remove_unknown_checkpoints(database, experiment, changes.default_storage, changes.since_s)
+        place = place_of_experiment(experiment, changes.default_storage)
+        with changes.storage_calls.noted(place):
+            remove_unknown_checkpoints(database, experiment, place, changes.since_s)
     except (OSError, ValueError):
         logger.exception("Unknown checkpoints of experiment %d were not found.", experiment.id)
 

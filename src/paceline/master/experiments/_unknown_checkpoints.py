@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Row, select
 
-from paceline.master.experiments._checkpoint_files import place_of_experiment, storage_for_others
+from paceline.master.experiments._checkpoint_files import storage_for_others
 from paceline.master.store import Database, read_cluster_id, tables
 from paceline.messages.states import AttemptState
 from paceline.storage import CheckpointError, DirectoryStorage, Manifest, origin_of
@@ -24,7 +24,7 @@ class _NotOursError(Exception):
 
 
 def remove_unknown_checkpoints(
-    database: Database, experiment: Row[Any], default_storage: str, since_s: float
+    database: Database, experiment: Row[Any], place: str, since_s: float
 ) -> None:
     """Remove the checkpoints of an ended experiment that were stored when an attempt was killed.
 
@@ -35,14 +35,13 @@ def remove_unknown_checkpoints(
     Args:
         database: The database.
         experiment: The experiment.
-        default_storage: Where checkpoints go unless the configuration says otherwise.
+        place: Where its checkpoints go.
         since_s: Those that are older stay, in seconds since the epoch.
 
     Raises:
         OSError: The storage cannot be read.
         ValueError: There is none.
     """
-    place = place_of_experiment(experiment, default_storage)
     storage = storage_for_others(place) if place else None
     if not isinstance(storage, DirectoryStorage) or not storage.root.is_dir():
         return

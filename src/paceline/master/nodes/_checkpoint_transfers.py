@@ -114,9 +114,12 @@ class Transfers:
         if offer.record is None or offer.record.uuid != uuid:
             raise RefusedError("unknown_checkpoint", f"Nobody has stored checkpoint {uuid}.")
         incoming = self._uploads.incoming(storage, attempt_id, uuid, offer.files)
-        if not _is_there(storage, uuid, offer.files):
+        with self._changes.storage_calls.noted(storage.url):
+            is_there = _is_there(storage, uuid, offer.files)
+            missing = {} if is_there else incoming.missing()
+        if not is_there:
             # A damaged file is missing again.
-            missing = incoming.missing() or dict.fromkeys(incoming.seal(), 0)
+            missing = missing or dict.fromkeys(incoming.seal(), 0)
             if missing:
                 self._uploads.begin((attempt_id, uuid, 0), storage, incoming)
                 return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)
@@ -143,7 +146,8 @@ class Transfers:
             if not 0 < member < len(members):
                 raise RefusedError("unknown_member", f"Attempt {attempt_id} has no such node.")
         incoming = self._uploads.incoming(storage, attempt_id, uuid, offer)
-        missing = incoming.missing()
+        with self._changes.storage_calls.noted(storage.url):
+            missing = incoming.missing()
         self._uploads.begin((attempt_id, uuid, member), storage, incoming)
         is_alone = members[0].exit is not None
         return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)
@@ -159,7 +163,9 @@ class Transfers:
             CheckpointWriteError: The disk is full or broken.
             ValueError: The checkpoint has no such file, or not so many bytes of it.
         """
-        return self._uploads.get(attempt_id, uuid, member).write(name, offset, data)
+        incoming = self._uploads.get(attempt_id, uuid, member)
+        with self._changes.storage_calls.noted(incoming.storage_url):
+            return incoming.write(name, offset, data)
 
     def delete(self, attempt_id: int, uuid: str) -> None:
         """Delete a checkpoint of the attempt's trial, if it is there; raises like `offer`."""
@@ -170,7 +176,7 @@ class Transfers:
         if row is None or row.state == CheckpointState.DELETED.value:
             return
         _check_own(row, attempt)
-        if not delete_files(self._place(row), uuid):
+        if not delete_files(self._changes.storage_calls, self._place(row), uuid):
             raise OSError(f"The files of checkpoint {uuid} cannot be deleted.")
 
         def note(transaction: Transaction) -> None:
@@ -200,8 +206,9 @@ class Transfers:
         if row.state == CheckpointState.DELETED.value:
             raise RefusedError("deleted", f"Checkpoint {uuid} was deleted.")
         place = self._place(row)
-        storage = place.opened(uuid)
-        manifest = storage.manifest(uuid)
+        with self._changes.storage_calls.noted(place.storage):
+            storage = place.opened(uuid)
+            manifest = storage.manifest(uuid)
         place.check(manifest)
         return storage, manifest
 
@@ -228,7 +235,8 @@ class Transfers:
         storage, manifest = self.readable(attempt_id, uuid)
         if name not in manifest.files:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        return storage.read_file(uuid, name, offset, MAX_PIECE_BYTES)
+        with self._changes.storage_calls.noted(storage.url):
+            return storage.read_file(uuid, name, offset, MAX_PIECE_BYTES)
 
     def forget(self, attempt_id: int) -> None:
         """Remove what an attempt did not send to the end, if it has ended on all of its nodes."""
@@ -295,7 +303,8 @@ class Transfers:
             with self._database.read() as connection:
                 is_stored = _row_of(connection, manifest.uuid) is not None
             if not is_stored:
-                delete_files(CheckpointPlace(storage.url), manifest.uuid)
+                calls = self._changes.storage_calls
+                delete_files(calls, CheckpointPlace(storage.url), manifest.uuid)
             raise
         self._uploads.close(attempt_id, manifest.uuid)
 
@@ -303,13 +312,15 @@ class Transfers:
         """Delete the files of a checkpoint that a new manifest does not name any more."""
         place = self._place(row)
         kept = decode_manifest(files.manifest.encode(), row.uuid).files
-        storage = place.opened(row.uuid)
-        manifest = storage.manifest(row.uuid)
+        with self._changes.storage_calls.noted(place.storage):
+            storage = place.opened(row.uuid)
+            manifest = storage.manifest(row.uuid)
         place.check(manifest)
         present = manifest.files
         if any(present.get(name) != entry for name, entry in kept.items()) or not kept:
             raise RefusedError("other_checkpoint", f"There is another checkpoint {row.uuid}.")
-        left = storage.delete_files(row.uuid, lambda name: name not in kept).resources
+        with self._changes.storage_calls.noted(place.storage):
+            left = storage.delete_files(row.uuid, lambda name: name not in kept).resources
 
         def note(transaction: Transaction) -> None:
             note_deleted_files(transaction.connection, row.uuid, left)

@@ -100,6 +100,14 @@ def test_wrong_metadata_is_refused_before_anything_is_written(
     assert not (tmp_path / "storage").exists()
 
 
+def test_metadata_that_no_list_could_show_is_refused(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {"steps_completed": 1}
+    for _ in range(70):
+        metadata = {"steps_completed": 1, "deep": metadata}
+    with core.init() as context, pytest.raises(TypeError, match="nested more than 64 times"):
+        context.checkpoint.upload(tmp_path, metadata)
+
+
 def test_failing_body_reports_nothing(records_of: Callable[..., Any]) -> None:
     def fail(context: core.Context) -> None:
         with context.checkpoint.store_path({"steps_completed": 1}) as (path, _):

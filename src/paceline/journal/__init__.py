@@ -35,6 +35,7 @@ from paceline.journal._journal_records import (
 )
 from paceline.journal._journal_writer import JournalWriter, frame_line, segment_name
 from paceline.journal._metric_values import decode_value, encode_float, encode_metrics, same_value
+from paceline.journal._nesting import MAX_DEPTH, is_too_deep
 from paceline.journal._run_directory import (
     HEARTBEAT_LIMIT_S,
     MEETING_PORT_VARIABLE,
@@ -55,6 +56,7 @@ __all__ = [
     "EARLY_EXIT_REASONS",
     "FORMAT_VERSION",
     "HEARTBEAT_LIMIT_S",
+    "MAX_DEPTH",
     "MEETING_PORT_VARIABLE",
     "OUTCOMES",
     "RESTART_CAUSES_VARIABLE",
@@ -103,6 +105,7 @@ __all__ = [
     "encode_metrics",
     "encode_record",
     "frame_line",
+    "is_too_deep",
     "same_value",
     "segment_name",
     "sync_directory",

@@ -1,5 +1,7 @@
 """Messages between a runner and the master: plain structs, as they carry the bulk."""
 
+from typing import Annotated
+
 import msgspec
 
 from paceline.journal import AnyRecord, CheckpointStored
@@ -11,6 +13,15 @@ MAX_PIECE_BYTES = 4 * 1024 * 1024
 """How much of a file of a checkpoint one request carries at most."""
 
 
+MAX_TIME_S = 253_402_300_799.0
+"""The end of the year 9999 in UTC: later times cannot be shown."""
+
+# What a sender may claim.
+Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Sequence = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class RecordBatch(msgspec.Struct, frozen=True):
     """Consecutive records of one rank's journal, each with its sequence number.
 
@@ -18,9 +29,9 @@ class RecordBatch(msgspec.Struct, frozen=True):
     say. A master that has less stores nothing of the batch, and its marks tell what it lacks.
     """
 
-    generation: int
-    rank: int
-    records: list[tuple[int, AnyRecord]]
+    generation: Rank
+    rank: Rank
+    records: list[tuple[Sequence, AnyRecord]]
     after: int | None = None
 
 
@@ -159,9 +170,9 @@ def split_runner_id(number: int) -> tuple[int, int]:
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     """One line of output as it is shipped; `sequence` counts the attempt's lines from 0."""
 
-    sequence: int
-    time: float
-    rank: int | None
+    sequence: Sequence
+    time: Time
+    rank: Rank | None
     stream: str
     level: str | None
     text: str
@@ -182,11 +193,11 @@ class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     reason: ExitReason
     code: int | None
     signal: int | None
-    time: float
+    time: Time
     detail: str | None = None
     is_launch_error: bool = False
     kind: ErrorKind | None = None
-    sent_at: float | None = None
+    sent_at: Time | None = None
     is_leaving: bool = False
     store: str | None = None
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from paceline.journal import AnyRecord, RunInfo
+from paceline.messages.attempts import Rank, Sequence
 
 
 class RunRegistration(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,10 +19,10 @@ class RunBatch(msgspec.Struct, frozen=True):
     `after` is as in `RecordBatch`.
     """
 
-    attempt: int
-    generation: int
-    rank: int
-    records: list[tuple[int, AnyRecord]]
+    attempt: Rank
+    generation: Rank
+    rank: Rank
+    records: list[tuple[Sequence, AnyRecord]]
     after: int | None = None
 
 

@@ -30,6 +30,7 @@ from paceline.master.experiments._experiment_edits import (
 from paceline.master.experiments._failing_nodes import NUM_TRIALS, WITHIN_S
 from paceline.master.experiments._multi_node_attempts import end_runner, note_begun
 from paceline.master.experiments._reconciler import Reconciler
+from paceline.master.experiments._record_checks import check_record
 from paceline.master.experiments._record_ingest import RecordIngest
 from paceline.master.experiments._retention import Retention
 from paceline.master.experiments._retention_plan import Candidate, RetentionPolicy, plan_retention
@@ -95,6 +96,7 @@ __all__ = [
     "Unmanaged",
     "check_not_over",
     "check_owner",
+    "check_record",
     "checkpoint_root",
     "delete_experiment",
     "delete_files",

@@ -39,6 +39,7 @@ from paceline.master.experiments._checkpoint_ingest import (
     take_checkpoint_deletion,
 )
 from paceline.master.experiments._lost_records import take_lost_records
+from paceline.master.experiments._record_checks import check_record
 from paceline.master.experiments._state_changes import StateChanges
 from paceline.master.experiments._validation_ingest import (
     small_metrics,
@@ -85,7 +86,11 @@ class RecordIngest:
         Raises:
             NotFoundError: There is no such attempt.
             RefusedError: The attempt has ended.
+            ValueError: A record has a value that cannot be.
         """
+        for batch in batches:
+            for _, record in batch.records:
+                check_record(record)
         connection = transaction.connection
         attempt = read_attempt(connection, attempt_id)
         check_not_over(attempt)

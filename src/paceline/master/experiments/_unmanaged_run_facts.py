@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.config import ExperimentConfig, validate_config
 from paceline.journal import RUN_FORMAT_VERSION, AttemptStarted, RunInfo
+from paceline.master.experiments._record_checks import check_run_info
 from paceline.master.experiments._record_ingest import CHIEF
 from paceline.master.experiments._state_transitions import INVALID_HP, RefusedError
 from paceline.messages.runs import RunBatch
@@ -70,8 +71,13 @@ def check_run(info: RunInfo) -> None:
     """Refuse what is no run made without a master.
 
     Raises:
-        RefusedError: A master started it, or it has another format version.
+        RefusedError: A master started it, or it has another format version, or values that cannot
+            be.
     """
+    try:
+        check_run_info(info)
+    except ValueError as error:
+        raise RefusedError("bad_run", f"The run cannot be shown: {error}") from error
     if info.version != RUN_FORMAT_VERSION:
         raise RefusedError(
             "wrong_version",

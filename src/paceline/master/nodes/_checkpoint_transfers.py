@@ -17,6 +17,7 @@ from paceline.master.experiments import (
     StateChanges,
     check_not_over,
     check_owner,
+    check_record,
     delete_files,
     note_deleted_files,
     place_of_checkpoint,
@@ -284,6 +285,7 @@ class Transfers:
             resources=manifest.resources,
             storage=storage.url,
         )
+        check_record(stored)
 
         def job(transaction: Transaction) -> None:
             attempt = read_attempt(transaction.connection, attempt_id)

@@ -1,0 +1,103 @@
+"""Records that no training process writes, and what a master answers to them."""
+
+from typing import Any
+
+import pytest
+
+from paceline.journal import MAX_DEPTH
+
+METRICS = {
+    "type": "metrics", "time": 1.0, "group": "training", "steps_completed": 5,
+    "metrics": {"loss": 1.0},
+}  # fmt: skip
+CHECKPOINT = {
+    "type": "checkpoint", "time": 1.0, "uuid": "one", "steps_completed": 3, "metadata": {},
+    "resources": {"a": 5}, "storage": "/nowhere",
+}  # fmt: skip
+STARTED = {
+    "type": "attempt_started", "time": 1.0, "attempt": 1, "generation": 0, "rank": 0,
+    "world_size": 1, "pid": 7, "host": "h", "resumed_from": None, "steps_completed": 0,
+}  # fmt: skip
+SPENT = {"type": "time_spent", "time": 1.0, "event": "report", "steps_completed": 3, "seconds": {}}
+STORE = {"type": "store", "time": 1.0, "storage": "s", "reason": "r"}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (METRICS | {"time": 1e308}, "`time` must be from 0 to"),
+        (METRICS | {"time": -1.0}, "`time` must be from 0 to"),
+        (METRICS | {"steps_completed": -1}, "`steps_completed` must be from 0 to"),
+        (METRICS | {"metrics": nested(MAX_DEPTH + 1)}, "`metrics` must not be nested more than"),
+        (CHECKPOINT | {"metadata": nested(900)}, "`metadata` must not be nested more than"),
+        (CHECKPOINT | {"resources": {"a": -5}}, "`resources['a']` must be from 0 to"),
+        (CHECKPOINT | {"steps_completed": -5}, "`steps_completed` must be from 0 to"),
+        (CHECKPOINT | {"resources": dict.fromkeys("ab", 2**63 - 1)}, "`resources` must be from 0"),
+        (STARTED | {"environment": nested(900)}, "`environment` must not be nested more than"),
+        (STARTED | {"rank": -1}, "`rank` must be from 0 to"),
+        (SPENT | {"seconds": {"lost": -1e308}}, "`seconds['lost']` must be from 0 to"),
+        (STORE | {"reason": "x" * 5000}, "`reason` must have at most 4096 characters"),
+        (
+            {"type": "run_metadata", "time": 1.0, "metadata": nested(900)},
+            "`metadata` must not be nested more than",
+        ),
+    ],
+)
+def test_records_with_values_that_cannot_be_are_refused(
+    master: Any, record: dict[str, Any], reason: str
+) -> None:
+    master.create(searcher={"name": "single", "metric": "loss"})
+    master.schedule()
+    reply = master.attempt(1, "records", batches=[batch(0, METRICS, record)])
+    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_records")
+    assert reason in reply.json()["detail"]
+    # Nothing of the batch is stored, and what follows is.
+    reply = master.attempt(1, "records", batches=[batch(0, METRICS)])
+    assert reply.json()["marks"] == [{"generation": 0, "rank": 0, "sequence": 0}]
+    for path in ("/experiments", "/trials/1", "/trials/1/checkpoints", "/status"):
+        assert master.http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "changed", [{"rank": -1}, {"generation": 2**40}, {"records": [[2**62, METRICS]]}]
+)
+def test_batches_with_numbers_that_cannot_be_are_refused(
+    master: Any, changed: dict[str, Any]
+) -> None:
+    master.create(searcher={"name": "single", "metric": "loss"})
+    master.schedule()
+    reply = master.attempt(1, "records", batches=[batch(0, METRICS) | changed])
+    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_request")
+
+
+@pytest.mark.parametrize("path", ["logs", "end"])
+def test_times_that_cannot_be_are_refused(master: Any, path: str) -> None:
+    master.create(searcher={"name": "single", "metric": "loss"})
+    master.schedule()
+    body: dict[str, Any] = {"entries": [[0, 1e308, 0, "stdout", None, "text"]]}
+    if path == "end":
+        body = {"reason": "exited", "code": 0, "signal": None, "time": 1e308}
+    reply = master.attempt(1, path, **body)
+    assert (reply.status_code, reply.json()["code"]) == (422, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"created": 1e308}, {"hparams": nested(900)}, {"metadata": nested(900)}]
+)
+def test_runs_with_values_that_cannot_be_are_refused(master: Any, changed: dict[str, Any]) -> None:
+    info = {"run_id": "r", "name": "n", "created": 1.0, "checkpoint_storage": "/nowhere"} | changed
+    reply = master.http.put("/runs/r", json={"info": info, "path": "/runs/r"})
+    assert (reply.status_code, reply.json()["code"]) == (409, "bad_run")
+    assert master.http.get("/experiments").json()["items"] == []
+
+
+def batch(first: int, *records: dict[str, Any]) -> dict[str, Any]:
+    numbered = [[first + number, record] for number, record in enumerate(records)]
+    return {"generation": 0, "rank": 0, "records": numbered}

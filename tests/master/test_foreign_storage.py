@@ -135,6 +135,32 @@ def test_an_attempt_is_given_no_file_that_a_link_in_its_checkpoint_leads_to(
     assert_refused(shared.master.http.get(f"/checkpoints/one/files/{name}"))
 
 
+@pytest.mark.parametrize("kind", ["fifo", "file", "link"])
+def test_checkpoints_of_nodes_wait_where_others_have_taken_the_place_that_they_arrive_in(
+    shared: Shared, tmp_path: Path, kind: str
+) -> None:
+    directory = shared.store("sent")
+    files = {
+        "manifest": (directory / "manifest.json").read_text(),
+        "shards": {"0": (directory / "rank-0.done").read_text()},
+    }
+    directory.rename(tmp_path / "on-the-node")
+    place = shared.storage.root / ".incoming"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "file":
+        place.touch()
+    else:
+        place.symlink_to(shared.token.parent)
+    record = {
+        "time": 1.0, "uuid": "sent", "steps_completed": 3, "metadata": {}, "resources": {},
+        "storage": shared.storage.url, "type": "checkpoint",
+    }  # fmt: skip
+    reply = shared.master.attempt(1, "checkpoints/sent", files=files, record=record)
+    assert (reply.status_code, reply.json()["code"]) == (503, "storage_unavailable"), reply.text
+    assert "only this user can write to" in reply.json()["detail"]
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "rank-0.done"])
 def test_an_attempt_is_given_no_link_in_place_of_a_list_of_files(shared: Shared, name: str) -> None:
     path = shared.store("one") / name

@@ -396,7 +396,7 @@ def incoming(storage: DirectoryStorage, tmp_path: Path) -> IncomingCheckpoint:
     return IncomingCheckpoint(target, "master-1", "one", manifest, shards)
 
 
-@pytest.mark.parametrize("kind", ["link", "writable"])
+@pytest.mark.parametrize("kind", ["link", "writable", "fifo", "file"])
 def test_what_arrives_is_not_kept_where_others_can_write(
     incoming: IncomingCheckpoint, private: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -405,10 +405,16 @@ def test_what_arrives_is_not_kept_where_others_can_write(
     (private / "master-1" / "one" / "model").write_text("mine")
     if kind == "link":
         place.symlink_to(private)
+    elif kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "file":
+        place.touch()
     else:
         private.rename(place)
         place.chmod(0o777)
         private = place
+    with pytest.raises(CheckpointWriteError, match="only this user can write to"):
+        incoming.missing()
     with pytest.raises(CheckpointWriteError, match="only this user can write to"):
         incoming.write("model", 4, b"x")
     with pytest.raises(CheckpointWriteError, match="only this user can write to"):

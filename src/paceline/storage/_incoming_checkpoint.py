@@ -6,7 +6,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from paceline import faults
@@ -215,7 +215,8 @@ class IncomingCheckpoint:
         ):
             root.mkdir(parents=True, exist_ok=True)
             # Nobody else needs to see what is not whole.
-            (root / _INCOMING_NAME).mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileExistsError):
+                (root / _INCOMING_NAME).mkdir(mode=0o700)
             with _opened_incoming(root) as (_, incoming):
                 place = PurePosixPath(self._sender, self._uuid, folder)
                 with made_below(incoming, str(place)) as directory:
@@ -240,18 +241,20 @@ def _opened_incoming(root: Path) -> Iterator[tuple[int, int]]:
         CheckpointWriteError: Others can write to it, such as through a link.
         FileNotFoundError: It is not there.
     """
-    try:
-        with opened_directory(root) as above, opened_below(above, _INCOMING_NAME) as incoming:
+    with ExitStack() as stack:
+        try:
+            above = stack.enter_context(opened_directory(root))
+            incoming = stack.enter_context(opened_below(above, _INCOMING_NAME))
             if not _is_ours_alone(incoming):
                 raise NotRegularFileError(
                     errno.EPERM, "It must belong to this user alone", _INCOMING_NAME
                 )
-            yield above, incoming
-    except NotRegularFileError as error:
-        raise CheckpointWriteError(
-            f"{str(root / _INCOMING_NAME)!r} must be a directory that only this user can write to,"
-            f" but is not ({error.strerror}). Hint: remove it."
-        ) from error
+        except (NotRegularFileError, NotADirectoryError) as error:
+            raise CheckpointWriteError(
+                f"{str(root / _INCOMING_NAME)!r} must be a directory that only this user can write"
+                f" to, but is not ({error.strerror}). Hint: remove it."
+            ) from error
+        yield above, incoming
 
 
 def _is_ours_alone(directory: int) -> bool:

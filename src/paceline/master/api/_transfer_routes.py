@@ -198,10 +198,10 @@ async def _do_transfer(
         # A full disk, and one that cannot be written to now: it is worth trying again.
         if not isinstance(error, CheckpointWriteError) and not is_shortage(error):
             raise
+        why = os.strerror(error.errno) if error.errno else str(error)
         if stored is not None:
-            why = os.strerror(error.errno) if error.errno else str(error)
             await asyncio.to_thread(master.transfers.waiting.note, attempt_id, stored, why)
-        detail = f"The checkpoint cannot be stored: {error.strerror}."
+        detail = f"The checkpoint cannot be stored: {why}."
         raise ApiError(503, "storage_unavailable", detail) from error
     return result
 

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,64 @@ def test_very_deep_directories_are_refused_and_use_up_nothing(storage: Directory
         deep.mkdir()
     with pytest.raises(OSError, match="must not be so deep"):
         storage.delete("one")
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """Return a directory that other users can enter."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        yield Path(place)
+
+
+@pytest.fixture
+def as_another_user() -> Callable[..., str]:
+    """Return a function that runs code as another user, and returns its error."""
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED: another user needs root")
+
+    def run(call: Callable[[], None]) -> str:
+        end, other = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setgid(OTHER_UID)
+                os.setuid(OTHER_UID)
+                call()
+            except BaseException as error:
+                os.write(other, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(0)
+        os.close(other)
+        os.waitpid(child, 0)
+        with os.fdopen(end) as told:
+            return told.read()
+
+    return run
+
+
+@pytest.mark.parametrize("place", ["shared", "shared/new/place"])
+@pytest.mark.parametrize("is_shard", [False, True])
+def test_who_may_not_write_to_a_storage_is_told_whose_it_is(
+    open_place: Path, as_another_user: Callable[..., str], place: str, is_shard: bool
+) -> None:
+    root = open_place / "shared"
+    root.mkdir(mode=0o755)
+
+    def store() -> None:
+        storage = DirectoryStorage(open_place / place)
+        with storage.store_shard("one", 0) if is_shard else storage.store_path("one"):
+            pass
+
+    told = as_another_user(store)
+    assert told.startswith("CheckpointWriteError: "), told
+    assert (
+        f"{str(root)!r} belongs to user 0 and has mode 755, but this process is of user"
+        f" {OTHER_UID}. Hint: let this user write there"
+    ) in told
+    root.chmod(0o1777)
+    assert as_another_user(store) == ""
 
 
 # ---- temporary files -------------------------------------------------------------------------

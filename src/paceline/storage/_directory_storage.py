@@ -144,7 +144,8 @@ class DirectoryStorage(CheckpointStorage):
         """Yield the directory of a checkpoint, which is made."""
         path = self._path(uuid)
         self._make_root()
-        mark_open(self._root, uuid)
+        with _durable_files.naming_files_below(self._root):
+            mark_open(self._root, uuid)
         with (
             opened_directory(self._root) as root,
             made_directory(root, path, exist_ok=exist_ok) as directory,

@@ -306,22 +306,40 @@ def durable_write_errors(uuid: str, root: Path) -> Iterator[None]:
         if number not in _FULL_ERRORS and not _is_about(error, root):
             raise  # Such as of a hook that may not read a file of its own.
         number = number or errno.ENOSPC
-        hint = (
-            "free space there, or copy it to another disk and pass the copy as `checkpoint_storage`"
-            if number in _FULL_ERRORS
-            else "see that the directory is there and may be written to"
-        )
         raise CheckpointWriteError(
             number,
             f"Checkpoint {uuid} cannot be written to {str(root)!r} ({os.strerror(number)}); what"
-            f" was written of it is removed, and earlier checkpoints are untouched. Hint: {hint}",
+            f" was written of it is removed, and earlier checkpoints are untouched."
+            f" {_hint(number, root)}",
         ) from error
 
 
+def _hint(number: int, root: Path) -> str:
+    if number in _FULL_ERRORS:
+        return (
+            "Hint: free space there, or copy it to another disk and pass the copy as"
+            " `checkpoint_storage`"
+        )
+    if number in (errno.EACCES, errno.EPERM):
+        place = next((path for path in (root, *root.parents) if path.exists()), root)
+        with suppress(OSError):
+            facts = place.stat()
+            if not os.access(place, os.W_OK | os.X_OK):
+                return (
+                    f"{str(place)!r} belongs to user {facts.st_uid} and has mode"
+                    f" {stat.S_IMODE(facts.st_mode):o}, but this process is of user"
+                    f" {os.geteuid()}. Hint: let this user write there (`chown`, a group, or `chmod"
+                    " 1777` for all users)"
+                )
+    return "Hint: see that the directory is there and may be written to"
+
+
 def _is_about(error: Exception, root: Path) -> bool:
-    """Tell whether an error is about a file below `root`, or does not say about which."""
+    """Tell whether an error is about a file below or above `root`, or does not say about which."""
     name = getattr(error, "filename", None)
-    return not isinstance(name, (str, os.PathLike)) or Path(name).is_relative_to(root)
+    if not isinstance(name, (str, os.PathLike)):
+        return True
+    return Path(name).is_relative_to(root) or root.is_relative_to(name)
 
 
 @contextmanager

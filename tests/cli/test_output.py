@@ -17,6 +17,7 @@ from paceline.messages.logs import LogLine
         (0.123456, "0.1235"),
         (1.0, "1"),
         (123456789.0, "123456789"),
+        (-1.7e308, "-1.7e+308"),
         (1.5e-7, "1.5e-07"),
         ({"$float": "nan"}, "nan"),
         ({"$float": "-inf"}, "-inf"),

@@ -182,7 +182,8 @@ def format_number(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e5 or not value.is_integer() else f"{value:.0f}"
+        is_count = 1e5 <= abs(value) < 1e16 and value.is_integer()
+        return f"{value:.0f}" if is_count else f"{value:.4g}"
     return str(value)
 
 

@@ -98,6 +98,18 @@ def test_runs_with_values_that_cannot_be_are_refused(master: Any, changed: dict[
     assert master.http.get("/experiments").json()["items"] == []
 
 
+def test_what_a_job_says_of_its_store_is_one_line_of_the_status(master: Any) -> None:
+    master.create(searcher={"name": "single", "metric": "loss"})
+    master.schedule()
+    said = {"storage": "s\nAll is well.", "reason": "r\n" + "x" * 4000}
+    assert master.attempt(1, "records", batches=[batch(0, STORE | said)]).status_code == 200
+    problems = master.http.get("/status").json()["problems"]
+    (problem,) = (text for text in problems if "waits for its store" in text)
+    assert "\n" not in problem
+    assert "waits for its store s All is well., which" in problem
+    assert len(problem) < 700
+
+
 def batch(first: int, *records: dict[str, Any]) -> dict[str, Any]:
     numbered = [[first + number, record] for number, record in enumerate(records)]
     return {"generation": 0, "rank": 0, "records": numbered}

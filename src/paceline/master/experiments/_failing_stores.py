@@ -14,6 +14,7 @@ from paceline.messages.states import AttemptState, TrialState
 
 _MOST_TRIALS = 5
 _FIRST_MOMENTS_S = 60.0
+_MAX_TEXT = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class FailingStores:
                 self._failures[attempt.id, rank] = _Failure(
                     attempt.experiment_id,
                     attempt.trial_id,
-                    record.storage,
+                    _one_line(record.storage),
                     record.time,
-                    record.reason,
+                    _one_line(record.reason),
                 )
 
     def forget(self, attempt_id: int) -> None:
@@ -64,6 +65,12 @@ class FailingStores:
         for one in failures:
             by_store.setdefault((one.experiment_id, one.storage), []).append(one)
         return [_describe(by_store[key]) for key in sorted(by_store)]
+
+
+def _one_line(text: str) -> str:
+    """Return text of a job as a part of one line, which cannot pass for others."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."
 
 
 def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
@@ -96,9 +103,9 @@ def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
         _Failure(
             row.experiment_id,
             row.trial_id,
-            row.exit["store"],
+            _one_line(row.exit["store"]),
             row.ended_at,
-            _reason(row.exit),
+            _one_line(_reason(row.exit)),
         )
         for row in newest.values()
         if row.exit

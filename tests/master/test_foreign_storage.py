@@ -413,3 +413,14 @@ def test_a_directory_in_place_of_a_mark_is_told_and_stays(
     assert StorageMarks("id").mark(str(tmp_path)) is None
     assert "cannot be kept in" in caplog.text
     assert os.listdir(tmp_path) == [".paceline-id"]
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o755, False), (0o1777, False), (0o777, True)])
+def test_the_log_tells_of_a_storage_in_which_users_can_replace_each_others_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_told: bool
+) -> None:
+    tmp_path.chmod(mode)
+    marks = StorageMarks("cluster")
+    assert marks.mark(str(tmp_path)) == marks.mark(str(tmp_path))
+    warnings = [text for text in caplog.messages if "chmod +t" in text]
+    assert len(warnings) == is_told

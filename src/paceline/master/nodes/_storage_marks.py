@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from paceline._atomic_files import replacing_below
@@ -25,6 +26,7 @@ class StorageMarks:
     def __init__(self, cluster_id: str) -> None:
         self._name = f".paceline-{cluster_id}"
         self._text = secrets.token_hex(16)
+        self._warned_of: set[str] = set()
 
     def mark(self, storage: str) -> StorageMark | None:
         """Return the mark in a storage; None if it is no directory that this machine can write to.
@@ -38,6 +40,7 @@ class StorageMarks:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with opened_directory(path.parent) as directory:
+                self._warn_of_renames(storage, os.fstat(directory).st_mode)
                 if not self._is_there(directory):
                     # Everybody may read it, as runners of other users must. The text opens nothing:
                     # who knows it can only make a directory on another machine pass for this one.
@@ -52,6 +55,17 @@ class StorageMarks:
             )
             return None
         return StorageMark(str(path), self._text)
+
+    def _warn_of_renames(self, storage: str, mode: int) -> None:
+        """Log once that others can replace what is in a storage."""
+        if not mode & stat.S_IWOTH or mode & stat.S_ISVTX or storage in self._warned_of:
+            return
+        self._warned_of.add(storage)
+        logger.warning(
+            "All users of its machines can rename, replace and remove checkpoints of others in %s."
+            " Hint: `chmod +t` lets each one touch their own alone.",
+            storage,
+        )
 
     def _is_there(self, directory: int) -> bool:
         """Tell whether this user has written the mark."""

@@ -5,6 +5,7 @@ the first request of a connection and for the rest of one, and accepts until no 
 """
 
 import asyncio
+import re
 import resource
 from collections import Counter
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ _MAX_STRANGERS = 128
 _MAX_DROPPED = 1024
 # Of a request line with all headers, which are kept until they are complete.
 MAX_HEADER_BYTES = 64 * 1024
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+_FOLDED = re.compile(rb"\n[ \t]")
 _SHARED = ("127.0.0.1", "::1")
 # Connections that wait to be accepted: more come at once than are accepted in a turn of the loop.
 QUEUE_LENGTH = 1024
@@ -237,6 +240,18 @@ class Connection(H11Protocol):
     def sender(self) -> str:
         """Who is at the other end, see `sender_at`."""
         return sender_at(self.client, self.server)
+
+    def handle_events(self) -> None:
+        """Refuse a request with a header of several lines, whose value a proxy may read as another.
+
+        h11 joins the lines, also of those that tell where the request ends.
+        """
+        if self.conn.their_state is h11.IDLE:
+            head = _END_OF_HEAD.split(self.conn.trailing_data[0], maxsplit=1)[0]
+            if _FOLDED.search(head):
+                self.send_400_response("A header must be one line.")
+                return
+        super().handle_events()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, with the headers of every answer."""

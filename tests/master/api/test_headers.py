@@ -130,6 +130,8 @@ LOGIN = b"POST /api/v1/login HTTP/1.1\r\nHost: localhost\r\nContent-Type: applic
         LOGIN + b"Transfer-Encoding: xchunked\r\n",
         LOGIN + b"Transfer-Encoding: chunked, identity\r\n",
         LOGIN + b"Transfer-Encoding : chunked\r\n",
+        LOGIN + b"Transfer-Encoding:\r\n chunked\r\n",
+        LOGIN + b"Transfer-Encoding:\n\tchunked\r\n",
         LOGIN + b"Transfer-Encoding: \x0bchunked\r\n",
         LOGIN.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n",
         LOGIN + b"Host: evil.example\r\nContent-Length: 5\r\n",

@@ -2,6 +2,7 @@ import errno
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,17 @@ def test_a_storage_that_does_not_answer_is_named(
     answer.set()
     while calls.silent():
         time.sleep(0.01)
+
+
+def test_a_storage_that_stops_to_answer_in_a_long_call_is_named(
+    hanging_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = StorageCalls()
+    monkeypatch.setattr(_storage_calls, "_SILENT_S", 0.2)
+    with calls.watched(str(hanging_disk)), calls.watched(str(tmp_path)):
+        while not calls.silent():
+            time.sleep(0.01)
+        assert [one.storage for one in calls.silent()] == [str(hanging_disk)]
 
 
 def test_the_error_of_a_call_is_its_callers(answer: threading.Event) -> None:

@@ -98,7 +98,8 @@ def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
     wanted = msgspec.structs.replace(manifest, files={path: manifest.files[path]})
     size = manifest.files[path].size
     if isinstance(storage, DirectoryStorage):
-        pieces, problems = _verified_pieces(storage, wanted, path)
+        with master.changes.storage_calls.watched(place.storage):
+            pieces, problems = _verified_pieces(storage, wanted, path)
     else:
         problems = storage.problems(wanted)
         pieces = (

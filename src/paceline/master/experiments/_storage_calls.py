@@ -2,11 +2,12 @@
 
 import errno
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -76,6 +77,26 @@ class StorageCalls:
         finally:
             with self._lock:
                 del self._running[number]
+
+    @contextmanager
+    def watched(self, storage: str) -> Iterator[None]:
+        """Note if a storage stops to answer within the block, which may take long anyway.
+
+        The file system of a directory is asked now and then.
+        """
+        is_done = threading.Event()
+
+        def look() -> None:
+            while not is_done.wait(_SILENT_S):
+                with self.noted(storage), suppress(OSError):
+                    os.statvfs(storage)
+
+        if "://" not in storage:
+            in_own_thread(look)
+        try:
+            yield
+        finally:
+            is_done.set()
 
     def ask(self, storage: str, call: Callable[[], Result], default: Result) -> Result:
         """Return what a call returns if the storage answers within a second, else `default`.

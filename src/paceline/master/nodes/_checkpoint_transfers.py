@@ -120,7 +120,8 @@ class Transfers:
             missing = {} if is_there else incoming.missing()
         if not is_there:
             # A damaged file is missing again.
-            missing = missing or dict.fromkeys(incoming.seal(), 0)
+            with self._changes.storage_calls.watched(storage.url):
+                missing = missing or dict.fromkeys(incoming.seal(), 0)
             if missing:
                 self._uploads.begin((attempt_id, uuid, 0), storage, incoming)
                 return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)

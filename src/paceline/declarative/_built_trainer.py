@@ -240,6 +240,7 @@ class BuiltTrainer(OwnBuilds):
         check_same_data(
             self.context.core.distributed,
             {part: getattr(self, f"{part}_dataset") for part in parts},
+            reads=self.configs.check_ranks is not False,
         )
 
     def build_dataloaders(self) -> None:

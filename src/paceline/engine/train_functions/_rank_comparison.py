@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.engine.gradients._gradient_sync import GradientSync
+from paceline.engine.loaders._same_data import check_same_as_chief, data_digest
 from paceline.engine.state._rank_differences import RankCheck, RankDigest, check_digests
 
 _START = "start"
@@ -82,15 +83,26 @@ class RankComparison:
                 self._begun.remove(name)
                 self.compare(name, self._world_size)
 
-    def of_chief(self, name: str, value: int) -> int:
-        """Return the chief's value; the others wait until it has called this by the same name."""
+    def of_chief(self, name: str, value: int, data: Any) -> int:
+        """Return the chief's value; the others wait until it has called this by the same name.
+
+        Args:
+            name: The name.
+            value: The value.
+            data: A data set or loader that must be the same on all ranks.
+
+        Raises:
+            ValueError: It is another one than the chief's.
+        """
         if self._world_size == 1 or not dist.is_initialized():
             return value
-        key = self._key(name, 0)
+        key, digest = self._key(name, 0), data_digest(data) if self._is_on else ""
         if self._rank == 0:
-            _store().set(key, str(value))
+            _store().set(key, pickle.dumps((value, digest)))
             return value
-        return int(_store().get(key))
+        of_chief, digest_of_chief = pickle.loads(_store().get(key))  # noqa: S301 - our own rank's
+        check_same_as_chief(name, digest, digest_of_chief, self._rank)
+        return int(of_chief)
 
     def _note_backward(self) -> None:
         num_known = len(self._gradients.models) + len(self._gradients.optimizers)

@@ -327,10 +327,14 @@ class RankSession(LooseSession):
         self._state.add_loader(prepared)
         return prepared
 
-    def agreed_seed(self, seed: int) -> int:
-        """Return the chief's seed for this loader, which must be as manifold on all ranks."""
+    def agreed_seed(self, seed: int, loader: Any) -> int:
+        """Return the chief's seed for this loader, which must have the same data on all ranks.
+
+        Raises:
+            ValueError: They differ.
+        """
         self._num_loaders += 1
-        return self._comparison.of_chief(f"seed {self._num_loaders}", seed)
+        return self._comparison.of_chief(f"data of loader {self._num_loaders}", seed, loader)
 
     def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
         """Return a new iterator over data, with the generators as the checkpoint has them."""

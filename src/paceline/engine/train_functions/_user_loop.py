@@ -82,10 +82,10 @@ class UserLoop:
                 has_own_seed=not self.is_seed_given,
             )
 
-        seed = self.agreed_seed(self._seed_of(loader))
+        seed = self.agreed_seed(self._seed_of(loader), loader)
         return PreparedLoader(loader, make_data, seed, self, is_moved=is_moved)
 
-    def agreed_seed(self, seed: int) -> int:
+    def agreed_seed(self, seed: int, loader: Any) -> int:
         """Return the seed of a loader that all ranks have."""
         return seed
 

@@ -107,6 +107,16 @@ def train(what, odd, period=4, kind=Trial, size=40, **options):
         by_rank = context.distributed.allgather([said, context.loop.position.batches])
     return by_rank
 
+def train_pieces(what):
+    try:
+        with pytorch.init(hparams={"global_batch_size": 12}, seed=7) as context:
+            trainer = pytorch.Trainer(Trial(context, what, None, 48), context)
+            trainer.train_for(pytorch.Batch(2))
+            trainer.train_for(pytorch.Batch(1))
+        return ["same"]
+    except pytorch.RanksDifferError as error:
+        return [str(error)]
+
 said = {}
 for what in ("weights", "initialisation", "rate", "buffer", "autograd", "validation"):
     for odd in (0, 2):
@@ -132,6 +142,7 @@ for size in (40, 44):
 said["by hand idle"] = train("", None, num_shards=2, **by_hand)
 said["by hand named"] = train("before", 2, check_ranks=["*weight"], **by_hand)
 said["by hand off"] = train("before", 2, check_ranks=False, **by_hand)
+said["pieces by autograd"], said["pieces"] = train_pieces("autograd"), train_pieces("")
 if torch.distributed.get_rank() == 0:
     json.dump(said, open("said.json", "w"))
 """
@@ -222,3 +233,10 @@ def test_batch_norm_dropout_ties_frozen_and_averaged_models_are_no_difference(
 
 def test_overlapped_models_are_compared(said: dict[str, list[list[Any]]]) -> None:
     assert "`model_0.last.weight` must be the same" in said["weights overlapped"][2][0]
+
+
+def test_a_training_without_checkpoints_is_compared_at_its_end(
+    said: dict[str, list[Any]],
+) -> None:
+    assert "`model_0.first.weight` must be the same" in said["pieces by autograd"][0]
+    assert said["pieces"] == ["same"]

@@ -97,7 +97,9 @@ def test_the_first_tensor_that_differs_is_named_with_the_ranks(
     workers: train.Trainer, what: str, name: str, odd: int
 ) -> None:
     said = {"initialisation": EACH, "autograd": EACH, "rate": "is 0.0"}.get(what, GROUPS[odd])
-    with pytest.raises(train.RanksDifferError, match=f"`{re.escape(name)}` must be .*{said}"):
+    hint = "set it alike" if what == "rate" else "run backward passes"
+    said = f"`{re.escape(name)}` must be .*{said}.* Hint: {hint}"
+    with pytest.raises(train.RanksDifferError, match=said):
         workers.run(function, {"what": what, "odd": odd, "epoch": 1})
 
 
@@ -115,6 +117,48 @@ def test_a_function_without_checkpoints_is_compared_at_its_start(workers: train.
         workers.run(function, {"what": "weights", "odd": 2, "mode": "overlapped", "saves": False})
 
 
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("what", ["autograd", "validation"])
+def test_a_function_without_checkpoints_is_compared_at_its_end(
+    workers: train.Trainer, what: str, odd: int
+) -> None:
+    with pytest.raises(train.RanksDifferError, match=r"`model_0.* must be the same"):
+        workers.run(function, {"what": what, "odd": odd, "epoch": 2, "saves": False})
+
+
+def after_the_last_step(config: dict[str, Any]) -> None:
+    """Do on rank 0 alone what other ranks need not do, and stop being trained."""
+    model: Any = train.prepare_model(nn.Linear(4, 1))
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    for x, y in train.prepare_data_loader(DataLoader(DATA, batch_size=8)):
+        optimizer.zero_grad()
+        train.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    if config["what"] == "saved":
+        train.save_checkpoint(model=model)
+    if train.world_rank() == 0:
+        if config["what"] == "saved":
+            model.weight.data.zero_()
+        if config["what"] == "moved":
+            model.to("meta")
+    if config["what"] == "raises" and train.world_rank() == 1:
+        model.weight.data.zero_()
+        raise ZeroDivisionError
+    if config["what"] == "left":
+        torch.distributed.destroy_process_group()
+
+
+def test_what_one_rank_does_with_its_model_at_the_end_is_no_difference(
+    workers: train.Trainer,
+) -> None:
+    for what in ("saved", "moved"):
+        assert workers.run(after_the_last_step, {"what": what}) == [None] * 3
+    with pytest.raises(ZeroDivisionError):
+        workers.run(after_the_last_step, {"what": "raises"})
+    with train.Trainer(num_workers=2) as trainer:
+        assert trainer.run(after_the_last_step, {"what": "left"}) == [None] * 2
+
+
 @pytest.mark.parametrize("mode", ["flat", "overlapped", "fsdp"])
 def test_batch_norm_dropout_and_shards_are_no_difference(workers: train.Trainer, mode: str) -> None:
     assert len(workers.run(function, {"what": "", "mode": mode})) == 3
@@ -123,7 +167,8 @@ def test_batch_norm_dropout_and_shards_are_no_difference(workers: train.Trainer,
 def test_a_buffer_of_each_rank_is_refused_unless_it_is_named_or_nothing_is_compared(
     workers: train.Trainer,
 ) -> None:
-    with pytest.raises(train.RanksDifferError, match="`model_0.queue` must be the same"):
+    said = "`model_0.queue` must be the same .* Hint: compute it from what all ranks have"
+    with pytest.raises(train.RanksDifferError, match=said):
         workers.run(function, {"what": "queue"})
     for chosen in (["queue"], False):
         with train.Trainer(num_workers=2, check_ranks=chosen) as trainer:

@@ -327,7 +327,7 @@ class RunDriver(GroupRun):
         return outcomes[: self._spec.num_shards]
 
     def _settle(self, outcomes: Sequence[RankOutcome], function: str = "settle") -> int:
-        """Wait until the checkpoints are committed that all ranks have saved.
+        """Wait until the checkpoints are committed that all ranks have saved, and ranks compared.
 
         Args:
             outcomes: What came of the run on each rank.
@@ -336,7 +336,7 @@ class RunDriver(GroupRun):
         Returns:
             How many of them lack parts all the same.
         """
-        if not any(outcome.num_pending for outcome in outcomes):
+        if not any(outcome.num_pending or outcome.is_to_compare for outcome in outcomes):
             return 0
         num_saves = min(outcome.num_saves for outcome in self._busy(outcomes))
         call = self._group.ask(function, (num_saves, _SETTLE_S), ranks=[0])

@@ -19,6 +19,15 @@ from paceline.engine.tensors._sharded_tensors import is_sharded, local_part, pie
 from paceline.engine.tensors._tensor_digests import TensorDigests
 from paceline.workers import RanksDifferError
 
+# What the digest of a buffer begins with.
+_BUFFER = "buffer "
+# What to do if a parameter, a buffer or a setting differs.
+_HINTS = (
+    "run backward passes by the calls that sum gradients over the ranks, prepare (or wrap) each"
+    " model and each optimizer of its parameters, and set weights alike on all ranks.",
+    "compute it from what all ranks have; or name it if each rank has one for itself.",
+    "set it alike on all ranks; a scheduler or rule that follows a metric needs that of all ranks.",
+)
 # Modules of torch whose buffers follow from the samples that a rank has seen, or from its calls.
 _PER_RANK_MODULES = frozenset(("_NormBase", "_SpectralNorm", "ObserverBase", "FakeQuantizeBase"))
 
@@ -53,7 +62,7 @@ class RankDigest:
 
 
 class RankCheck:
-    """Compares the ranks of a training at its start and with each checkpoint.
+    """Compares the ranks of a training at its start, with each checkpoint and at the end.
 
     Of tensors above 64 KiB, a checkpoint looks at one block in 32, each time at the next one: what
     makes ranks drift apart changes whole tensors. The first comparison looks at all of them.
@@ -85,19 +94,20 @@ class RankCheck:
             is_trained_only: Whether only what optimizers change is looked at.
         """
         digests = TensorDigests(self._num_digests - 1 if self._num_digests else None)
-        tensors, pieces = [], []
+        tensors, pieces, kinds = [], [], {}
         for name, tensor in self._tensors(models, optimizers, is_trained_only=is_trained_only):
             if is_sharded(tensor):
                 name = f"{name} (shape and begin {[*map(list, piece_here(tensor))]})"
                 pieces.append(name)
             else:
                 tensors.append(name)
+            kinds[name] = "" if isinstance(tensor, torch.nn.Parameter) else _BUFFER
             digests.add(name, local_part(tensor))
         self._num_digests += 1
         values = digests.finish()
         return RankDigest(
-            {name: values[name] for name in tensors},
-            {name: values[name] for name in pieces},
+            {name: kinds[name] + values[name] for name in tensors},
+            {name: kinds[name] + values[name] for name in pieces},
             None if is_idle else dict(_settings(optimizers)),
         )
 
@@ -200,12 +210,13 @@ def _difference(name: str, groups: Mapping[str | None, Sequence[int]], *, shows:
         f"{'missing' if value is None else value if shows else 'one'} on {_ranks(ranks)}"
         for value, ranks in groups.items()
     ]
+    is_buffer = any((value or "").startswith(_BUFFER) for value in groups)
+    hint = _HINTS[2 if shows else int(is_buffer)]
     differ = "is" if shows or None in groups else f"has {len(groups)} values:"
     return (
-        f"`{name}` must be the same on all ranks, but {differ} {', '.join(parts)}. Hint: run"
-        " backward passes by the calls that sum gradients over the ranks, and set weights and"
-        " learning rates alike on all ranks. What each rank has for itself is named by"
-        " check_ranks=['*.NAME']; check_ranks=False compares nothing."
+        f"`{name}` must be the same on all ranks, but {differ} {', '.join(parts)}. Hint:"
+        f" {hint} What each rank has for itself is named by check_ranks=['*.NAME'];"
+        " check_ranks=False compares nothing."
     )
 
 

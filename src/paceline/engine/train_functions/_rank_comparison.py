@@ -11,14 +11,14 @@ from paceline.engine.gradients._gradient_sync import GradientSync
 from paceline.engine.loaders._same_data import check_same_as_chief, data_digest
 from paceline.engine.state._rank_differences import RankCheck, RankDigest, check_digests
 
-_START = "start"
+_START, _END = "start", "end"
 
 
 class RankComparison:
     """Each rank leaves digests of its prepared models in torch's store; the chief compares them.
 
-    It does so at the first backward pass, also of models that are prepared later, and with each
-    checkpoint.
+    It does so at the first backward pass, also of models that are prepared later, with each
+    checkpoint, and at the end of a function that trains after its last checkpoint.
 
     Args:
         check: What is compared.
@@ -44,6 +44,7 @@ class RankComparison:
         self._run = run
         self._rank = rank
         self._world_size = world_size
+        self._num_busy_ranks = num_busy_ranks
         self._is_idle = rank >= num_busy_ranks
         self._num_known = 0
         # What the chief has not compared yet, besides checkpoints.
@@ -55,11 +56,7 @@ class RankComparison:
     def leave(self, name: str) -> None:
         """Leave a digest of this rank, under a name that is the same on all ranks."""
         if self._is_on:
-            gradients = self._gradients
-            digest = self._check.digest(
-                gradients.models, gradients.optimizers, is_idle=self._is_idle
-            )
-            _store().set(self._key(name, self._rank), pickle.dumps(digest))
+            self._set(name, self._digest())
 
     def compare(self, name: str, num_ranks: int) -> None:
         """Compare, on the chief, what the first ranks have left.
@@ -83,6 +80,33 @@ class RankComparison:
                 self._begun.remove(name)
                 self.compare(name, self._world_size)
 
+    def leave_end(self, device: torch.device) -> bool:
+        """Leave what is compared at the end; tell, on the chief, whether there is anything.
+
+        Args:
+            device: Where this rank trains.
+        """
+        gradients = self._gradients
+        is_known = bool(gradients.models or gradients.optimizers)
+        if not (self._is_on and dist.is_initialized() and is_known):
+            return False
+        # The function of one rank may have moved or rebuilt its model, to store it.
+        tensors = [p for model in gradients.models for p in model.parameters()]
+        is_moved = any(tensor.device.type != device.type for tensor in tensors)
+        self._set(_END, self._digest().of_present(is_absent=is_moved))
+        return self._rank == 0
+
+    def compare_end(self) -> None:
+        """Compare, on the chief, the ranks as their functions have ended, which they all have.
+
+        Raises:
+            RanksDifferError: They differ in what they all have.
+        """
+        keys = [self._key(_END, rank) for rank in range(self._num_busy_ranks)]
+        # A rank has none if its function has left the process group.
+        if dist.is_initialized() and _store().check(keys):
+            self.compare(_END, self._num_busy_ranks)
+
     def of_chief(self, name: str, value: int, data: Any) -> int:
         """Return the chief's value; the others wait until it has called this by the same name.
 
@@ -103,6 +127,13 @@ class RankComparison:
         of_chief, digest_of_chief = pickle.loads(_store().get(key))  # noqa: S301 - our own rank's
         check_same_as_chief(name, digest, digest_of_chief, self._rank)
         return int(of_chief)
+
+    def _digest(self) -> RankDigest:
+        gradients = self._gradients
+        return self._check.digest(gradients.models, gradients.optimizers, is_idle=self._is_idle)
+
+    def _set(self, name: str, digest: RankDigest) -> None:
+        _store().set(self._key(name, self._rank), pickle.dumps(digest))
 
     def _note_backward(self) -> None:
         num_known = len(self._gradients.models) + len(self._gradients.optimizers)

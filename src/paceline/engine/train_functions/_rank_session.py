@@ -146,6 +146,8 @@ class RankSession(LooseSession):
         )
         self._state = RankState(self)
         self._stored: UserStateReader | None = None
+        self._saved_at: tuple[int, int] | None = None
+        self.is_to_compare = False
         self._has_warned = False
         self._num_loaders = 0
         self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
@@ -233,6 +235,7 @@ class RankSession(LooseSession):
                 allow_pickle=allow_pickle,
                 is_sharded=self.gradients.has_sharded,
             )
+        self._saved_at = self._place
 
     def _own_state(self) -> dict[str, Any]:
         return self._state.capture() | self.reporter.state()
@@ -263,12 +266,27 @@ class RankSession(LooseSession):
         self._checkpoints.await_commits(num_expected, timeout_s)
 
     def settle(self, num_expected: int, timeout_s: float) -> None:
-        """Wait for the checkpoints that all ranks have saved, and end."""
+        """Wait for the checkpoints that all ranks have saved, compare the ranks, and end.
+
+        Raises:
+            RanksDifferError: They have drifted apart since the last checkpoint.
+        """
         self.await_commits(num_expected, timeout_s)
+        try:
+            if self.is_to_compare:
+                self._comparison.compare_end()
+        except BaseException as error:
+            self._close(error)
+            raise
         self._close(None)
 
+    @property
+    def _place(self) -> tuple[int, int]:
+        """How far training is."""
+        return self.num_backwards, self.reporter.steps_completed
+
     def finish(self, error: BaseException | None) -> None:
-        """End the run's work in this process, unless checkpoints wait for other ranks.
+        """End the run's work in this process, unless it is yet to `settle`.
 
         Raises:
             CheckpointWriteError: A checkpoint could not be written.
@@ -277,11 +295,18 @@ class RankSession(LooseSession):
             self._preemption.close()
         try:
             self._checkpoints.finish(error)
+            if error is None and self._saved_at != self._place:
+                self.is_to_compare = self._comparison.leave_end(self.device)
         except BaseException as second:
             self._close(error or second)
             raise
-        if error is not None or not self._checkpoints.num_pending:
+        if error is not None or not self.is_to_settle:
             self._close(error)
+
+    @property
+    def is_to_settle(self) -> bool:
+        """Whether other ranks have to end before this one can."""
+        return self.is_to_compare or self.num_pending > 0
 
     @property
     def num_saves(self) -> int:

@@ -168,12 +168,16 @@ def run_job(job: Job, on_report: Callable[[], None] | None = None) -> RankOutcom
         torch.set_deterministic_debug_mode(mode)
         torch.backends.cudnn.benchmark = benchmark
     session.finish(None)
-    _worker.open_session = session if session.num_pending else None
+    _worker.open_session = session if session.is_to_settle else None
     return _outcome_of(session, value)
 
 
 def settle(num_expected: int, timeout_s: float) -> int:
-    """Wait for checkpoints of which all ranks have stored their part; return how many lack some."""
+    """Do what awaits the ends of all functions; return how many checkpoints lack a part.
+
+    Raises:
+        RanksDifferError: Ranks have drifted apart since their last checkpoint.
+    """
     session, _worker.open_session = _worker.open_session, None
     if session is None:
         return 0
@@ -227,7 +231,7 @@ def end_instance() -> RankOutcome:
     session, _worker.instance_session, _worker.instance = _worker.instance_session, None, None
     assert session is not None
     session.finish(None)
-    _worker.open_session = session if session.num_pending else None
+    _worker.open_session = session if session.is_to_settle else None
     return _outcome_of(session, None)
 
 
@@ -269,6 +273,7 @@ def _outcome_of(session: RankSession, value: Any) -> RankOutcome:
         session.num_saves,
         session.num_pending,
         is_preempted=session.is_preempted,
+        is_to_compare=session.is_to_compare,
     )
 
 

@@ -30,6 +30,7 @@ class DrivenLoop(TrainingLoop):
         epoch, is_over = self.position.epochs, False
         self.is_left = False
         with self._running():
+            self._agreement.compare_start(self.position, is_idle=not self.data.own_shards)
             reason = self._agreement.agree_now().stop_reason
             while reason is None and not is_over:
                 before = self.position

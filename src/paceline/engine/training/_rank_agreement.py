@@ -43,6 +43,8 @@ class RankAgreement:
     Attributes:
         is_decision_due: Whether the ranks have to agree before the next batch, as the search may
             have decided on the trial.
+        compared_at: Where the ranks were compared last; None before training, and where one of them
+            may have left since.
     """
 
     # How often a rank looks whether it shall leave and shows progress, in seconds.
@@ -50,6 +52,7 @@ class RankAgreement:
 
     def __init__(self, core: Context, stepper: Stepper, hooks: LoopHooks) -> None:
         self.is_decision_due = False
+        self.compared_at: Position | None = None
         self._core = core
         self._stepper = stepper
         self._hooks = hooks
@@ -112,25 +115,33 @@ class RankAgreement:
         self.is_decision_due = False
         return max(self._core.distributed.allgather(self._own_wish()))
 
-    def compare_start(self, *, is_idle: bool) -> None:
+    def compare_start(self, position: Position, *, is_idle: bool) -> None:
         """Do what `compare_ranks` does, once."""
         if not self._is_start_compared:
             self._is_start_compared = True
-            self.compare_ranks(is_idle=is_idle)
+            self.compare_ranks(position, is_idle=is_idle)
 
-    def compare_ranks(self, *, is_idle: bool) -> None:
+    def compare_end(self, position: Position, *, is_idle: bool) -> None:
+        """Do what `compare_ranks` does, if training has gone on since then."""
+        if self.compared_at not in (None, position):
+            self.compare_ranks(position, is_idle=is_idle)
+
+    def compare_ranks(self, position: Position, *, is_idle: bool) -> None:
         """Compare what all ranks must have alike, unless that is turned off; all ranks call it.
 
         Args:
+            position: Where training is.
             is_idle: Whether this rank never has samples.
 
         Raises:
             RanksDifferError: They differ.
         """
         stepper, check = self._stepper, self._stepper.rank_check
+        self.compared_at = None
         if check.is_on and not self._is_alone:
             digest = check.digest(stepper.models, stepper.optimizers, is_idle=is_idle)
             check.compare(digest, self._core.distributed.allgather)
+        self.compared_at = position
 
     def _own_wish(self) -> RankWish:
         """Return what this rank knows by signals, and the chief by the runner as well."""

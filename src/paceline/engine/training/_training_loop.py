@@ -115,7 +115,7 @@ class TrainingLoop:
                 yield
         except BaseException:
             # It is ahead of the position. And perhaps the checkpoint was not stored.
-            self._iterator, self.last_checkpoint = None, None
+            self._iterator = self.last_checkpoint = self._agreement.compared_at = None
             raise
         finally:
             self._stepper.calls.end()
@@ -125,7 +125,7 @@ class TrainingLoop:
         next_look = schedule.next_look(self.position)
         is_reached = schedule.is_reached(self.position)
         if not is_reached:
-            self._agreement.compare_start(is_idle=not self.data.own_shards)
+            self._agreement.compare_start(self.position, is_idle=not self.data.own_shards)
             if reason := self._agreement.agree_now().stop_reason:
                 return reason
         while not is_reached:
@@ -375,7 +375,7 @@ class TrainingLoop:
         """
         if self.last_checkpoint != self.position:
             self._check_finite()
-            self._agreement.compare_ranks(is_idle=not self.data.own_shards)
+            self._agreement.compare_ranks(self.position, is_idle=not self.data.own_shards)
             began = time.perf_counter()
             with self.storing():
                 self._loop_hooks.save(self.position)
@@ -394,7 +394,8 @@ class TrainingLoop:
         return self._account.spent_on(CHECKPOINT, self.position.batches)
 
     def end(self) -> None:
-        """Record that training has ended, after all that belongs to it."""
+        """Record that training has ended, after all that belongs to it; all ranks call it."""
+        self._agreement.compare_end(self.position, is_idle=not self.data.own_shards)
         self._account.end(self.position.batches, self._throughput.all_data_wait_s)
 
     def _listen(self, *, is_at_end: bool) -> StopReason | None:

@@ -22,6 +22,8 @@ class RankOutcome(NamedTuple):
         num_pending: Of these, how many wait for parts of other ranks.
         is_stopped: Whether the driver of a stepwise run has stopped it at a report.
         is_preempted: Whether it has ended because it was told to make room.
+        is_to_compare: Whether the ranks are compared yet, as they were trained since the last
+            checkpoint.
     """
 
     value: Any
@@ -30,3 +32,4 @@ class RankOutcome(NamedTuple):
     num_pending: int
     is_stopped: bool = False
     is_preempted: bool = False
+    is_to_compare: bool = False

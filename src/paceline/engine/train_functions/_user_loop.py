@@ -127,10 +127,13 @@ class UserLoop:
             num_backwards_before: The backward passes before the loop.
             is_first: Whether the loop has had no batch yet.
         """
-        if self.gradients.models and not is_first:
+        gradients = self.gradients
+        if (gradients.models or gradients.optimizers) and not is_first:
             return self.num_backwards > num_backwards_before
-        models = self.gradients.models or _models_wrapped_by_the_user()
-        return torch.is_grad_enabled() and any(model.training for model in models)
+        models = gradients.models or _models_wrapped_by_the_user()
+        # Of an optimizer alone the model is not known.
+        is_training = any(model.training for model in models) if models else gradients.optimizers
+        return torch.is_grad_enabled() and bool(is_training)
 
 
 def _models_wrapped_by_the_user() -> list[torch.nn.Module]:

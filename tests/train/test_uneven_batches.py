@@ -1,0 +1,71 @@
+"""Last batches that leave workers without samples, compared with a plain loop."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import train
+
+# The workers cannot import the tests.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+GLOBAL_BATCH, NUM_SAMPLES = 24, 80
+X = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(0)).double()
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads() -> None:
+    """Leave the threads to the end, as workers stay from test to test."""
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def workers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[train.Trainer]:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    with train.Trainer(num_workers=request.param, run_dir=path) as trainer:
+        yield trainer
+
+
+def make_model() -> nn.Module:
+    model = nn.Linear(4, 1).double()
+    nn.init.constant_(model.weight, 0.1)
+    nn.init.constant_(model.bias, 0.2)
+    return model
+
+
+def plain_loop() -> dict[str, Any]:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, y in DataLoader(DATA, batch_size=GLOBAL_BATCH):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def optimizer_alone() -> dict[str, Any]:
+    model = make_model()
+    optimizer = train.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    size = GLOBAL_BATCH // train.world_size()
+    loader = train.prepare_data_loader(DataLoader(DATA, batch_size=size))
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            # A loop without gradients, in which each worker has its own samples only.
+            assert sum(len(x) for x, _ in loader) <= NUM_SAMPLES
+    return model.state_dict()
+
+
+def test_an_optimizer_prepared_alone_trains_as_a_plain_loop(workers: train.Trainer) -> None:
+    for state in workers.run(optimizer_alone):
+        torch.testing.assert_close(state, plain_loop())

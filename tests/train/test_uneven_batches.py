@@ -25,7 +25,7 @@ def no_leaked_threads() -> None:
     """Leave the threads to the end, as workers stay from test to test."""
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[1, 2, 3])
 def workers(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[train.Trainer]:
     path = tmp_path_factory.mktemp("runs") / "run"
     with train.Trainer(num_workers=request.param, run_dir=path) as trainer:
@@ -64,6 +64,23 @@ def optimizer_alone() -> dict[str, Any]:
             # A loop without gradients, in which each worker has its own samples only.
             assert sum(len(x) for x, _ in loader) <= NUM_SAMPLES
     return model.state_dict()
+
+
+def samples_of_steps() -> list[list[float]]:
+    size = GLOBAL_BATCH // train.world_size()
+    loader = DataLoader(DATA, batch_size=size, drop_last=True)
+    steps = [x[:, 0].tolist() for x, _ in train.prepare_data_loader(loader)]
+    assert len(train.prepare_data_loader(loader)) == len(steps)
+    return steps
+
+
+def test_drop_last_drops_the_same_samples_with_any_number_of_workers(
+    workers: train.Trainer,
+) -> None:
+    by_rank = workers.run(samples_of_steps)
+    steps = [[x for part in parts for x in part] for parts in zip(*by_rank, strict=True)]
+    plain = DataLoader(DATA, batch_size=GLOBAL_BATCH, drop_last=True)
+    assert steps == [x[:, 0].tolist() for x, _ in plain]
 
 
 def test_an_optimizer_prepared_alone_trains_as_a_plain_loop(workers: train.Trainer) -> None:

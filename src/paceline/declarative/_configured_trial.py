@@ -72,6 +72,11 @@ class ConfiguredTrial(pytorch.PyTorchTrial):
         trainer.run_model_update_step(loss)
         return self._metrics(records, preds, labels)
 
+    @property
+    def own_code(self) -> "BuiltTrainer":
+        """What a user's own methods belong to."""
+        return self._trainer
+
     def evaluate_batch(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
         """Evaluate one batch."""
         trainer = self._trainer

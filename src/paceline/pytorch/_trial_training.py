@@ -1,5 +1,6 @@
 """Training of one trial: what a `PyTorchTrial` gives to the engine's loop."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from paceline.pytorch._resume_checks import facts_changed_on_resume
 from paceline.pytorch._trial_checkpoint_facts import trial_checkpoint_facts
 from paceline.pytorch._trial_context import PyTorchTrialContext
 from paceline.pytorch._trial_validator import Validator
+
+logger = logging.getLogger(__name__)
 
 
 class TrialTraining(ResumableTraining):
@@ -32,6 +35,7 @@ class TrialTraining(ResumableTraining):
         self._train_batch = trial.train_batch
         self._context = context
         self._validator = validator
+        self._has_warned = context.distributed.rank > 0
         validator.keeps_outputs = callbacks.overrides("on_validation_epoch_end")
 
     def make_loaders(self) -> tuple[Any, Any]:
@@ -58,7 +62,30 @@ class TrialTraining(ResumableTraining):
     def train_shard(self, data: Any, position: Position) -> Mapping[str, Any]:
         """Train on one shard and return its metrics."""
         self._context.reducers.batch = position.batches
-        return self._train_shard(data, position.epochs, position.batches)
+        if self._has_warned or not self.leaves_out_ranks():
+            return self._train_shard(data, position.epochs, position.batches)
+        before = self._own_numbers()
+        metrics = self._train_shard(data, position.epochs, position.batches)
+        self._warn_of_own_numbers(before, position)
+        return metrics
+
+    def _own_numbers(self) -> dict[str, Any]:
+        own_code = getattr(self._trial, "own_code", self._trial)
+        return {k: v for k, v in vars(own_code).items() if type(v) in (int, float, bool)}
+
+    def _warn_of_own_numbers(self, before: Mapping[str, Any], position: Position) -> None:
+        """Say once what lags on ranks without samples, on which `train_batch` is not called."""
+        after = self._own_numbers()
+        if changed := [name for name in before if after.get(name) != before[name]]:
+            self._has_warned = True
+            logger.warning(
+                "Batch %d leaves ranks without samples, as the last one of an epoch has too few:"
+                " their `train_batch` is not called, so `self.%s` is behind there. Hint:"
+                " drop_last=True of the loader, or count by `batch_idx`, which is the same on all"
+                " ranks.",
+                position.batches,
+                changed[0],
+            )
 
     def plain_training(self) -> TrainsShard:
         """Return what trains the next shards: `train_batch` itself, where it needs nothing else."""

@@ -21,6 +21,7 @@ class Accumulation:
         weight: What the present shard's loss counts.
         is_boundary: Whether this is the worker's last shard before an optimizer step.
         is_even: Whether every rank has a last shard in this window.
+        is_idle: Whether this rank has no samples of the present batch.
         num_steps: Optimizer steps since the start of training.
     """
 
@@ -29,6 +30,7 @@ class Accumulation:
     weight: float = 1.0
     is_boundary: bool = True
     is_even: bool = True
+    is_idle: bool = False
     num_steps: int = 0
 
     def is_window_end(self, batches: int) -> bool:

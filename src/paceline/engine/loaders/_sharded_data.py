@@ -59,7 +59,8 @@ class ShardedData:
             for loops that know nothing of shards. A worker that has none at the end of the data
             gets the first shard in their place, so that all workers have equally many batches.
         has_own_seed: Whether `seed` may be that of the loader's own generator.
-        drops_rest: Whether the last global batch of an epoch is left out if it lacks shards.
+        drops_rest: Whether the last global batch of an epoch is left out if it lacks shards, as it
+            is with `drop_last`.
 
     Raises:
         TypeError: `loader` is no torch `DataLoader`.
@@ -122,7 +123,7 @@ class ShardedData:
             first = min(self._num_drawn, epoch) if self._has_own_state() else epoch
             for drawn in range(first, epoch + 1):
                 shards = self._cut_epoch(drawn)
-                if self._drops_rest:
+                if self._drops_rest or self._loader.drop_last:
                     shards = without_rest(shards, self.num_shards)
                 self._cached[drawn] = EpochOrder(shards, self.num_shards)
                 # A window of accumulation may reach into a neighbouring epoch.
@@ -133,8 +134,8 @@ class ShardedData:
         if not order.num_batches:
             raise ValueError(
                 "A data loader must give at least one batch an epoch, but gives none. Hint: its"
-                " data set is smaller than one batch and `drop_last` is set, or its batch sampler"
-                " is empty."
+                f" data set is smaller than one batch of {self.num_shards} shard(s) and `drop_last`"
+                " is set, or its batch sampler is empty."
             )
         return order
 

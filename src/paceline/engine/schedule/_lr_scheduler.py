@@ -55,7 +55,7 @@ class LRScheduler:
         Raises:
             RuntimeError: There are some beside those of the trainer, or of one rank of several.
         """
-        if self._count in (None, self._counted()) or self._is_manual():
+        if self._count in (None, self._counted()) or self.is_manual():
             return
         if self._has_stepped or not self._is_alone:
             kind = type(self.scheduler).__name__
@@ -99,5 +99,6 @@ class LRScheduler:
     def _counted(self) -> int:
         return int(getattr(self.scheduler, "last_epoch", 0))
 
-    def _is_manual(self) -> bool:
+    def is_manual(self) -> bool:
+        """Tell whether the user's code steps it."""
         return self.step_mode is LRScheduler.StepMode.MANUAL_STEP

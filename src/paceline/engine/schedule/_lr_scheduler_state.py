@@ -1,7 +1,12 @@
 """The state of learning-rate schedulers, fit for files."""
 
+from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any
+
+import torch
+
+from paceline.core import DistributedContext
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
@@ -13,6 +18,42 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 def load_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
     """Put back what `scheduler_state` returned; dictionaries keep their types, like `Counter`."""
     scheduler.load_state_dict(_typed(state, scheduler))
+
+
+def share_schedulers(
+    schedulers: Sequence[Any], distributed: DistributedContext, *, is_idle: bool
+) -> None:
+    """Give the chief's schedulers, and what they have set, to ranks that could not step them.
+
+    Args:
+        schedulers: The schedulers, which the code of a batch steps.
+        distributed: Where the ranks meet; all of them call this.
+        is_idle: Whether this rank had no samples of the batch.
+    """
+    own = [(scheduler_state(each), _settings(each.optimizer)) for each in schedulers]
+    of_chief = distributed.broadcast(own)
+    if not is_idle:
+        return
+    for scheduler, (state, settings) in zip(schedulers, of_chief, strict=True):
+        load_scheduler(scheduler, state)
+        for group, values in zip(scheduler.optimizer.param_groups, settings, strict=True):
+            for name, value in values.items():
+                if isinstance(group[name], torch.Tensor):
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers of the parameter groups."""
+    return [
+        {
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _typed(value: Any, present: Any) -> Any:

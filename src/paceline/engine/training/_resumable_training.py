@@ -21,6 +21,7 @@ from paceline.engine.loaders._same_data import check_same_data
 from paceline.engine.loaders._sharded_data import ShardedData
 from paceline.engine.metrics._weighted_means import MAX_SKIPPED_STEPS
 from paceline.engine.profiling._torch_profiler import TraceProfiler
+from paceline.engine.schedule._lr_scheduler_state import share_schedulers
 from paceline.engine.schedule._train_units import Position
 from paceline.engine.state._changed_settings import SettingChanges
 from paceline.engine.training._driven_loop import DrivenLoop
@@ -249,8 +250,22 @@ class ResumableTraining(TrainingFit, LoopHooks):
     def after_batch(self, position: Position) -> None:
         """Step the schedulers that count batches or optimizer steps."""
         num_steps_of = self._parts.stepper.num_steps_of
+        self._share_manual_schedulers()
         for entry in self._parts.lr_schedulers:
             entry.after_batch(position, num_steps_of.get(id(entry.scheduler.optimizer), 0))
+
+    def _share_manual_schedulers(self) -> None:
+        """Have ranks without samples of a batch keep up with schedulers that its code steps."""
+        accumulation = self._parts.stepper.accumulation
+        manual = [e.scheduler for e in self._parts.lr_schedulers if e.is_manual()]
+        if manual and self.leaves_out_ranks():
+            share_schedulers(manual, self._core.distributed, is_idle=accumulation.is_idle)
+
+    def leaves_out_ranks(self) -> bool:
+        """Tell whether some rank has no samples of the present batch, but of others."""
+        parts = self._parts
+        has_others = parts.num_shards >= parts.stepper.grid.data_size
+        return has_others and not parts.stepper.accumulation.is_even
 
     def epoch_started(self, epoch: int) -> None:
         """Tell the callbacks."""

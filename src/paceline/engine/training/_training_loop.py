@@ -90,8 +90,13 @@ class TrainingLoop:
             else:
                 self._iterator = self.data.iterate_stream(epoch, batch)
         else:
-            self._iterator = self.data.iterate(epoch, batch)
             self._num_epoch_batches = self._order.num_batches
+            if batch >= self._num_epoch_batches:
+                # An earlier version trained on a rest of the epoch in spite of `drop_last`.
+                self._end_epoch()
+                self.open_epoch()
+                return
+            self._iterator = self.data.iterate(epoch, batch)
 
     def run(self, schedule: Schedule) -> StopReason:
         """Train until the length is reached or something asks to stop earlier."""
@@ -222,9 +227,9 @@ class TrainingLoop:
             self._reach_fault("engine.batch")
         self._stepper.is_plain = False
         self._wait_before_s = self._throughput.data_wait_s
-        position = self.position
         if self._iterator is None:
             self.open_epoch()
+        position = self.position
         if position.batch_in_epoch == 0:
             self._loop_hooks.epoch_started(position.epochs)
         order = self._order
@@ -262,7 +267,7 @@ class TrainingLoop:
         if is_window_end and not accumulation.is_even:
             has_others, stepper = bool(self._shards_of_last_rank), self._stepper
             stepper.idle_ranks.begin_batch(stepper, is_idle=not sizes, has_others=has_others)
-        last = len(sizes) - 1
+        accumulation.is_idle, last = not sizes, len(sizes) - 1
         for index, size in enumerate(sizes):
             # Exactly 1 for all of the window, which then costs no multiplication.
             accumulation.weight = 1.0 if size == num_window else size / num_window

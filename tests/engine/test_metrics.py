@@ -115,6 +115,17 @@ def test_first_value_that_is_not_finite_is_found(fine: Any, broken: Any) -> None
         means.check_finite()
 
 
+def test_a_total_with_a_gradient_is_looked_at_beside_a_metric_named_loss() -> None:
+    total = torch.ones((), requires_grad=True) * math.nan
+    for metrics in ({"aux_loss": 1.0, "total": total}, {"total": total, "loss_ratio": 0.5}):
+        means = make(stop_on_nan=True)
+        means.add(metrics, 1, 7)
+        with pytest.raises(NonFiniteError, match="'total' must be finite.* rank 0 at batch 7"):
+            means.check_finite(means.reduce())
+    means.add({"aux_loss": 1.0, "total": total.detach()}, 1, 8)
+    means.check_finite(means.reduce())
+
+
 def test_so_many_losses_in_a_row_must_be_wrong_also_over_reports() -> None:
     means = make(stop_on_nan=True)
     means.max_in_a_row = 10

@@ -10,7 +10,7 @@ from torch import nn
 from paceline import pytorch
 from paceline.declarative._built_trainer import BuiltTrainer
 from paceline.declarative._loss_history import LossTracker
-from paceline.declarative._own_loops import TrainingBatches
+from paceline.declarative._own_loops import TrainingBatches, check_finite_weights
 from paceline.engine import DrivenLoop
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,7 @@ class Trainer(BuiltTrainer):
 
         Raises:
             RuntimeError: It has trained on none.
+            NonFiniteError: It has left weights that are not finite.
         """
         engine, loader = self._engine, self.training_dataloader
         before, sizes = engine.steps_completed, self._history_sizes()
@@ -185,6 +186,8 @@ class Trainer(BuiltTrainer):
                 " but has trained on none. Hint: `for batch in self.training_dataloader`, or"
                 " super().run_training_epoch()."
             )
+        if self.configs.stop_on_nan:
+            check_finite_weights(self._plain_model, engine.steps_completed)
         self._check_scheduler()
         self._note_rates()
         if self.loss_tracker.current_epoch != self.current_epoch:

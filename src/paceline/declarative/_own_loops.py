@@ -4,7 +4,27 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
+
+from paceline.core import NonFiniteError
+
+
+def check_finite_weights(model: torch.nn.Module, num_batches: int) -> None:
+    """Refuse weights that a loss which is not finite has left; losses of an own loop are not known.
+
+    Raises:
+        NonFiniteError: Some parameter has such values.
+    """
+    for name, parameter in model.named_parameters():
+        values = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if not torch.isfinite(values).all():
+            raise NonFiniteError(
+                f"The training loss must be finite, but `run_training_epoch` left `{name}` NaN or"
+                f" infinite after {num_batches} batches. Hint: go on from the last checkpoint with"
+                " a smaller learning rate or gradient clipping; stop_on_nan=False trains on.",
+                batch=num_batches,
+            )
 
 
 class TrainingBatches:

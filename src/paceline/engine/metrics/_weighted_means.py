@@ -69,7 +69,7 @@ class WeightedMeans:
         distributed: Where the ranks meet.
         what: What kind of metrics these are, for messages.
         stop_on_nan: Whether `check_finite` looks for losses that are NaN or infinite: metrics with
-            "loss" in their names, or all of them if none has it.
+            "loss" in their names and those with a gradient, or all of them if no name has it.
         rank: The rank that messages name; that of `distributed` by default.
 
     Attributes:
@@ -162,8 +162,8 @@ class WeightedMeans:
         """Look at all losses so far, if that is wanted; every rank must call it alike.
 
         Args:
-            means: What `reduce` has just returned, if there is something: if all losses in it are
-                finite, so were those of all ranks.
+            means: What `reduce` has just returned, if there is something: if all of it is finite,
+                so were the losses of all ranks.
 
         Raises:
             NonFiniteError: One was NaN or infinite; the message names metric, rank and batch.
@@ -171,7 +171,7 @@ class WeightedMeans:
         if not self.stop_on_nan:
             return
         self._fold()
-        if means is not None and all(isfinite(means[name]) for name in _losses_of(means)):
+        if means is not None and all(map(isfinite, means.values())):
             self._flags.clear()
             self._searches.clear()
             return
@@ -245,7 +245,8 @@ class WeightedMeans:
                 {
                     name: _WeightedSum(value.device if isinstance(value, Tensor) else None)
                     for name, value in metrics.items()
-                }
+                },
+                (k for k, v in metrics.items() if isinstance(v, Tensor) and v.requires_grad),
             )
         assert self._columns is not None
         if metrics.keys() != self._columns.keys():
@@ -258,9 +259,12 @@ class WeightedMeans:
             self._names = tuple(scalars)
         return scalars
 
-    def _set_columns(self, columns: dict[str, _WeightedSum]) -> None:
+    def _set_columns(
+        self, columns: dict[str, _WeightedSum], with_gradient: Iterable[str] = ()
+    ) -> None:
         self._columns = columns
-        self._losses = _losses_of(columns)
+        named = [name for name in columns if "loss" in name.lower()]
+        self._losses = frozenset([*named, *with_gradient] if named else columns)
         is_on_host = all(column.is_on_host for column in columns.values())
         self._max_held = (_NUM_HELD_ON_CPU if is_on_host else _NUM_HELD) * (2 + len(columns))
 
@@ -333,11 +337,6 @@ class _NonFiniteSearch:
             self._num_in_a_row += 1
             if self._num_in_a_row >= self._max_in_a_row and self.found is None:
                 self.found = self._first
-
-
-def _losses_of(names: Iterable[str]) -> frozenset[str]:
-    losses = frozenset(name for name in names if "loss" in name.lower())
-    return losses or frozenset(names)
 
 
 def _held(value: Any) -> Any:

@@ -707,6 +707,22 @@ def test_a_plain_plateau_scheduler_of_ones_own_sees_each_validation() -> None:
     assert trained(one_weight(num_epochs=3), Own).scheduler.get_last_lr() == pytest.approx([1e-3])
 
 
+def test_a_plateau_scheduler_that_a_validation_steps_again_is_refused() -> None:
+    class Again(Trainer):
+        def run_validation(self) -> None:
+            super().run_validation()
+            self.scheduler.step(1.0)
+
+    class Alone(Trainer):
+        def run_validation(self) -> None:
+            self.scheduler.step(1.0)
+
+    config = one_weight(scheduler=ReduceLROnPlateau, num_epochs=1)
+    with pytest.raises(RuntimeError, match=r"`Again.run_validation` has stepped it 2 times"):
+        trained(config, Again)
+    assert trained(config, Alone).scheduler.last_epoch == 1
+
+
 def test_a_validation_of_ones_own_is_in_inference_mode_and_precision() -> None:
     class Own(Trainer):
         def run_validation(self) -> None:

@@ -199,9 +199,11 @@ class Trainer(BuiltTrainer):
         sizes = self._history_sizes()
         for model in self.context.models:
             model.eval()
+        num_before = getattr(self.scheduler, "last_epoch", 0)
         self.run_validation()
         if self.is_overridden("run_validation"):
             self._check_scheduler()
+            self._check_plateau(num_before)
             self._report_own("validation", ("val_loss", "val_acc_"), sizes)
         if self.test_dataset is not None:
             self.run_test()
@@ -225,6 +227,21 @@ class Trainer(BuiltTrainer):
     def _check_scheduler(self) -> None:
         for entry in self.context.lr_schedulers:
             entry.check_steps()
+
+    def _check_plateau(self, num_before: int) -> None:
+        """Refuse a second step by a `run_validation` of a subclass's own.
+
+        Raises:
+            RuntimeError: It has taken one besides that of `super().run_validation()`.
+        """
+        scheduler = self.scheduler
+        is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if is_plateau and (num_steps := scheduler.last_epoch - num_before) > 1:
+            raise RuntimeError(
+                "ReduceLROnPlateau must step once in a validation, but"
+                f" `{type(self).__name__}.run_validation` has stepped it {num_steps} times. Hint:"
+                " super().run_validation() steps it; leave `self.scheduler.step` out."
+            )
 
     def _history_sizes(self) -> dict[str, int]:
         return {k: len(v) for k, v in self.loss_tracker.items() if isinstance(v, list)}

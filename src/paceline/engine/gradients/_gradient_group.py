@@ -1,5 +1,6 @@
 """Parameters whose gradients are summed together, and hooks on them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,3 +52,11 @@ def call_after_gradient(parameter: torch.nn.Parameter, function: Any) -> Any:
     hook: Any = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     parameter.requires_grad_(is_trained)
     return hook
+
+
+def scale_sharded(groups: Iterable[GradientGroup], factor: float) -> None:
+    """Multiply the gradients of sharded parameters."""
+    sharded = [group for group in groups if group.is_sharded]
+    gradients = [p.grad for group in sharded for p in group.parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

@@ -16,7 +16,11 @@ import torch.distributed as dist
 from paceline.engine.gradients._accumulated_window import AccumulatedWindow, share_out_window
 from paceline.engine.gradients._changed_gradients import ChangedGradients
 from paceline.engine.gradients._closure_loss import with_mean_loss
-from paceline.engine.gradients._gradient_group import GradientGroup, call_after_gradient
+from paceline.engine.gradients._gradient_group import (
+    GradientGroup,
+    call_after_gradient,
+    scale_sharded,
+)
 from paceline.engine.loaders._epoch_order import shards_of_worker
 from paceline.engine.parallel._flat_all_reduce import AllReduce
 from paceline.engine.parallel._fsdp import ShardUnits, make_mesh, shard_model, unsharded
@@ -61,7 +65,7 @@ class GradientSync:
         self._device = device
         self._all_reduce = all_reduce
         self._groups: list[GradientGroup] = []
-        self._watched: set[int] = set()
+        self.watched: set[int] = set()
         self._is_queued = False
         self._is_fed = False
         self._is_paused = False
@@ -158,13 +162,15 @@ class GradientSync:
                 dist.broadcast(tensor.detach(), src=0)
 
     def overlap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return a wrapper that sums a model's gradients while the backward pass still runs."""
+        """Return a wrapper that sums gradients in backward passes; later those of thawed layers."""
         if self._world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             self.add_model(model)
             return model
         self.models.append(model)
-        self._watched.update(map(id, model.parameters()))
-        return OverlappedAllReduce(model, self._device, self._weight_in_backward)
+        overlapped = OverlappedAllReduce(model, self._device, self._weight_in_backward)
+        self.watched.update(map(id, overlapped.summed))
+        self.watch(model.parameters())
+        return overlapped
 
     def _weight_in_backward(self) -> float:
         self.num_backwards += 1
@@ -181,8 +187,8 @@ class GradientSync:
             parameters: The parameters.
             is_overlapped: Whether their model itself can sum them while the backward pass runs.
         """
-        new = [p for p in parameters if id(p) not in self._watched]
-        self._watched.update(map(id, new))
+        new = [p for p in parameters if id(p) not in self.watched]
+        self.watched.update(map(id, new))
         sharded = [p for p in new if is_sharded(p)]
         others = [p for p in new if not is_sharded(p)] if sharded else new
         for members in filter(None, (others, sharded)):
@@ -215,7 +221,7 @@ class GradientSync:
             for hook in group.hooks:
                 hook.remove()
         self._groups.clear()
-        self._watched.clear()
+        self.watched.clear()
 
     def accumulate(self, frequency: int) -> None:
         """Complete gradients once in so many batches only."""
@@ -249,7 +255,7 @@ class GradientSync:
             window.carry(self._parameters(sharded=False))
         if window.num_batches and self.has_sharded:
             # Theirs are the mean of the window so far.
-            self._scale_sharded(window.num_all / (window.num_all + num_all))
+            scale_sharded(self._groups, window.num_all / (window.num_all + num_all))
         window.num_own = num_own
         window.num_all += num_all
         window.num_batches += 1
@@ -392,9 +398,3 @@ class GradientSync:
     def _parameters(self, *, sharded: bool = True) -> list[torch.nn.Parameter]:
         groups = self._groups
         return [p for g in groups if sharded or not g.is_sharded for p in g.parameters]
-
-    def _scale_sharded(self, factor: float) -> None:
-        groups = [group for group in self._groups if group.is_sharded]
-        gradients = [p.grad for group in groups for p in group.parameters if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)

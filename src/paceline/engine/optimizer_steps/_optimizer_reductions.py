@@ -70,7 +70,7 @@ class OptimizerReductions:
             parameter
             for model in self._models
             if isinstance(model, OverlappedAllReduce)
-            for parameter in model.parameters()
+            for parameter in model.summed
         }
         outside = [parameter for parameter in summed if parameter not in overlapped]
         complete = FlatReduction(summed, self._device, self._all_reduce)

@@ -116,7 +116,7 @@ class WatchedUserCalls(GradientSync):
             id(parameter)
             for model in self._stepper.models
             if isinstance(model, OverlappedAllReduce)
-            for parameter in model.parameters()
+            for parameter in model.summed
         }
         self.watch(p for p in parameters if id(p) not in overlapped)
         self.watch((p for p in parameters if id(p) in overlapped), is_overlapped=True)
@@ -306,7 +306,7 @@ class WatchedUserCalls(GradientSync):
                 " wrapped, as all ranks must scale alike. Hint: scaler ="
                 " context.wrap_scaler(scaler)."
             )
-        if any(p.grad is not None and id(p) not in self._watched for p in parameters_of(optimizer)):
+        if any(p.grad is not None and id(p) not in self.watched for p in parameters_of(optimizer)):
             raise RuntimeError(
                 f"{calling_method()} must not step parameters that the optimizer got in this very"
                 " batch, as their gradients are not summed over the ranks yet. Hint: add parameter"

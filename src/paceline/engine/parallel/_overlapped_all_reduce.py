@@ -19,6 +19,9 @@ class OverlappedAllReduce(DistributedDataParallel):
         device: The device.
         weight: Returns what this rank's gradients count in the present step; None if its losses
             are weighted already.
+
+    Attributes:
+        summed: The parameters whose gradients it sums; not those that were frozen when it was made.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class OverlappedAllReduce(DistributedDataParallel):
             # run would have another order than those of a straight one.
             find_unused_parameters=True,
         )
+        self.summed = tuple(p for p in model.parameters() if p.requires_grad)
         self.register_comm_hook(weight, _sum_bucket)
 
     def __getattr__(self, name: str) -> Any:

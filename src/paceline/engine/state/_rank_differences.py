@@ -84,6 +84,7 @@ class RankCheck:
         *,
         is_idle: bool = False,
         is_trained_only: bool = False,
+        others: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> RankDigest:
         """Return what is compared of this rank; all ranks call it equally often.
 
@@ -92,6 +93,7 @@ class RankCheck:
             optimizers: The optimizers.
             is_idle: Whether this rank never has samples.
             is_trained_only: Whether only what optimizers change is looked at.
+            others: Further parameters with their names, which some ranks may not have.
         """
         digests = TensorDigests(self._num_digests - 1 if self._num_digests else None)
         tensors, pieces, kinds = [], [], {}
@@ -103,6 +105,11 @@ class RankCheck:
                 tensors.append(name)
             kinds[name] = "" if isinstance(tensor, torch.nn.Parameter) else _BUFFER
             digests.add(name, local_part(tensor))
+        for name, tensor in others:
+            if not self._is_own(name):
+                kinds[name] = ""
+                pieces.append(name)
+                digests.add(name, local_part(tensor))
         self._num_digests += 1
         values = digests.finish()
         return RankDigest(
@@ -119,6 +126,9 @@ class RankCheck:
         """
         if not have_the_same(exchange(digest.summary())):
             check_digests(exchange(digest))
+
+    def _is_own(self, *names: str) -> bool:
+        return any(fnmatchcase(name, each) for each in self._own_names for name in names)
 
     def _tensors(
         self,
@@ -144,8 +154,7 @@ class RankCheck:
                     if is_trained_only and id(tensor) not in trained:
                         continue
                     full = f"model_{index}.{name}"
-                    both = (name, full)
-                    if not any(fnmatchcase(n, each) for each in self._own_names for n in both):
+                    if not self._is_own(name, full):
                         yield full, tensor
             for _, parameter in parameters:
                 loose.pop(id(parameter), None)

@@ -102,13 +102,14 @@ class _PreparedOptimizer:
         self._optimizer = optimizer
         self._step = optimizer.step
         self._zero_grad = optimizer.zero_grad
+        self._add_param_group = optimizer.add_param_group
         self._is_stepping = False
 
     def install(self) -> None:
         """Put these methods in place of the optimizer's."""
         optimizer = self._optimizer
-        for name, own in (("step", self.step), ("zero_grad", self.zero_grad)):
-            setattr(optimizer, name, MethodType(_without_self(own), optimizer))
+        for own in (self.step, self.zero_grad, self.add_param_group):
+            setattr(optimizer, own.__name__, MethodType(_without_self(own), optimizer))
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_stepping:
@@ -147,6 +148,10 @@ class _PreparedOptimizer:
                 calling_method(),
                 f"a step has {gradients.frequency} batches" if is_open else "fp16 scales losses",
             )
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self._add_param_group(group)
+        self._steps.gradients.watch(self._optimizer.param_groups[-1]["params"])
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         gradients = self._steps.gradients

@@ -1,15 +1,21 @@
 """Comparison of the ranks of a user's own loop, in which no rank waits for another one."""
 
 import pickle
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.engine.gradients._gradient_sync import GradientSync
 from paceline.engine.loaders._same_data import check_same_as_chief, data_digest
 from paceline.engine.state._rank_differences import RankCheck, RankDigest, check_digests
+from paceline.engine.tensors._optimizer_parameters import parameters_of
+
+# Of more optimizers of the user's own, none is looked at.
+_MAX_STRANGERS = 4
 
 _START, _END = "start", "end"
 
@@ -50,8 +56,13 @@ class RankComparison:
         # What the chief has not compared yet, besides checkpoints.
         self._begun: list[str] = []
         self._is_on = check.is_on and world_size > 1 and dist.is_initialized()
+        # Optimizers that step what is not prepared, and the hook that notices them.
+        self._strangers: list[torch.optim.Optimizer] = []
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hook: Any = None
         if self._is_on:
             gradients.before_sums = self._note_backward
+            self._hook = register_optimizer_step_pre_hook(self._note_step)
 
     def leave(self, name: str) -> None:
         """Leave a digest of this rank, under a name that is the same on all ranks."""
@@ -96,6 +107,11 @@ class RankComparison:
         self._set(_END, self._digest().of_present(is_absent=is_moved))
         return self._rank == 0
 
+    def end(self) -> None:
+        """Notice no more steps."""
+        if self._hook is not None:
+            self._hook.remove()
+
     def compare_end(self) -> None:
         """Compare, on the chief, the ranks as their functions have ended, which they all have.
 
@@ -130,7 +146,30 @@ class RankComparison:
 
     def _digest(self) -> RankDigest:
         gradients = self._gradients
-        return self._check.digest(gradients.models, gradients.optimizers, is_idle=self._is_idle)
+        return self._check.digest(
+            gradients.models,
+            gradients.optimizers,
+            is_idle=self._is_idle,
+            others=self._parameters_of_strangers(),
+        )
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Note an optimizer beside a prepared model whose gradients nobody may sum."""
+        if self._gradients.models and optimizer not in self._known:
+            self._known.add(optimizer)
+            if any(id(p) not in self._gradients.watched for p in parameters_of(optimizer)):
+                self._strangers.append(optimizer)
+        if len(self._strangers) > _MAX_STRANGERS:
+            # They come and go, such as those of copies that are trained for a few steps.
+            self._strangers.clear()
+            self.end()
+
+    def _parameters_of_strangers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, optimizer in enumerate(self._strangers):
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                if id(parameter) not in self._gradients.watched:
+                    kind = type(optimizer).__name__
+                    yield f"parameter {index} of {kind} {number}, not prepared", parameter
 
     def _set(self, name: str, digest: RankDigest) -> None:
         _store().set(self._key(name, self._rank), pickle.dumps(digest))

@@ -293,6 +293,7 @@ class RankSession(LooseSession):
         """
         if self._preemption is not None:
             self._preemption.close()
+        self._comparison.end()
         try:
             self._checkpoints.finish(error)
             if error is None and self._saved_at != self._place:

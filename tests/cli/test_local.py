@@ -55,6 +55,23 @@ def test_local_gives_the_script_arguments_hyperparameters_and_environment(
     ]
 
 
+def test_a_local_run_does_not_record_secrets_of_its_command(paceline: Any, code: Path) -> None:
+    paceline(
+        *("e", "create", "config.yaml", ".", "--local"),
+        *("--config", "environment.secrets={WANDB: not-for-all}"),
+        *("--config", "environment.variables.DB_PASSWORD=nor-this-one"),
+        cwd=code,
+    )
+    [run] = runs(paceline, code)
+    directory = code / run["path"]
+    arguments = json.loads((directory / "run.json").read_text())["arguments"]
+    assert "environment.secrets={WANDB: ***}" in arguments
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    kept = b"".join(path.read_bytes() for path in files)
+    assert b"not-for-all" not in kept
+    assert b"nor-this-one" not in kept
+
+
 @pytest.mark.parametrize(
     ("entrypoint", "expected"),
     [("exit 3", 3), ("['./missing']", 127), ("['./train.py']", 126), ("kill -9 $$", 137)],

@@ -32,7 +32,7 @@ from paceline.workers._errors import PlacementTimeoutError
 from paceline.workers.pools import _shared_memory_segment
 from paceline.workers.remote import _ray_node_versions, _ray_placement
 from paceline.workers.remote._listener import Listener, join_listener
-from paceline.workers.remote._ray_cluster import num_fitting
+from paceline.workers.remote._ray_cluster import make_token_private, num_fitting
 from paceline.workers.remote._ray_node_versions import version_differences
 from paceline.workers.remote._script_directory import (
     mark_of_script_directory,
@@ -425,6 +425,26 @@ def test_workers_start_on_no_node_that_is_drained(
             ray_cluster.remove_node(node, allow_graceful=False)
 
 
+def test_the_token_that_a_started_ray_has_is_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another one")
+    path = tmp_path / ".ray" / "auth_token"
+    make_token_private()
+    assert not path.exists()
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    make_token_private()
+    text = path.read_text()
+    assert (len(text), path.stat().st_mode & 0o777, caplog.text) == (64, 0o600, "")
+    # As Ray leaves one.
+    path.chmod(0o644)
+    make_token_private()
+    assert (path.read_text(), path.stat().st_mode & 0o777) == (text, 0o600)
+    assert "Others could read the token of Ray" in caplog.text
+
+
 KILLED_DRIVER = """
 import os, sys, time
 from paceline.workers import RayPool
@@ -455,6 +475,7 @@ def test_ray_that_is_started_here_ends_with_its_use(
     assert result.returncode == (-signal.SIGKILL if end == "kill" else 0), result.stderr
     mode, addresses, num_late, *numbers = result.stdout.split()
     assert (mode, addresses) == ("token", "127.0.0.1")
+    assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
     late, pids = set(numbers[: int(num_late)]), set(numbers[int(num_late) :])
     for pid in late if end == "kill" else ():
         os.kill(int(pid), signal.SIGKILL)

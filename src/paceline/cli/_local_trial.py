@@ -70,7 +70,7 @@ def run_locally(
 
 
 def _create_run(config: "ExperimentConfig") -> RunDirectory:
-    from paceline.config import hide_secrets
+    from paceline.config import hide_secrets, hide_values, is_secret
     from paceline.core import storage_of_new_run
 
     seed = config.reproducibility.experiment_seed
@@ -79,6 +79,9 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip("-.") or "run"
     path = _unused_for_local(root / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     storage = config.checkpoint_storage.root if config.checkpoint_storage else None
+    variables = config.environment.variables
+    private = [value for name, value in variables.items() if is_secret(name, value)]
+    private += config.environment.secrets.values()
     info = RunInfo(
         run_id=uuid4().hex,
         name=name,
@@ -92,7 +95,7 @@ def _create_run(config: "ExperimentConfig") -> RunDirectory:
         ),
         checkpoint_storage=storage or storage_of_new_run(path).url,
         slot_ids=list(range(config.resources.fewest_slots)),
-        arguments=list(sys.argv),
+        arguments=[hide_values(argument, private) for argument in sys.argv],
     )
     return RunDirectory.create(path, info)
 

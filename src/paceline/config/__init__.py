@@ -5,6 +5,8 @@ from paceline.config._config_secrets import (
     HIDDEN,
     hide_in_text,
     hide_secrets,
+    hide_values,
+    is_secret,
     reveal_secrets,
     without_secrets,
 )
@@ -72,6 +74,8 @@ __all__ = [
     "fill_entrypoint",
     "hide_in_text",
     "hide_secrets",
+    "hide_values",
+    "is_secret",
     "json_schema",
     "load_config",
     "merge_configs",

@@ -151,11 +151,15 @@ def hide_in_text(text: str, values: Iterable[str] = ()) -> str | None:
         if start >= end:
             shown += [text[end:start], f'"{hidden}"', "\n" * text[start:stop].endswith("\n")]
             end = stop
-    result = "".join([*shown, text[end:]])
+    return hide_values("".join([*shown, text[end:]]), values)
+
+
+def hide_values(text: str, values: Iterable[str]) -> str:
+    """Return a text with the values of secrets as `***`, but for such as stand there by chance."""
     for value in values:
         if len(value) >= _SHORTEST_FOUND:
-            result = result.replace(value, HIDDEN)
-    return result
+            text = text.replace(value, HIDDEN)
+    return text
 
 
 def _hide_secrets_in(values: Any, *, is_all: bool) -> Any:

@@ -32,7 +32,8 @@ from paceline.workers.remote._script_directory import ScriptSources, pack_script
 _TRAVELLING = (
     "PACELINE_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUBLAS_", "AWS_", "AZURE_STORAGE_",
 )  # fmt: skip
-_STAYING = (GROUP_VARIABLE, CHANNEL_VARIABLE)
+# The token may open all of a master; the driver alone reports to one.
+_STAYING = (GROUP_VARIABLE, CHANNEL_VARIABLE, "PACELINE_TOKEN")
 _LOOK_INTERVAL_S = 0.05
 # The longest that actors, interpreters and their libraries may take to load.
 _START_S = 120.0

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -13,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline._atomic_files import replacing_atomically
 from paceline._waiting import join
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 CLIENT_SCHEME = "ray://"
 _AUTH_VARIABLE = "RAY_AUTH_MODE"
+# With one of these, Ray reads no file in the home directory.
+_OWN_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 # Where the first autoscaler of Ray tells its state, and how the second one tells that of a node.
 _STATUS_KEY = b"__autoscaling_status"
 _DEAD = 2
@@ -255,6 +259,7 @@ def _connect_to_ray(ray: Any) -> None:
     os.environ.setdefault(_AUTH_VARIABLE, "token")
     _reread_settings()
     try:
+        make_token_private()
         with _on_loopback():
             # Not a cluster that happens to run on this machine.
             ray.init(
@@ -277,6 +282,28 @@ def _connect_to_ray(ray: Any) -> None:
         )
     else:
         logger.info("Started Ray on this machine.")
+
+
+def make_token_private() -> None:
+    """Make the file of Ray's token, which Ray itself makes readable for all users of the machine.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if os.environ[_AUTH_VARIABLE].lower() != "token" or any(map(os.environ.get, _OWN_TOKENS)):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        with replacing_atomically(path, mode=0o600) as written:
+            written.write_text(secrets.token_hex(32))
+    elif path.stat().st_mode & 0o077:
+        path.chmod(0o600)
+        logger.warning(
+            "Others could read the token of Ray in %r, and run code as you where Ray runs. From now"
+            " on they cannot. Hint: remove the file, and Ray gets another token.",
+            str(path),
+        )
 
 
 def _cluster_of_machine() -> str | None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -480,3 +481,40 @@ def test_ray_that_is_started_here_ends_with_its_use(
     for pid in late if end == "kill" else ():
         os.kill(int(pid), signal.SIGKILL)
     wait_until(lambda: not [pid for pid in pids if psutil.pid_exists(int(pid))])
+
+
+SHORT_OF_MEMORY = """
+import time
+from paceline.workers import RayPool, WorkerStartError
+from paceline.workers.remote._ray_host_actors import tell_lack_of_memory
+
+pool = RayPool(1)
+try:
+    pool.start()
+except WorkerStartError as error:
+    print(error)
+import ray
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def is_on_node(self):
+        time.sleep(600)
+
+tell_lack_of_memory(ray, Actor.remote(), 3)
+pool.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_actors_that_ray_kills_for_lack_of_memory_are_told(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("NOT TESTED: Ray is not installed")
+    # Any node uses so much.
+    done = run_python(SHORT_OF_MEMORY, HOME=str(tmp_path), RAY_memory_usage_threshold="0.001")
+    assert done.returncode == 0, done.stderr
+    why = ", as its node is short of memory. Hint: fewer workers"
+    # The first answer of the actor may come before its end.
+    assert re.search(f"(must start, but|started:) Ray has killed (one|an actor){why}", done.stdout)
+    assert f"Ray has killed the actor of rank 3{why}" in done.stderr

@@ -21,7 +21,11 @@ from paceline.workers.processes._worker_spec import WorkerProcess
 from paceline.workers.remote._listener import Listener, ListenerAddress
 from paceline.workers.remote._ray_bundles import given_gpus
 from paceline.workers.remote._ray_cluster import RayConnection, Resources, added_up
-from paceline.workers.remote._ray_host_actors import HostActor
+from paceline.workers.remote._ray_host_actors import (
+    LACK_OF_MEMORY,
+    HostActor,
+    tell_lack_of_memory,
+)
 from paceline.workers.remote._ray_host_process import HostOrder
 from paceline.workers.remote._ray_node_versions import check_versions
 from paceline.workers.remote._ray_placement import RayHosts
@@ -215,6 +219,8 @@ class RayPool(ServedPool):
                 return self._meet(ray, places, sources, listener, deadline)
         except (ray.exceptions.RayError, ConnectionError) as error:
             text = str(error).strip().splitlines()[-1]
+            if isinstance(error, ray.exceptions.OutOfMemoryError):
+                text = f"Ray has killed an actor, {LACK_OF_MEMORY}"
             raise WorkerStartError(f"The workers could not be started: {text}") from error
 
     def _take_hosts(self) -> list[HostActor]:
@@ -263,9 +269,10 @@ class RayPool(ServedPool):
                 f"its node {_told_node(places, place)} or its Ray actor",
                 ends[f"host {process.rank}"],
                 partial(ray.kill, place.host.actor),
+                partial(tell_lack_of_memory, ray, place.host.actor, rank),
                 StorageRequests,
             )
-            for place, process in zip(places, processes, strict=True)
+            for rank, (place, process) in enumerate(zip(places, processes, strict=True))
         ]
         self._has_run = True
         origins = [place.host.origin for place in places if place.host.origin is not None]

@@ -1,5 +1,6 @@
 """The actors on a Ray cluster that host a pool's workers: created, heard of, and dropped."""
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -10,10 +11,18 @@ from paceline.workers.remote._ray_host_process import HostOrder
 from paceline.workers.remote._ray_node_versions import COMPARED
 from paceline.workers.remote._ray_worker_actor import make_worker_actor_class
 
+logger = logging.getLogger(__name__)
+
 # How long an actor that waits for its worker may take to answer before it is not relied on.
 _PING_S = 0.5
 # How long one may take whose node is in doubt, as another one was lost there.
 _NODE_PING_S = 3.0
+# How long Ray may take to tell why it has killed an actor.
+_CAUSE_S = 10.0
+LACK_OF_MEMORY = (
+    "as its node is short of memory. Hint: fewer workers for each node, or smaller batches; Ray's"
+    " log names the processes that have the most."
+)
 
 
 class HostActor:
@@ -66,6 +75,7 @@ class HostActors:
         all: Those that were created and not dropped.
         leaving: The ids of the nodes that will be taken away. The next look drops actors there,
             but for those that have worked.
+        lacked_memory: Whether Ray has killed the actor for lack of memory that was lost last.
     """
 
     def __init__(self, ray: Any, wanted: Resources, sample: HostOrder) -> None:
@@ -75,6 +85,7 @@ class HostActors:
         self._kind: Any = None
         self.all: list[HostActor] = []
         self.leaving: Collection[str] = ()
+        self.lacked_memory = False
 
     def create(
         self, bundles: Bundles | None = None, index: int | None = None, *, is_reserve: bool
@@ -149,8 +160,9 @@ class HostActors:
             except self._ray.exceptions.RayTaskError:
                 # Its node lacks something, which the start of a worker tells.
                 pass
-            except self._ray.exceptions.RayError:
+            except self._ray.exceptions.RayError as error:
                 host.is_lost = True
+                self.lacked_memory = isinstance(error, self._ray.exceptions.OutOfMemoryError)
                 return
             del host.unheard[0]
 
@@ -163,3 +175,15 @@ class HostActors:
             unheard = [idle[reference] for reference in silent]
             ready = [host for host in ready if host not in unheard]
         return ready
+
+
+def tell_lack_of_memory(ray: Any, actor: Any, rank: int) -> None:
+    """Log it if Ray has killed the actor of a rank because its node was short of memory."""
+    with suppress(Exception):
+        reference = actor.is_on_node.remote()
+        if not ray.wait([reference], timeout=_CAUSE_S)[0]:
+            return
+        try:
+            ray.get(reference)
+        except ray.exceptions.OutOfMemoryError:
+            logger.warning("Ray has killed the actor of rank %d, %s", rank, LACK_OF_MEMORY)

@@ -17,7 +17,7 @@ from paceline.workers.remote._ray_cluster import (
     num_fitting,
     told_resources,
 )
-from paceline.workers.remote._ray_host_actors import HostActor, HostActors
+from paceline.workers.remote._ray_host_actors import LACK_OF_MEMORY, HostActor, HostActors
 from paceline.workers.remote._ray_host_process import HostOrder
 
 logger = logging.getLogger(__name__)
@@ -307,7 +307,9 @@ class RayHosts:
         is_told = is_anew
         while len(ready := self._actors.look()) < num_workers:
             if len(self._actors.all) < (num_workers if is_anew else 1):
-                raise PlacementError("The actors of all workers must start, but one did not.")
+                killed = f"Ray has killed one, {LACK_OF_MEMORY}"
+                why = killed if self._actors.lacked_memory else "one did not."
+                raise PlacementError(f"The actors of all workers must start, but {why}")
             waited_s = time.monotonic() - began
             if waited_s > timeout_s:
                 kind = PlacementError if is_anew else PlacementTimeoutError

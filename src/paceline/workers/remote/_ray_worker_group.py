@@ -31,6 +31,7 @@ class RayGroupWorker:
         node: How the node is called in errors.
         end: The driver's end of the socket to the host.
         kill: Ends the host at once, and the worker with it.
+        tell_cause: Logs why Ray has ended the host, if it did, which it may know late.
         make_handler: Makes what answers the worker.
     """
 
@@ -40,6 +41,7 @@ class RayGroupWorker:
         node: str,
         end: socket,
         kill: Callable[[], None],
+        tell_cause: Callable[[], None],
         make_handler: MakeHandler,
     ) -> None:
         self.process = process
@@ -47,6 +49,7 @@ class RayGroupWorker:
         self.channel = BlockingChannel(end)
         self.request_server = RequestServer(make_handler, self.channel)
         self.kill = kill
+        self.tell_cause = tell_cause
         self.is_drained = threading.Event()
         self.is_stopped = False
         self.has_exited = False
@@ -175,6 +178,8 @@ class RayGroup:
             worker.has_exited = worker.is_lost = True
             rank, now = worker.process.rank, time.time()
             self._on_exit(WorkerExit(rank=rank, code=1, time=now, lost_with=worker.node))
+            # Nobody waits for that.
+            threading.Thread(target=worker.tell_cause, name="paceline-cause", daemon=True).start()
         worker.request_server.close()
         worker.channel.close()
 

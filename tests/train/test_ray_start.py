@@ -208,6 +208,71 @@ def test_a_run_and_its_trainer_end_after_the_head_was_killed(
     assert "went on" in told
 
 
+WITHOUT_OWN_NODE = """
+import os
+import psutil
+import ray
+from pathlib import Path
+from ray.cluster_utils import Cluster
+from paceline import train
+
+def fit(config):
+    step = (train.load_checkpoint() or {"step": 0})["step"]
+    Path(f"pid-{os.getpid()}").touch()
+    while step < 400:
+        train.save_checkpoint(step=(step := step + 1))
+        train.report(step=step)
+
+class Killer(train.TrainingCallback):
+    def handle_result(self, report):
+        if (report.rank, report["step"]) == (0, 3):
+            pid = int(next(Path().glob("pid-*")).name[4:])
+            [raylet] = [p for p in psutil.Process(pid).parents() if p.name() == "raylet"]
+            raylet.kill()
+
+if __name__ == "__main__":
+    # `ray start --block` would end its other processes too.
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    ray.init(address=cluster.address, log_to_driver=False)
+    trainer = train.Trainer(num_workers=2, run_dir="run")
+    try:
+        trainer.run(fit, {}, callbacks=[Killer()])
+    except train.TrainingFailedError as error:
+        print("error:", error)
+    trainer.shutdown()
+    print("shut down", flush=True)
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_whose_driver_has_lost_its_raylet_ends_with_an_error_that_says_so(
+    tmp_path: Path, clean_environment: dict[str, str]
+) -> None:
+    if find_spec("ray") is None:
+        pytest.skip("NOT TESTED: Ray is not installed")
+    (tmp_path / "train.py").write_text(WITHOUT_OWN_NODE)
+    environment = {
+        **clean_environment,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "a-token-for-tests-alone-and-nothing-else",
+        # Ray listens on the loopback interface then.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert "error: The Ray node of the driver must run, but its" in done.stdout, done.stderr
+    assert "shut down" in done.stdout
+    pids = [int(path.name[4:]) for path in tmp_path.glob("pid-*")]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
 GROW = """
 import time
 import ray

@@ -216,6 +216,11 @@ class RayConnection:
         """Return the ids of the living nodes that will not be taken away."""
         return {node["NodeID"] for node in self._staying()}
 
+    def has_own_node(self) -> bool:
+        """Tell whether the node of this process is alive, as far as Ray knows."""
+        own = self.ray.get_runtime_context().get_node_id()
+        return any(node["Alive"] and node["NodeID"] == own for node in self.ray.nodes())
+
     def available(self) -> list[Resources]:
         """Return what each such node has to give at this moment."""
         # Ray's public function adds up the nodes, though a worker must fit on one of them.

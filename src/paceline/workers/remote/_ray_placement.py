@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from paceline._waiting import join
-from paceline.workers._errors import PlacementError, PlacementTimeoutError, ResourcesError
+from paceline.workers._errors import (
+    PlacementError,
+    PlacementTimeoutError,
+    ResourcesError,
+    TrainingFailedError,
+)
 from paceline.workers.remote._ray_bundles import Bundles, given_bundles, why_waiting
 from paceline.workers.remote._ray_cluster import (
     RayConnection,
@@ -279,7 +284,7 @@ class RayHosts:
         assert self._bundles is not None
         began = time.monotonic()
         is_told = False
-        while not self._bundles.group.wait(_PLACE_INTERVAL_S):
+        while not self._has_room(self._bundles):
             may_grow, fits = self._connection.may_grow(), self._fit_on_nodes(num_workers)
             if not (fits or may_grow):
                 raise PlacementError(self._describe_shortage(num_workers, timeout_s))
@@ -300,6 +305,24 @@ class RayHosts:
                         self._connection, self._wanted, num_workers, self._strategy, group_id
                     ),
                 )
+
+    def _has_room(self, bundles: Bundles) -> bool:
+        """Wait a moment for bundles; tell whether they are there.
+
+        Raises:
+            TrainingFailedError: The node of this process was lost; Ray removes what it asks for.
+        """
+        try:
+            is_there: bool = bundles.group.wait(_PLACE_INTERVAL_S)
+        except Exception as error:
+            if self._connection.has_own_node():
+                raise
+            raise TrainingFailedError(
+                "The Ray node of the driver must run, but its process `raylet` is gone, and Ray"
+                " gives the driver no workers. Hint: start Ray and the script again; with"
+                " `run_dir=`, a run goes on from its last checkpoint."
+            ) from error
+        return is_there
 
     def _await(self, num_workers: int, timeout_s: float, is_anew: bool) -> list[HostActor]:
         """Wait until so many are ready, and return them."""

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,119 @@ def test_population_based_training_copies_checkpoints(tune: Any, tmp_path: Path)
     assert all(path[:2] == [64.0, 64.0] for path in paths)
     assert [result.metrics["value"] for result in results] == [sum(path) for path in paths]
     check_nothing_is_left(tmp_path / "notes")
+
+
+SEARCH = """
+import os, sys, time
+import torch
+from ray import tune
+from paceline import train
+from paceline.creators import PyTorchTrainer
+
+kind, place, *restored = sys.argv[1:]
+
+def begin(lr, step):
+    with open(os.path.join(place, "begun"), "a") as file:
+        print(lr, step, file=file)
+    # The first search gets no further.
+    while step == 3 and os.path.exists(os.path.join(place, "held")):
+        time.sleep(0.1)
+
+def fit(config):
+    for step in range((train.load_checkpoint() or {"step": 0})["step"], 5):
+        begin(config["lr"], step)
+        train.save_checkpoint(step=step + 1)
+        train.report(step=step)
+
+def model_creator(config):
+    return torch.nn.Linear(1, 1)
+
+def data_creator(config):
+    return [(torch.ones(1), torch.ones(1))] * 2
+
+def optimizer_creator(model, config):
+    return torch.optim.SGD(model.parameters(), lr=config["lr"])
+
+def train_function(config, train_iterator, info):
+    begin(config["lr"], info["epoch_idx"])
+    list(train_iterator)
+    return {"step": info["epoch_idx"]}
+
+if kind == "function":
+    trainable = train.Trainer(num_workers=1).to_trainable(fit)
+else:
+    trainable = PyTorchTrainer.as_trainable(
+        model_creator=model_creator, data_creator=data_creator, loss_creator=torch.nn.MSELoss,
+        optimizer_creator=optimizer_creator, train_function=train_function,
+        validation_function=False, dataloader_config={"num_workers": 0},
+    )
+if restored:
+    tuner = tune.Tuner.restore(os.path.join(place, "search"), trainable)
+else:
+    often = tune.CheckpointConfig(checkpoint_frequency=1) if kind == "creators" else None
+    tuner = tune.Tuner(
+        trainable,
+        param_space={"lr": tune.grid_search([1, 2, 3])},
+        tune_config=tune.TuneConfig(max_concurrent_trials=2),
+        run_config=tune.RunConfig(
+            storage_path=place, name="search", checkpoint_config=often, verbose=0,
+            stop={"training_iteration": 5},
+        ),
+    )
+for result in tuner.fit():
+    steps = result.metrics_dataframe["step"].tolist()
+    print("\\ntrial", result.config["lr"], *map(int, steps))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["function", "creators"])
+def test_trials_of_a_search_that_was_killed_go_on_from_their_checkpoints(
+    ray_cluster: Any,
+    clean_environment: dict[str, str],
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    (tmp_path / "search.py").write_text(SEARCH)
+    (tmp_path / "held").touch()
+    command = [sys.executable, "search.py", kind, str(tmp_path)]
+    # How often Tune stores which trials there are, and what they go on from.
+    environment = {
+        **clean_environment,
+        "RAY_ADDRESS": ray_cluster.address,
+        "TUNE_GLOBAL_CHECKPOINT_S": "0.1",
+    }
+
+    def is_stored() -> bool:
+        """Tell whether Tune has stored its state since both trials have stored theirs."""
+        checkpoints = list((tmp_path / "search").glob("*_0000[01]_*/checkpoint_000002"))
+        times = [path.stat().st_mtime for path in checkpoints]
+        states = (tmp_path / "search").glob("experiment_state-*")
+        newest = max((path.stat().st_mtime for path in states), default=0.0)
+        return len(times) == 2 and newest > max(times) + 1
+
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while not is_stored():
+            assert first.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+    finally:
+        first.kill()
+        first.wait()
+    (tmp_path / "held").unlink()
+    second = subprocess.run(
+        [*command, "restored"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    trials = sorted(line for line in second.stdout.splitlines() if line.startswith("trial"))
+    assert trials == [f"trial {lr} 0 1 2 3 4" for lr in (1, 2, 3)], second.stderr
+    begun = Counter((tmp_path / "begun").read_text().splitlines())
+    # Those that ran began again where they were held.
+    again = {"1 3": 2, "2 3": 2}
+    assert begun == {f"{lr} {n}": again.get(f"{lr} {n}", 1) for lr in (1, 2, 3) for n in range(5)}
 
 
 # tests/train/test_ray.py has a quick trainer that is refused.

@@ -255,6 +255,41 @@ def follow_samples(config: dict[str, Any]) -> int:
             time.sleep(config["pause_s"])
 
 
+class Kills(train.TrainingCallback):
+    """Kills one rank after the other at steps, and counts what the chief has trained."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self._steps = steps
+        self._pids: dict[int, int] = {}
+        self.num_trained = 0
+        self.killed: list[int] = []
+
+    def handle_result(self, report: train.Report) -> None:
+        self._pids[report.rank] = report["pid"]
+        if report.rank == 0:
+            self.num_trained += 1
+        if self._steps and report["step"] >= self._steps[0] and len(self._pids) == 4:
+            rank = 3 - len(self.killed)
+            os.kill(self._pids[rank], signal.SIGKILL)
+            self.killed.append(rank)
+            self._steps = self._steps[1:]
+            self._pids = {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_group_whose_workers_are_killed_again_and_again_trains_little_twice(
+    ray_cluster: Any, seats: Callable[..., None]
+) -> None:
+    seats(1, 4)
+    kills = Kills([60, 120, 180, 240])
+    with train.Trainer(num_workers=4, max_retries=4, resources_per_worker={"seat": 1}) as trainer:
+        config = {"steps": 300, "most": 4, "pause_s": 0.1}
+        results = trainer.run(follow_samples, config, callbacks=[kills])
+    assert (kills.killed, results.num_restarts, list(results)) == ([3, 2, 1, 0], 4, [4, 4, 4, 4])
+    assert kills.num_trained <= 300 / 0.85
+
+
 def by_step(reports: list[train.Report]) -> dict[int, tuple[list[int], float]]:
     """Return the samples of all ranks, and the weight, of each step of the last generation."""
     last: dict[int, int] = {}

@@ -46,7 +46,7 @@ class WebUiHook(BuildHookInterface):  # type: ignore[type-arg]
             )
             return
         # Git ignores it.
-        build_data["artifacts"].append("/src/paceline/master/webui/**")
+        build_data["artifacts"].append("/src/paceline/_cluster/master/webui/**")
 
 
 def is_skipped() -> bool:

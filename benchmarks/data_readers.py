@@ -287,7 +287,7 @@ def main() -> None:
     importlib.import_module("torch.utils.data")
     importlib.import_module(modules.get(reader, reader))
     if reader == "paceline":
-        importlib.import_module("paceline.data._parquet")
+        importlib.import_module("paceline.data._table_formats")
     cpu_before_s = time.process_time()
     began = time.perf_counter()
     batches = iter(globals()[reader](shape))

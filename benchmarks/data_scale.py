@@ -64,7 +64,7 @@ def _use_server(url: str, directory: Path) -> None:
 
 
 def _first_batch_s(files: Any, start_batch: int, check: bool) -> float:
-    from paceline.engine import ShardedData
+    from paceline.data._sharded_loader import ShardedData
 
     # The imports of torch and the engine come before.
     began = time.perf_counter()
@@ -87,10 +87,10 @@ def terabyte(directory: Path) -> dict[str, Any]:
     import xxhash
 
     from paceline import data
-    from paceline.data import _file_index
-    from paceline.data._file_format import DataFile
+    from paceline.data import _file_index_and_format as _file_index
+    from paceline.data._file_index_and_format import DataFile
     from paceline.data._file_locations import DirectoryLocation
-    from paceline.data._parquet import ParquetFormat
+    from paceline.data._table_formats import ParquetFormat
 
     shard = directory / "one" / "0.parquet"
     shard.parent.mkdir()

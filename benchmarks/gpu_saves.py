@@ -166,7 +166,7 @@ def measure_large(device: str, seconds: float) -> None:
 
 def _measure_alone(title: str, num_bytes: int, place: Place, deadline: float) -> None:
     from paceline import core
-    from paceline.engine import CheckpointSaver
+    from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
 
     size = num_bytes // _NUM_TENSORS // 4
     tensors = {f"tensor_{i}": torch.ones(size, device=place.device) for i in range(_NUM_TENSORS)}

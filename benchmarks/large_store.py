@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Table, delete, insert
 
+from paceline._cluster.master.home_directory import Home
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.metric_series import Points, encode_points, tagged
+from paceline._cluster.master.store.recovery_rows import begin_records
+from paceline._cluster.master.store.series_writer import Summary
+from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.messages.runner_messages import LogEntry
 from paceline.config import ExperimentConfig, validate_config
-from paceline.master._home_directory import Home
-from paceline.master.store import Database, LogStore, begin_records, tables
-from paceline.master.store._point_encoding import Points, encode_points, tagged
-from paceline.master.store._series_summaries import Summary
-from paceline.messages.attempts import LogEntry
 from paceline.search import Create, Search, message_to_json, simulate
 
 _TRIALS_PER_EXPERIMENT = 5

@@ -22,9 +22,10 @@ from save_ways import transformer_weights, warm_adam
 from torch.utils.data import TensorDataset
 
 from paceline import pytorch
-from paceline.engine.checkpoints import _background_saver, _host_copies
-from paceline.engine.state import _models_and_optimizers
-from paceline.engine.training import _resumable_training, _training_state
+from paceline._training.engine.checkpoints import checkpoint_saver as _background_saver
+from paceline._training.engine.checkpoints import host_copies as _host_copies
+from paceline._training.engine.checkpoints import models_and_optimizers as _models_and_optimizers
+from paceline.pytorch import _resumable_training, _training_state
 
 _PERIOD, _WORK_S, _NUM_WARM = 10, 0.005, 5
 _PARTS: list[tuple[str, Any, str]] = [

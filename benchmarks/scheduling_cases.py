@@ -24,14 +24,14 @@ _IDLE_S = 60.0
 
 def measure_scheduling() -> list[Figure]:
     """Decide on 1,000 waiting trials: 500 slots in use, all free, and all to be preempted."""
-    from paceline.master.scheduling import (
+    from paceline._cluster.master.scheduling.pools import (
         Holding,
         NodeSlots,
         PolicyName,
         PoolSettings,
         Waiting,
-        schedule,
     )
+    from paceline._cluster.master.scheduling.schedule import schedule
 
     # Of 2,000 nodes 500 are free for the pool, with a slot each; the others are another pool's.
     nodes = [
@@ -75,7 +75,8 @@ def measure_scheduling() -> list[Figure]:
 
 def _measure_groups() -> list[Figure]:
     """The same with trials on several nodes of four slots: even, uneven and elastic ones."""
-    from paceline.master.scheduling import NodeSlots, Waiting, schedule
+    from paceline._cluster.master.scheduling.pools import NodeSlots, Waiting
+    from paceline._cluster.master.scheduling.schedule import schedule
 
     nodes = [
         NodeSlots(node_id=n, slots=(0, 1, 2, 3), can_join=True)
@@ -103,10 +104,10 @@ def _measure_groups() -> list[Figure]:
 
 def _measure_ticks() -> list[Figure]:
     """The same as whole passes of a master over its database, in which nothing changes."""
+    from paceline._cluster.master.home_directory import Home
+    from paceline._cluster.master.master import Master
+    from paceline._cluster.master.scheduling.pools import NodeSlots
     from paceline.config import validate_config
-    from paceline.master._home_directory import Home
-    from paceline.master._master import Master
-    from paceline.master.scheduling import NodeSlots
 
     nodes = [NodeSlots(node_id=n, slots=(0,)) for n in range(1, _NUM_SLOTS + 1)]
     nodes += [
@@ -152,7 +153,7 @@ def _measure_ticks() -> list[Figure]:
 def _set_policy(master: Any, policy: str) -> None:
     from sqlalchemy import delete, insert
 
-    from paceline.master.store import tables
+    from paceline._cluster.master.store import tables
 
     def job(transaction: Any) -> None:
         transaction.connection.execute(delete(tables.pools))
@@ -211,7 +212,7 @@ async def _poll(url: str, token: str, process: psutil.Process) -> tuple[list[flo
 async def _runner(host: str, port: int, token: str, number: int, counter: list[int]) -> None:
     """Do what `paceline runner` does while it has nothing to do."""
     import paceline
-    from paceline.messages.node_runners import PROTOCOL
+    from paceline._cluster.messages.runner_messages import PROTOCOL
 
     await asyncio.sleep(number * 0.02)
     reader, writer = await asyncio.open_connection(host, port)

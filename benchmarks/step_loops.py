@@ -246,10 +246,9 @@ def run_creators(
     model: Model, loader: DataLoader[Any], num_steps: int, place: Place = ON_CPU
 ) -> None:
     """Train by the default function of creators, in this process as in its one worker."""
-    from paceline.creators import _replica_functions
-    from paceline.creators._creators_arguments import make_replica_spec
-    from paceline.creators._replica_spec import ReplicaPassOrder
-    from paceline.workers import PortReservation
+    from paceline._base.process_and_network import PortReservation
+    from paceline.creators import _replica as _replica_functions
+    from paceline.creators._trainer_arguments import ReplicaPassOrder, make_replica_spec
 
     spec = make_replica_spec(
         creators={

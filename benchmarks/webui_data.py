@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 from sqlalchemy import insert, update
 
+from paceline._cluster.master.home_directory import Home
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.metric_series import Points
+from paceline._cluster.master.store.series_writer import store_columns
 from paceline.journal import (
     AttemptStarted,
     JournalKey,
@@ -19,11 +24,6 @@ from paceline.journal import (
     RunDirectory,
     RunInfo,
 )
-from paceline.master._home_directory import Home
-from paceline.master._master import Master
-from paceline.master.store import tables
-from paceline.master.store._point_encoding import Points
-from paceline.master.store._series_writer import store_columns
 
 NUM_LONG = 1_000_000
 NUM_TRIALS = 100

@@ -221,7 +221,9 @@ def torch_ranks() -> Iterator[RankServer]:
 @pytest.fixture(scope="session")
 def master_server() -> Iterator[MasterServer]:
     """Return a server of masters, so that each has loaded what it needs."""
-    server = MasterServer("paceline.cli._app", "paceline.client", "httpcore", "paceline.master")
+    server = MasterServer(
+        "paceline.cli._app", "paceline.client", "httpcore", "paceline._cluster.master"
+    )
     yield server
     server.close()
 
@@ -229,7 +231,12 @@ def master_server() -> Iterator[MasterServer]:
 # What most commands load, and their libraries on the first use.
 _OF_COMMANDS = (
     *("paceline.cli._app", "paceline.cli._experiment_follower", "paceline.cli._console_output"),
-    *("paceline.client", "paceline.config", "paceline.display", "paceline.messages.experiments"),
+    *(
+        "paceline.client",
+        "paceline.config",
+        "paceline._training",
+        "paceline._cluster.messages.experiment_models",
+    ),
     *("certifi", "encodings.idna", "h11", "httpcore", "httpx", "pathspec"),
     *("pydantic.type_adapter", "typer._adapters", "yaml"),
 )

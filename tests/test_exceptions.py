@@ -14,7 +14,7 @@ import pytest
 
 import paceline
 from paceline import train
-from paceline.workers import WorkerFailedError
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
 
 TEXT = "`x` must be 1, but got 2. Hint: x=1."
 
@@ -37,20 +37,35 @@ def problems() -> Any:
 
 # Those that the code makes from something else than a text.
 ARGUMENTS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    "paceline.client._errors.ApiError": lambda: ((404, "not_found", TEXT), {}),
-    "paceline.config._config_problems.ConfigError": lambda: ((problems(),), {}),
-    "paceline.core._errors.DistributedPeerError": lambda: ((TEXT,), {"error_type": "KeyError"}),
-    "paceline.master.experiments._state_transitions.RefusedError": lambda: (("conflict", TEXT), {}),
-    "paceline.master.nodes._registered_node.NodeRefusedError": lambda: (("name_taken", TEXT), {}),
-    "paceline.search._hyperparameter_kinds.SpaceError": lambda: (
+    "paceline.client._http_session.ApiError": lambda: ((404, "not_found", TEXT), {}),
+    "paceline.config._fields_and_problems.ConfigError": lambda: ((problems(),), {}),
+    "paceline.core._arguments.DistributedPeerError": lambda: ((TEXT,), {"error_type": "KeyError"}),
+    "paceline._cluster.master.experiments.state_transitions.RefusedError": lambda: (
+        ("conflict", TEXT),
+        {},
+    ),
+    "paceline._cluster.master.nodes.node_registry.NodeRefusedError": lambda: (
+        ("name_taken", TEXT),
+        {},
+    ),
+    "paceline.search._hyperparameter_space.SpaceError": lambda: (
         ("model.lr", "It must be.", "Let it."),
         {},
     ),
-    "paceline.storage._errors.CheckpointWriteError": lambda: ((errno.ENOSPC, TEXT), {}),
-    "paceline.train._errors.IncompleteCheckpointError": lambda: ((TEXT, results()), {}),
-    "paceline.workers._errors.NotEnoughWorkersError": lambda: ((TEXT, 3, 1), {}),
-    "paceline.workers._errors.WorkerFailedError": lambda: ((TEXT, 2, 0), {}),
-    "paceline.workers._errors.WorkersLostError": lambda: ((TEXT, 4), {}),
+    "paceline.storage._checkpoint_files.CheckpointWriteError": lambda: ((errno.ENOSPC, TEXT), {}),
+    "paceline.train._results_and_checkpoints.IncompleteCheckpointError": lambda: (
+        (TEXT, results()),
+        {},
+    ),
+    "paceline._training.workers.failures_and_restarts.NotEnoughWorkersError": lambda: (
+        (TEXT, 3, 1),
+        {},
+    ),
+    "paceline._training.workers.failures_and_restarts.WorkerFailedError": lambda: (
+        (TEXT, 2, 0),
+        {},
+    ),
+    "paceline._training.workers.failures_and_restarts.WorkersLostError": lambda: ((TEXT, 4), {}),
 }
 
 

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from paceline._network_interfaces import interface_of, listening_address
+from paceline._base.process_and_network import interface_of, listening_address
 
 
 def interfaces_with(address: str) -> set[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline._regular_files import (
+from paceline._base.files import (
     NotRegularFileError,
     open_directory_below,
     open_regular_below,

@@ -37,14 +37,14 @@ INTERRUPTED = -signal.SIGINT
 
 DRIVERS = {
     "a call of a pool": """
-from paceline.workers import LocalPool
+from paceline._training.workers.process_pools import LocalPool
 with LocalPool(1) as pool:
     pool.submit(work).wait()
 """,
     # Its workers come from a process that never gets ready.
     "the start of a pool": """
 from pathlib import Path
-from paceline.workers import LocalPool
+from paceline._training.workers.process_pools import LocalPool
 Path("sitecustomize.py").write_text(
     "import os, time\\nopen('running', 'w')\\n"
     f"while os.getppid() == {os.getpid()}: time.sleep(0.1)"

@@ -7,7 +7,7 @@ const token = process.env.PACELINE_TOKEN;
 export default defineConfig({
   plugins: [react()],
   build: {
-    outDir: "../src/paceline/master/webui",
+    outDir: "../src/paceline/_cluster/master/webui",
     emptyOutDir: true,
     target: "es2022",
     manifest: true,

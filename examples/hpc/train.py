@@ -18,12 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.declarative import (
-    ModelParameters,
-    ParallelizationConfig,
-    Trainer,
-    TrainingConfig,
-)
+from paceline.declarative import ModelParameters, ParallelizationConfig, Trainer, TrainingConfig
 
 
 @dataclasses.dataclass

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline import core
-    from paceline.core import ClusterInfo, InvalidHP, get_cluster_info
+    from paceline.core._arguments import InvalidHP
+    from paceline.core._process_environment import ClusterInfo, get_cluster_info
 
 LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 
@@ -22,6 +22,7 @@ _PARTS = frozenset(
         "declarative",
         "faults",
         "integrations",
+        "plugins",
         "pytorch",
         "search",
         "testing",

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline.engine.training._rank_agreement import RankAgreement
 from paceline.pytorch import deepspeed as pds
+from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 
 STAGE = int(os.environ.get("STAGE", 2))
 STEPS = int(os.environ.get("STEPS", 8))

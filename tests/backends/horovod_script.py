@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline.engine.training._rank_agreement import RankAgreement
+from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 
 RANK = int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", 0)))
 FAULT_RANK = int(os.environ.get("FAULT_RANK", -1))

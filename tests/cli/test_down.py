@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline import client
+from paceline._cluster.messages.master_models import RUNNER_GRACE_S
 from paceline.cli import _master_process
-from paceline.messages.master_info import RUNNER_GRACE_S
 
 
 @pytest.mark.parametrize(("keep_trials", "least_s"), [(False, 100 + RUNNER_GRACE_S), (True, 0)])

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from paceline import core
+from paceline._training.engine.checkpoints.export_weights import export_weights
+from paceline._training.engine.checkpoints.state_files import save_state
 from paceline.cli._app import app
-from paceline.engine import export_weights, save_state
 from paceline.storage import CheckpointNotFoundError, DirectoryStorage
 
 # One weight of -0.7, as a trainer stored it.

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.messages.experiment_models import Experiment
+from paceline._cluster.messages.master_models import Event
+from paceline._cluster.messages.states import ExperimentState
 from paceline.cli._event_feed import EventFeed
-from paceline.messages.events import Event
-from paceline.messages.experiments import Experiment
-from paceline.messages.states import ExperimentState
 
 HALVING = {"name": "adaptive_asha", "time_metric": "epochs", "max_time": 16}
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.cli._leaderboard_table import leaderboard_table
+from paceline._cluster.messages.experiment_models import Trial as TrialData
+from paceline._cluster.messages.states import TrialState
+from paceline.cli._experiment_description import leaderboard_table
 from paceline.client import Trial
 from paceline.client._http_session import HttpSession
-from paceline.messages.states import TrialState
-from paceline.messages.trials import Trial as TrialData
 
 
 def trial(number: int, metric: float, **hparams: Any) -> Trial:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import paceline
-from paceline.master.api._web_ui_files import has_web_ui
+from paceline._cluster.master.api.master_routes import has_web_ui
 
 
 def create(run: Any, code: Path, *options: object) -> dict[str, Any]:
@@ -818,7 +818,7 @@ def test_ctrl_c_drains_from_the_moment_on_that_the_address_is_told(
     script = """
 import os, signal, sys
 from paceline.cli import main
-from paceline.master._home_directory import Home
+from paceline._cluster.master.home_directory import Home
 write_address = Home.write_address
 def write_and_interrupt(*arguments):
     write_address(*arguments)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli._examples_commands import examples_directory
+from paceline.cli._app import examples_directory
 
 
 def test_version_is_that_of_the_package(paceline: Any) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.messages.experiment_models import LogLine
 from paceline.cli import _console_output
-from paceline.cli._log_printing import format_log_line
-from paceline.messages.logs import LogLine
+from paceline.cli._experiment_follower import format_log_line
 
 
 @pytest.mark.parametrize(

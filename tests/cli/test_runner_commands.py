@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline as package
-from paceline.cli import _connection
-from paceline.cli._runner_commands import app
-from paceline.cli._slot_texts import memory_text, slots_text
-from paceline.messages.node_runners import PROTOCOL
-from paceline.messages.nodes_and_slots import Node
+from paceline._cluster.messages.master_models import Node
+from paceline._cluster.messages.runner_messages import PROTOCOL
+from paceline.cli import _options_and_errors as _connection
+from paceline.cli._runner_and_pool_commands import runner_app as app
+from paceline.cli._slot_and_job_commands import memory_text, slots_text
 
 FACTS = {
     "key": "k", "version": package.__version__, "protocol": PROTOCOL, "python": "/p",

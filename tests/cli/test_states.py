@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.cli._state_words import EXPERIMENT_WORDS
-from paceline.messages.states import ExperimentState, TrialState, shown_trial_state
+from paceline._cluster.messages.states import ExperimentState, TrialState, shown_trial_state
+from paceline.cli._console_output import EXPERIMENT_WORDS
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typer.main import get_command
 from typer.models import OptionInfo
 
 from paceline.cli import app
-from paceline.cli._backup_commands import backup
-from paceline.cli._errors import CommandError
+from paceline.cli._backup_and_home_commands import backup
+from paceline.cli._options_and_errors import CommandError
 
 COMMANDS = {
     "backup": [],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import paceline.client as sdk
+from paceline._cluster.messages.states import ExperimentState
 from paceline.client import (
     ApiError,
     Client,
@@ -20,7 +21,6 @@ from paceline.client import (
     read_master_file,
 )
 from paceline.client._http_session import HttpSession
-from paceline.messages.states import ExperimentState
 
 TRAIN = """
 import sys, time, paceline

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import (
-    ConfigError,
-    Problem,
-    build_command,
-    fill_entrypoint,
-    validate_config,
-)
+from paceline.config import ConfigError, Problem, build_command, fill_entrypoint, validate_config
 
 Make = Callable[..., dict[str, Any]]
 Collect = Callable[[dict[str, Any]], dict[str, Problem]]

@@ -27,8 +27,8 @@ from paceline.config import (
     UrlStorage,
     validate_config,
 )
+from paceline.config._fields_and_problems import REFUSED_FIELDS
 from paceline.config._read_yaml import parse_yaml
-from paceline.config._refused_fields import REFUSED_FIELDS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "experiment-config.md"
 

@@ -14,7 +14,7 @@ from paceline.config import (
     validate_config,
     without_secrets,
 )
-from paceline.config._config_secrets import is_secret
+from paceline.config._environment_and_secrets import is_secret
 
 SEARCHER = {"name": "single", "metric": "loss"}
 

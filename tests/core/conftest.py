@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.journal import (
-    AnyRecord,
-    RunDirectory,
-    RunInfo,
-    TrialInfo,
-)
+from paceline.journal import AnyRecord, RunDirectory, RunInfo, TrialInfo
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.core import CheckpointParts, _checkpoint_parts
+from paceline.core import CheckpointParts
+from paceline.core import _background_checkpoints as _checkpoint_parts
 from paceline.journal import RunDirectory, RunInfo
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 
@@ -141,7 +142,7 @@ def test_a_checkpoint_that_a_rank_could_not_store_is_given_up_when_a_later_one_i
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.core._checkpoint_parts._LOOK_LATER_S", 0.01)
+    monkeypatch.setattr("paceline.core._background_checkpoints._LOOK_LATER_S", 0.01)
     ranks = [make_parts(rank, 3) for rank in range(3)]
     for rank in (0, 1):
         store(ranks[rank], "abc"[rank])
@@ -192,7 +193,7 @@ def test_a_checkpoint_that_the_chief_lost_stays_while_other_ranks_store_theirs(
 def test_a_checkpoint_that_is_never_whole_ends_in_time_as_the_error_of_the_newest(
     make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.core._checkpoint_parts._LIMIT_S", 0.05)
+    monkeypatch.setattr("paceline.core._background_checkpoints._LIMIT_S", 0.05)
     chief = make_parts(0, 3)
     store(chief, "a")
     with pytest.raises(CheckpointWriteError, match=r"step 1 is not whole: rank\(s\) 1, 2 did not"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline import core
-from paceline.core import _checkpoint_parts
+from paceline.core import _background_checkpoints as _checkpoint_parts
 from paceline.journal import (
     CheckpointDeleted,
     CheckpointFilesDeleted,

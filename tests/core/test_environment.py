@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.core import _environment
-from paceline.core._environment import MAX_DIFF_BYTES, describe_environment, describe_source
+from paceline.core import _process_environment as _environment
+from paceline.core._process_environment import MAX_DIFF_BYTES, describe_environment, describe_source
 from paceline.journal import AttemptStarted
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core import LaunchedPlace, forget_launcher, launched_place
-from paceline.core._launcher_variables import first_host_of
+from paceline.core._launcher_place import first_host_of
 
 TORCHRUN = {
     "RANK": "3",

@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from paceline import core
-from paceline.engine.checkpoints._kept_checkpoints import KeptCheckpoints
+from paceline._training.engine.checkpoints.checkpoint_saver import KeptCheckpoints
 from paceline.journal import NotARunDirectoryError, RunDirectory
 from paceline.storage import (
     CheckpointNotFoundError,
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_could_be_deleted_by_half_is_deleted_with_the_next(
 def test_a_checkpoint_in_a_bucket_that_is_deleted_by_half_is_deleted_the_next_time(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.storage._bucket_by_obstore import BucketStorage
+    from paceline.storage._bucket_storage import BucketStorage
 
     remove, failures = BucketStorage.remove, [CheckpointWriteError("The server does not answer.")]
 
@@ -199,7 +199,7 @@ def test_a_directory_that_cannot_be_written_to_for_a_moment_is_told_as_such(
     error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that training goes on, as with a full disk."""
-    from paceline.storage import _durable_files
+    from paceline.storage import _checkpoint_files as _durable_files
 
     def fail(*_: Any, **__: Any) -> Callable[..., Any]:
         raise OSError(error, "not now")

@@ -118,7 +118,7 @@ def test_handlers_are_installed_late_chained_and_restored(own_handler: list[int]
 def test_a_signal_that_comes_again_ends_no_process_that_a_runner_looks_after() -> None:
     code = """
         import os, signal
-        from paceline.core._preempt_context import SignalWatch
+        from paceline.core._preemption_and_search import SignalWatch
 
         watch = SignalWatch(is_supervised=True)
         watch.install()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import core
-from paceline.core._system_metrics import SystemSampler
+from paceline.core._profiler_context import SystemSampler
 from paceline.journal import MetricsReported
 
 HOST = {

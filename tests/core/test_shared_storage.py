@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.core import _shared_storage, check_shared_storage
+from paceline.core import _run_storage as _shared_storage
+from paceline.core import check_shared_storage
 from paceline.storage import storage_from
 
 
@@ -81,9 +82,9 @@ def test_a_file_system_that_fails_is_one_that_is_not_shared(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(_shared_storage, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr("paceline.core._shared_storage.os.listdir", fail)
+    monkeypatch.setattr("paceline.core._run_storage.os.listdir", fail)
     # It takes each error of the system for an absence.
-    monkeypatch.setattr("paceline.core._shared_storage.os.path.exists", lambda path: False)
+    monkeypatch.setattr("paceline.core._run_storage.os.path.exists", lambda path: False)
     for error in check_on_all(tmp_path).values():
         assert isinstance(error, ValueError)
         assert "rank(s) 0, 1, 2 do not see" in str(error)
@@ -96,7 +97,7 @@ def test_a_directory_below_one_that_nobody_may_list_is_shared(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(_shared_storage, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr("paceline.core._shared_storage.os.listdir", refuse)
+    monkeypatch.setattr("paceline.core._run_storage.os.listdir", refuse)
     assert check_on_all(tmp_path / "store") == {0: None, 1: None, 2: None}
 
 

@@ -9,8 +9,14 @@ import pytest
 from torch import nn
 
 from paceline.creators import BATCH_SIZE, PyTorchTrainer, ResourcesError
-from paceline.creators._creators_arguments import make_replica_spec, precision_of_creators
-from paceline.creators._function_parameters import GivenParameters, HookWorker, call_hook, call_with
+from paceline.creators._trainer_arguments import (
+    GivenParameters,
+    HookWorker,
+    call_hook,
+    call_with,
+    make_replica_spec,
+    precision_of_creators,
+)
 
 
 def create(*_: Any) -> None: ...

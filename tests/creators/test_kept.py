@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from paceline.creators import PyTorchTrainer, _replica_functions
-from paceline.engine import join_pass_state
-from paceline.workers import KeptState, MemoryFile, read_parts
+from paceline._training.workers.group_recovery import KeptState, MemoryFile, read_parts
+from paceline.creators import PyTorchTrainer
+from paceline.creators import _replica as _replica_functions
+from paceline.creators._pass_state import join_pass_state
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

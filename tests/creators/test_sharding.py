@@ -142,7 +142,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.floa
 
 
 def num_own_values() -> int:
-    from paceline.creators._replica_functions import _replica
+    from paceline.creators._replica import _replica
 
     return sum(p._local_tensor.numel() for p in _replica[0].models[0].parameters())  # type: ignore
 

@@ -383,7 +383,7 @@ def test_data_sets_get_loaders_and_the_config_stays_as_it_is() -> None:
 
 
 def weights_of_worker() -> Any:
-    from paceline.creators import _replica_functions
+    from paceline.creators import _replica as _replica_functions
 
     return _replica_functions._replica[0].models[0][0].weight.tolist()
 

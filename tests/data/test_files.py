@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from paceline import data
-from paceline.data import _file_index, _text_blocks
-from paceline.data._chunk_cache import ChunkCache
-from paceline.data._file_format import FileRows
+from paceline.data import _file_index_and_format as _file_index
+from paceline.data import _table_formats as _text_blocks
+from paceline.data._file_index_and_format import FileRows
+from paceline.data._file_source import ChunkCache
 
 Table = Callable[[int, int], Any]
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from paceline import data
-from paceline.data._partitioned_order import OrderShards, PartitionedOrder
-from paceline.data._sample_source import Source
-from paceline.engine import ShardedData, shards_of_worker
+from paceline.data._order_and_random_generators import shards_of_worker
+from paceline.data._read_plan import OrderShards, PartitionedOrder
+from paceline.data._sample_sources import Source
+from paceline.data._sharded_loader import ShardedData
 
 
 def shards_of(sizes: list[int], num_partitions: int, size: int, **options: Any) -> OrderShards:

@@ -16,8 +16,7 @@ import cloudpickle
 import pytest
 
 from paceline import data, train
-from paceline.data._disk_cache import DiskCache
-from paceline.data._hedged_calls import HedgedCalls
+from paceline.data._file_locations import DiskCache, HedgedCalls
 from paceline.storage import storage_from
 
 # The workers cannot import the tests.
@@ -153,7 +152,7 @@ def test_a_store_that_hangs_is_given_up_by_name(
 
 
 def test_a_read_that_hangs_is_sent_once_more(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.data._hedged_calls._FIRST_DELAY_S", 0.2)
+    monkeypatch.setattr("paceline.data._file_locations._FIRST_DELAY_S", 0.2)
     files = data.read("s3://bucket/*.parquet")
     server.reads.clear()
     server.hangs_first_on = "001.parquet"
@@ -166,7 +165,7 @@ def test_a_read_that_hangs_is_sent_once_more(server: Any, monkeypatch: pytest.Mo
 def test_a_read_that_fails_beside_others_is_not_the_last_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.data._hedged_calls._FIRST_DELAY_S", 0.05)
+    monkeypatch.setattr("paceline.data._file_locations._FIRST_DELAY_S", 0.05)
     numbers = itertools.count()
     third_came = threading.Event()
 
@@ -217,7 +216,7 @@ def test_a_bucket_that_is_not_there_is_told_at_once(
 
 def read_epoch(config: dict[str, Any]) -> list[list[int]]:
     """Read an epoch; the rank that is told so dies while it reads ahead for its first batch."""
-    from paceline.data import _chunk_cache
+    from paceline.data import _file_source as _chunk_cache
 
     train.enable_reproducibility(3)
     loader = train.get_dataset().get_shard().to_torch(batch_size=5, shuffle=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline import data, train
-from paceline.engine import CheckpointMismatchError
+from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -36,7 +36,7 @@ class Ledger(train.TrainingCallback):
 
 
 def session() -> Any:
-    from paceline.workers.runs._current_run import current_session
+    from paceline.train._run_protocol import current_session
 
     return current_session()
 
@@ -158,7 +158,7 @@ class Slots(Ledger):
 
 def read_from_store(config: dict[str, Any]) -> int:
     """Read an epoch; a rank dies while it reads ahead, and then the group waits to grow."""
-    from paceline.data import _chunk_cache
+    from paceline.data import _file_source as _chunk_cache
 
     train.enable_reproducibility(3)
     model = train.prepare_model(torch.nn.Linear(1, 1))

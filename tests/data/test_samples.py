@@ -20,8 +20,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from paceline import data
-from paceline.data import _webdataset
-from paceline.engine import ShardedData
+from paceline.data import _images_and_webdataset as _webdataset
+from paceline.data._sharded_loader import ShardedData
 
 
 def image(number: int, kind: str = "png") -> bytes:

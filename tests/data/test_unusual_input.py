@@ -92,7 +92,7 @@ def test_a_directory_of_compressed_files_and_an_index_of_none_are_refused(tmp_pa
 def test_bad_csv_files_say_what_to_do(
     content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.data import _text_blocks
+    from paceline.data import _table_formats as _text_blocks
 
     monkeypatch.setattr(_text_blocks, "BLOCK_BYTES", 20)
     (tmp_path / "a.csv").write_bytes(content)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import Subset, TensorDataset
 
-from paceline.engine import split
-from paceline.engine.loaders._epoch_order import shuffled_indices
+from paceline.data._order_and_random_generators import shuffled_indices
+from paceline.declarative._sample_collation import split
 
 GUIDE = Path(__file__).parents[2] / "docs/declarative.md"
 

@@ -21,7 +21,7 @@ from paceline.declarative import (
     TrainingConfig,
     load_run,
 )
-from paceline.declarative._hyperparameters import with_hyperparameters
+from paceline.declarative._config_object import with_hyperparameters
 from paceline.declarative._run_yaml import main
 
 MakeConfig = Callable[..., TrainingConfig]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.display import ending_of, locations_of
+from paceline._training.progress_display import ending_of, locations_of
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
-from paceline.display import format_duration
-from paceline.display._progress_line import ProgressFacts, progress_line, report_line
+from paceline._training.progress_display import (
+    ProgressFacts,
+    format_duration,
+    progress_line,
+    report_line,
+)
 
 
 @pytest.mark.parametrize(

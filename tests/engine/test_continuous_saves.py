@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.engine import ContinuousSaves
-from paceline.engine.checkpoints import _continuous_saves
+from paceline.pytorch import _training_checkpoints as _continuous_saves
+from paceline.pytorch._training_checkpoints import ContinuousSaves
 
 
 class Clock:

@@ -19,7 +19,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from paceline.engine import ShardedData
+from paceline.data._sharded_loader import ShardedData
 
 
 class Numbers(Dataset[Any]):

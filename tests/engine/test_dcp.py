@@ -16,17 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from paceline.engine import (
-    CheckpointMismatchError,
-    ModelsAndOptimizers,
-    export_dcp,
-    export_weights,
-    load_optimizer_state,
-    load_weights,
-    save_state,
-)
-from paceline.engine.formats._versioned_checkpoint import STATE_VERSION
+from paceline._training.engine.checkpoints.export_weights import export_dcp, export_weights
+from paceline._training.engine.checkpoints.load_weights import load_optimizer_state, load_weights
+from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
+from paceline._training.engine.checkpoints.state_files import STATE_VERSION, save_state
 from paceline.storage import CheckpointCorruptError
+from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 
 def make_model(seed: int = 0) -> torch.nn.Module:

@@ -13,13 +13,25 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
-from paceline.engine import export_dcp, export_weights, read_training, read_weights, save_state
-from paceline.engine.formats._versioned_checkpoint import STATE_VERSION, CheckpointMismatchError
-from paceline.engine.tensors._safetensors_file import _DTYPES, TensorFile, write_tensor_file
-from paceline.engine.tensors._stored_tensors import ShardedTensor, StoredTensor, WholeTensors
-from paceline.engine.weights import _export_weights
+from paceline._training.engine.checkpoints import export_weights as _export_weights
+from paceline._training.engine.checkpoints.export_weights import export_dcp, export_weights
+from paceline._training.engine.checkpoints.state_files import (
+    STATE_VERSION,
+    read_training,
+    read_weights,
+    save_state,
+)
+from paceline._training.engine.checkpoints.stored_tensors import (
+    _DTYPES,
+    ShardedTensor,
+    StoredTensor,
+    TensorFile,
+    WholeTensors,
+    write_tensor_file,
+)
 from paceline.pytorch import load_weights_from_checkpoint_path
 from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, DirectoryStorage
+from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 # Cut along the first dimension, along the second, along both, and stored by one rank alone.
 CUTS: dict[str, list[tuple[int, tuple[slice, ...]]]] = {
@@ -293,7 +305,7 @@ def _cut(path: Path) -> None:
 MEASURED = """
 import sys
 from pathlib import Path
-from paceline.engine import export_dcp, export_weights
+from paceline._training.engine.checkpoints.export_weights import export_dcp, export_weights
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -10,15 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.engine import (
+from paceline._training.engine.checkpoints.host_copies import HostCopies
+from paceline._training.engine.checkpoints.state_files import (
     StateFormatError,
-    capture_random_state,
+    is_storable,
     load_state,
-    restore_random_state,
     save_state,
 )
-from paceline.engine.checkpoints._host_copies import HostCopies
-from paceline.engine.formats._json_and_safetensors import is_storable
+from paceline.data._order_and_random_generators import capture_random_state, restore_random_state
 
 
 def assert_same(left: Any, right: Any) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline._training.engine.weighted_means import KeySetError, WeightedMeans
 from paceline.core import DistributedContext, NonFiniteError
-from paceline.engine import KeySetError, WeightedMeans
 
 CPU = torch.device("cpu")
 

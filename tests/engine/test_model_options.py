@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from paceline._training.engine.devices import Precision
+from paceline._training.engine.gradient_reduction import DataParallel
+from paceline._training.engine.model_preparation import ModelOptions, compile_counts
+from paceline._training.engine.stepper import Stepper
 from paceline.core import DistributedContext
-from paceline.engine import DataParallel, ModelOptions, Precision, Stepper
-from paceline.engine.models._model_options import compile_counts
 
 CPU = torch.device("cpu")
 

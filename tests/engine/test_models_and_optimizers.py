@@ -7,14 +7,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from paceline.engine import (
-    CheckpointMismatchError,
+from paceline._training.engine.checkpoints.models_and_optimizers import (
     ModelsAndOptimizers,
-    SettingChanges,
-    built_settings,
+    load_models,
 )
-from paceline.engine.state._load_models import load_models
-from paceline.engine.tensors._optimizer_parameters import named_parameters
+from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
+from paceline._training.engine.tensors import named_parameters
+from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 
 class Remembering(torch.optim.SGD):

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.engine import ModelsAndOptimizers, read_state, save_state
+from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
+from paceline._training.engine.checkpoints.state_files import save_state
+from paceline.pytorch._training_state import read_state
 
 
 def test_the_chief_alone_takes_up_the_sum_for_a_parameter_that_is_not_sharded(

@@ -16,8 +16,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.engine import EpochOrder, ShardedData, mix_seed, shards_of_worker, shuffled_indices
-from paceline.engine.loaders._epoch_order import CutIndices, without_rest
+from paceline._base.arguments_and_errors import mix_seed
+from paceline.data._order_and_random_generators import (
+    CutIndices,
+    EpochOrder,
+    shards_of_worker,
+    shuffled_indices,
+    without_rest,
+)
+from paceline.data._sharded_loader import ShardedData
 
 
 @given(num_shards=st.integers(1, 20), world_size=st.integers(1, 25))

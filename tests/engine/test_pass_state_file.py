@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.engine import load_pass_state, read_pass_state, store_pass_state, write_pass_state
+from paceline.creators._pass_state import (
+    load_pass_state,
+    read_pass_state,
+    store_pass_state,
+    write_pass_state,
+)
 from paceline.storage import CheckpointCorruptError, CheckpointNotFoundError, storage_from
 
 SMALL = {"version": 1, "ranks": [], "models": [{"weight": torch.ones(3)}]}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from paceline.engine import PassResult
-from paceline.engine import reduced_statistics as reduced
+from paceline.creators._pass_reports import PassResult
+from paceline.creators._pass_reports import reduced_statistics as reduced
 
 
 def result(num_samples: int, **statistics: Any) -> PassResult:

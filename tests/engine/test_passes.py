@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from paceline.engine import DataPosition, Pass, ShardedData
+from paceline.creators._passes import DataPosition, Pass
+from paceline.data._sharded_loader import ShardedData
 
 CPU = torch.device("cpu")
 # Five zeros and five ones, one a batch.

@@ -13,28 +13,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from paceline.core import DistributedContext, NotOfferedError
-from paceline.engine import (
-    DataParallel,
-    FlatReduction,
-    MetricSums,
-    ModelOptions,
-    Precision,
-    Reducer,
-    Stepper,
-    check_whole,
-    clip_grad_norm_,
-    default_data_parallel,
-)
-from paceline.engine.checkpoints._host_copies import HostCopies
-from paceline.engine.parallel._rank_grid import RankGrid, check_tensor_size
-from paceline.engine.parallel._tensor_parallel import check_tensor_options
-from paceline.engine.state._sharded_tensor_pieces import (
+from paceline._training.engine import tensors as _tensor_copies
+from paceline._training.engine.checkpoints.host_copies import HostCopies
+from paceline._training.engine.checkpoints.sharded_state import (
     StateInPieces,
     parts_with_shard,
     take_sharded_tensor_pieces,
 )
-from paceline.engine.tensors import _tensor_copies
+from paceline._training.engine.devices import Precision
+from paceline._training.engine.fsdp_and_tensor_parallel import (
+    RankGrid,
+    check_tensor_options,
+    check_tensor_size,
+    check_whole,
+)
+from paceline._training.engine.gradient_accumulation import clip_grad_norm_
+from paceline._training.engine.gradient_reduction import (
+    DataParallel,
+    FlatReduction,
+    default_data_parallel,
+)
+from paceline._training.engine.metric_reducers import Reducer
+from paceline._training.engine.model_preparation import ModelOptions
+from paceline._training.engine.stepper import Stepper
+from paceline.core import DistributedContext, NotOfferedError
+from paceline.pytorch._trial_training import MetricSums
 
 CPU = torch.device("cpu")
 

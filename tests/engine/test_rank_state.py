@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engine.devices._random_generators import capture_random_state
-from paceline.engine.state._buffers_and_gradients import (
+from paceline._training.engine.checkpoints.models_and_optimizers import (
     load_buffers,
     load_gradients,
     own_buffers,
     restore_generators,
     summed_gradients,
 )
+from paceline.data._order_and_random_generators import capture_random_state
 
 
 class Counting(nn.Module):

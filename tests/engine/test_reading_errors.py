@@ -15,9 +15,12 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from paceline import data
-from paceline.engine import ShardedData
-from paceline.engine.loaders._reading_notes import note_samples
-from paceline.engine.loaders._seeded_shard_dataset import SeededShardDataset, make_seeded_shard
+from paceline.data._order_and_random_generators import (
+    SeededShardDataset,
+    make_seeded_shard,
+    note_samples,
+)
+from paceline.data._sharded_loader import ShardedData
 
 
 class Pictures(Dataset[int]):

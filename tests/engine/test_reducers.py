@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import pytorch
+from paceline._training.engine.metric_reducers import ReducerSet
 from paceline.core import read_metrics
-from paceline.engine import ReducerSet
 from paceline.journal import RunDirectory
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.engine import FlatReduction
+from paceline._training.engine.gradient_reduction import FlatReduction
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

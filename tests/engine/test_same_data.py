@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
-from paceline.engine import check_same_data
+from paceline._training.engine.rank_differences import check_same_data
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -20,12 +20,13 @@ import pytest
 import torch
 
 from paceline import core
-from paceline._usable_cores import num_cores
-from paceline.engine import CheckpointSaver, load_state
-from paceline.engine.checkpoints import _background_saver, _host_copies
-from paceline.engine.checkpoints._gathered_gpu_copies import GatheredCopies
-from paceline.engine.checkpoints._host_copies import HostCopies
-from paceline.engine.state._sharded_tensor_pieces import StateInPieces
+from paceline._base.process_and_network import num_cores
+from paceline._training.engine.checkpoints import checkpoint_saver as _background_saver
+from paceline._training.engine.checkpoints import host_copies as _host_copies
+from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
+from paceline._training.engine.checkpoints.host_copies import GatheredCopies, HostCopies
+from paceline._training.engine.checkpoints.sharded_state import StateInPieces
+from paceline._training.engine.checkpoints.state_files import load_state
 from paceline.journal import RunDirectory
 
 

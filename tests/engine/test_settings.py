@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, Optimizer, RMSprop, lr_scheduler
 
-from paceline.engine import SettingChanges, built_settings
-from paceline.engine.schedule._lr_scheduler_state import scheduler_state
+from paceline._training.engine.checkpoints.resume_differences import SettingChanges, built_settings
+from paceline._training.engine.schedules import scheduler_state
 
 MakeScheduler = Callable[[Optimizer], Any]
 KINDS: dict[str, MakeScheduler] = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.engine.gradients import _travelling_signal
-from paceline.engine.gradients._travelling_signal import TravellingSignal
+from paceline._training.engine import gradient_reduction as _travelling_signal
+from paceline._training.engine.gradient_reduction import TravellingSignal
 
 CPU = torch.device("cpu")
 

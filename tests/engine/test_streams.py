@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data import Dataset, stream_pieces
-from paceline.engine import CheckpointMismatchError, ShardedData
-from paceline.engine.loaders._worker_batches import worker_batches
+from paceline.data._sharded_loader import ShardedData, worker_batches
+from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 SIZES = (9, 0, 17, 5, 12, 1, 8)
 

@@ -3,15 +3,18 @@
 import pytest
 import torch
 
-from paceline.core import DistributedContext
-from paceline.engine import DataParallel, ProfilingWindow, StepTimeline
-from paceline.engine.profiling._step_timeline import (
+from paceline._training.engine.gradient_reduction import DataParallel
+from paceline._training.engine.profiling import (
     PARTS,
+    MeasuredTimes,
+    ProfilingWindow,
     RankTimes,
+    StepTimeline,
+    StepTimer,
     compare_rank_times,
     divided_step_times,
 )
-from paceline.engine.profiling._step_timer import MeasuredTimes, StepTimer
+from paceline.core import DistributedContext
 
 
 class Event:

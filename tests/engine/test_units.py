@@ -2,7 +2,14 @@
 
 import pytest
 
-from paceline.engine import Batch, Epoch, Position, Record, TrainUnit, checked_unit
+from paceline._training.engine.schedules import (
+    Batch,
+    Epoch,
+    Position,
+    Record,
+    TrainUnit,
+    checked_unit,
+)
 
 
 def position(batches: int = 0, epochs: int = 0, records: int = 0) -> Position:

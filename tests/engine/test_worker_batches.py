@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.engine import ShardedData, shards_of_worker, worker_batches
+from paceline.data._order_and_random_generators import shards_of_worker
+from paceline.data._sharded_loader import ShardedData, worker_batches
 
 
 class Numbers(Dataset[Any]):

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from paceline import pytorch
-from paceline.engine import WeightedMeans, capture_random_state
-from paceline.engine.training import _resumable_training
+from paceline._training.engine.weighted_means import WeightedMeans
+from paceline.data._order_and_random_generators import capture_random_state
+from paceline.pytorch import _resumable_training
 
 CHECKPOINT_EVERY: Any = os.environ.get("CHECKPOINT_EVERY", "6")
 SHARDING = os.environ.get("SHARDING", "").split()

@@ -9,7 +9,7 @@ import pytest
 from guides import Guide
 
 from paceline import core
-from paceline.core._system_metrics import SystemSampler
+from paceline.core._profiler_context import SystemSampler
 
 GUIDE = Guide("docs/core-api.md")
 

@@ -8,7 +8,7 @@ from typing import Any
 from guides import Guide
 
 from paceline import data
-from paceline.data._open_datasets import _SUFFIXES
+from paceline.data._dataset import _SUFFIXES
 
 GUIDE = Guide("docs/data.md")
 UPLOAD = """

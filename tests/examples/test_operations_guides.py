@@ -12,7 +12,7 @@ import pytest
 import yaml
 from guides import ROOT, Guide
 
-from paceline.messages.states import ShownState
+from paceline._cluster.messages.states import ShownState
 
 OPERATIONS = Guide("docs/operations.md")
 DURABILITY = Guide("docs/durability.md")

@@ -11,10 +11,10 @@ import yaml
 from guides import Guide, line_trial
 
 from paceline import core, pytorch
-from paceline.cli._time_tables import print_time_table
+from paceline._base.journal_records import TimeShares
+from paceline.cli._console_output import print_time_table
 from paceline.config import validate_config
 from paceline.journal import RunDirectory
-from paceline.journal._time_shares import TimeShares
 
 GUIDE = Guide("docs/profiling.md")
 HPARAMS = {"global_batch_size": 32, "lr": 0.1}

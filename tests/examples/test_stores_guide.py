@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from paceline import core, pytorch
 from paceline.storage import ObjectStorage
-from paceline.storage._upload import UploadLimits
+from paceline.storage._uploads import UploadLimits
 
 GUIDE = Guide("docs/stores.md")
 SCRIPT = f"""{line_trial()}

@@ -13,8 +13,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline._checked_secrets import DamagedSecretError, make_secret, read_secret
-from paceline._sealed_json import seal
+from paceline._base.files import DamagedSecretError, make_secret, read_secret
+from paceline._base.sealed_json import seal
+from paceline._cluster.master.home_directory import Home, SecretStore
+from paceline._cluster.master.store.database import Database, settle_cluster_id
+from paceline._cluster.master.store.database_reading import find_log_damage
+from paceline._cluster.master.store.recovery_rows import RecordedRow
+from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.master.upkeep.recovery_records import append_recovery_rows, read_record
+from paceline._cluster.messages.runner_messages import AttemptEnd, AttemptSpec, LogEntry
+from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner.attempt_directory import (
+    AttemptDirectory,
+    SecretFileError,
+    read_secret_file,
+)
+from paceline._cluster.runner.node_runner import find_facts
+from paceline._cluster.runner.output_shipping import OutputSpool, SpoolReader
+from paceline._training.workers.processes.worker_output import OutputLine
 from paceline.client import MasterUnreachableError, read_master_file, read_token
 from paceline.core import ControlFile
 from paceline.journal import (
@@ -28,28 +44,8 @@ from paceline.journal import (
     RunVersionError,
     SearchInputTaken,
 )
-from paceline.master._home_directory import Home
-from paceline.master._secret_store import SecretStore
-from paceline.master.store import (
-    Database,
-    LogStore,
-    RecordedRow,
-    find_log_damage,
-    settle_cluster_id,
-)
-from paceline.master.upkeep._recovery_records import append_recovery_rows, read_record
-from paceline.messages.attempts import AttemptEnd, AttemptSpec, LogEntry
-from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory, SecretFileError, read_secret_file
-from paceline.runner._output_spool import OutputSpool, SpoolReader
-from paceline.runner.node import find_facts
-from paceline.storage import (
-    CheckpointError,
-    CheckpointVersionError,
-    DirectoryStorage,
-)
+from paceline.storage import CheckpointError, CheckpointVersionError, DirectoryStorage
 from paceline.storage._checkpoint_storage import raise_if_damaged
-from paceline.workers import OutputLine
 
 NUM_FLIPS = 60
 # A file, a function that reads what people or processes are shown of it, and one that tells of

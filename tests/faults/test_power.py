@@ -12,10 +12,10 @@ from fault_lab.power import History, Loss, restore
 from fault_lab.power_round import Recording
 from fault_lab.scripts import SEARCHES
 
+from paceline._cluster.master.home_directory import check_for_lost_database
 from paceline.core import discard_unfinished
-from paceline.core._journal_history import read_checkpoints
+from paceline.core._run_summaries import read_checkpoints
 from paceline.journal import MetricsReported, RunDirectory
-from paceline.master._lost_database import check_for_lost_database
 from paceline.storage import DirectoryStorage
 
 NUM_LOSSES = 60

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.gpus import gpus_of_machine
-from paceline.runner.node import find_slots
+from paceline._base.gpus import gpus_of_machine
+from paceline._cluster.runner.node_runner import find_slots
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: needs a GPU")
 START_S = 60.0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.engine import capture_random_state, restore_random_state
+from paceline.data._order_and_random_generators import capture_random_state, restore_random_state
 from paceline.testing import Fault, verify_resume
 
 pytestmark = pytest.mark.timeout(400)

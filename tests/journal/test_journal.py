@@ -394,7 +394,7 @@ def test_a_full_disk_is_tried_at_intervals_and_not_at_every_report(
             raise
 
     clock = SimpleNamespace(time=time.time, monotonic=lambda: now[0])
-    monkeypatch.setattr("paceline.journal._journal_writer.time", clock)
+    monkeypatch.setattr("paceline._base.journal_files.time", clock)
     writer = JournalWriter(small_disk / "journal")
     writer.append(status("begin"))
     fill_disk(small_disk)

@@ -46,13 +46,13 @@ def launcher_server(fork_server_class: Any) -> Iterator[Any]:
     server = fork_server_class(
         *(
             "paceline.launch._launcher_arguments",
-            "paceline.launch._attempt_nodes",
-            "paceline.workers",
+            "paceline.launch.torch_distributed",
+            "paceline._training.workers",
         ),
         *(
-            "paceline.launch._backend_variables",
-            "paceline.launch._worker_command",
-            "paceline.launch._line_writer",
+            "paceline.launch._launcher_arguments",
+            "paceline.launch._launcher_arguments",
+            "paceline.launch.torch_distributed",
         ),
     )
     yield server

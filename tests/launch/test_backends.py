@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
+from paceline._training.workers.processes.rank_environment import NodeLayout, horovod_variables
 from paceline.launch import deepspeed, horovod
-from paceline.workers import NodeLayout
-from paceline.workers.processes._horovod_rendezvous import horovod_variables
 
 
 @pytest.mark.parametrize("launcher", [deepspeed, horovod])

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch._launcher_arguments import LaunchArgumentError
-from paceline.launch._worker_command import worker_command
-from paceline.workers import PROGRAM_FILE
+from paceline._training.workers.processes.worker_program import PROGRAM_FILE
+from paceline.launch._launcher_arguments import LaunchArgumentError, worker_command
 
 HERE = sys.executable
 WRAPPER = PROGRAM_FILE

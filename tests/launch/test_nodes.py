@@ -15,19 +15,18 @@ from typing import Any
 
 import pytest
 
-from paceline.core import RunState, list_runs
-from paceline.testing._compare_runs import compare_runs
-from paceline.testing._run_results import read_run_facts
-from paceline.workers import PortReservation
-from paceline.workers._restart_policy import RestartDecision
-from paceline.workers.pools._channel import BlockingChannel
-from paceline.workers.remote import _launch_nodes
-from paceline.workers.remote._launch_node_messages import (
+from paceline._base.process_and_network import PortReservation
+from paceline._training.workers import launch_nodes as _launch_nodes
+from paceline._training.workers.channels import BlockingChannel
+from paceline._training.workers.failures_and_restarts import RestartDecision
+from paceline._training.workers.launch_nodes_server import (
     LONGEST_BYTES,
     PROTOCOL,
     NodeMessage,
     NodeMessageKind,
 )
+from paceline.core import RunState, list_runs
+from paceline.testing._compare_runs import compare_runs, read_run_facts
 
 Launcher = subprocess.Popen[str]
 Script = Callable[..., str]

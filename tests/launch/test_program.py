@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline import launch as launch_package
-from paceline.core import _notices_to_parent
-from paceline.workers.processes import _worker_program
+from paceline._training.workers.processes import worker_program as _worker_program
+from paceline.core import _attempt_journal as _notices_to_parent
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]

@@ -10,8 +10,7 @@ import pytest
 
 from paceline.core import RunState, list_runs, summarize_run
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
-from paceline.testing._compare_runs import compare_runs
-from paceline.testing._run_results import read_run_facts
+from paceline.testing._compare_runs import compare_runs, read_run_facts
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[..., str]
@@ -20,7 +19,7 @@ TRAIN = """
 import glob, os, signal, sys, time
 from pathlib import Path
 
-from paceline.core._journal_history import read_checkpoints
+from paceline.core._run_summaries import read_checkpoints
 from paceline.journal import RunDirectory
 
 
@@ -88,7 +87,7 @@ import os, signal, sys, time
 from pathlib import Path
 
 from paceline import train
-from paceline.core._journal_history import read_checkpoints
+from paceline.core._run_summaries import read_checkpoints
 from paceline.journal import RunDirectory
 
 STRUCK = int(os.environ["STRUCK"])

@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from paceline._usable_cores import num_cores
-from paceline.gpus import KnownGpu, _visible_gpus
+from paceline._base import gpus as _visible_gpus
+from paceline._base.gpus import KnownGpu
+from paceline._base.process_and_network import num_cores
+from paceline._training.workers import worker_generation as _generation
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.process_pools import ProgramPool, WorkerCommand
+from paceline._training.workers.processes.rank_environment import NodeLayout
+from paceline._training.workers.processes.signals_and_leftovers import read_process
 from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
 from paceline.launch import torch_distributed
 from paceline.launch._launcher_arguments import LaunchArgumentError
-from paceline.workers import NodeLayout, ProgramPool, WorkerCommand, WorkerFailedError
-from paceline.workers.pools import _generation
-from paceline.workers.processes._process_facts import read_process
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[..., str]

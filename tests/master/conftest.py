@@ -14,12 +14,12 @@ import httpx
 import pytest
 from sqlalchemy import event
 
-from paceline.master._connection_limits import ConnectionLimits
-from paceline.master._home_directory import Home
-from paceline.master._master import Master
-from paceline.master._server import _listen_for_master, _Server
-from paceline.master.experiments import read_attempt
-from paceline.master.store import _log_file
+from paceline._cluster.master.api.request_limits import ConnectionLimits
+from paceline._cluster.master.experiments.attempts import read_attempt
+from paceline._cluster.master.home_directory import Home
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.server import _listen_for_master, _Server
+from paceline._cluster.master.store import log_files as _log_file
 from paceline.storage import origin_of
 
 _DETACH = 2

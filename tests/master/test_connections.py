@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from paceline.master._connection_limits import ConnectionLimits
+from paceline._cluster.master.api.request_limits import ConnectionLimits
 
 NUM_FILES = 256
 NUM_STRANGERS = 400
@@ -30,7 +30,7 @@ PATIENCE_S = 60
 SERVE = """
 import sys
 from pathlib import Path
-from paceline.master import serve
+from paceline._cluster.master.server import serve
 serve(Path(sys.argv[1]), port=0, num_slots=1)
 """
 # Keeps more connections than a master has places for strangers: for one that is closed, a new one.

@@ -6,12 +6,11 @@ from typing import Any
 
 from sqlalchemy import func, select
 
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.upkeep.database_rebuild import rebuild_database
+from paceline._cluster.master.upkeep.home_check import check
+from paceline._cluster.master.upkeep.recovery_records import read_record, record_path, write_some
 from paceline.client import Client
-from paceline.master.store import tables
-from paceline.master.upkeep import check
-from paceline.master.upkeep._database_rebuild import rebuild_database
-from paceline.master.upkeep._recovery_records import read_record, record_path
-from paceline.master.upkeep._recovery_writer import write_some
 
 SINGLE = {"name": "single", "metric": "loss"}
 ENVIRONMENT = {"paceline": "1.0", "packages": {"torch": "2.13.0"}, "host": {"name": "box"}}

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.master.api import _checkpoint_routes
-from paceline.master.nodes import StorageMarks, _checkpoint_transfers
+from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
+from paceline._cluster.master.nodes import checkpoint_transfers as _checkpoint_transfers
+from paceline._cluster.master.nodes.checkpoint_uploads import StorageMarks
 from paceline.storage import DirectoryStorage, new_uuid, origin_of
 
 OTHER_UID = 65534

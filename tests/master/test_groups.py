@@ -8,10 +8,10 @@ import pytest
 from sqlalchemy import select
 
 import paceline
-from paceline.master.experiments import Leases, _start_delays
-from paceline.master.store import tables
-from paceline.messages.attempts import runner_id
-from paceline.messages.node_runners import PROTOCOL
+from paceline._cluster.master.experiments import failures as _start_delays
+from paceline._cluster.master.experiments.attempts import Leases
+from paceline._cluster.master.store import tables
+from paceline._cluster.messages.runner_messages import PROTOCOL, runner_id
 
 LEASE_S = 60.0
 FAILED = {"reason": "exited", "code": 3, "signal": None, "time": 1.0, "detail": None}

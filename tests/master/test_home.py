@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.master import LostDatabaseError
-from paceline.master._home_directory import Home
-from paceline.master._master import Master
-from paceline.runner import AttemptDirectory
+from paceline._cluster.master.home_directory import Home, LostDatabaseError
+from paceline._cluster.master.master import Master
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
 DUMPS = Path(__file__).parent / "store"
 

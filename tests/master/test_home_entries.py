@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from paceline._checked_secrets import read_secret
-from paceline._regular_files import NotRegularFileError
+from paceline._base.files import NotRegularFileError, read_secret
+from paceline._cluster.master.home_directory import Home, HomeUnusableError
+from paceline._cluster.master.store.log_files import LogFile
+from paceline._cluster.master.upkeep.recovery_records import append_recovery_rows, read_record
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner.attempt_preparation import ArchiveLimits, open_archive
 from paceline.client import MasterUnreachableError, read_master_file
-from paceline.client._master_location import read_token
-from paceline.master import HomeUnusableError
-from paceline.master._home_directory import Home
-from paceline.master.store._log_file import LogFile
-from paceline.master.upkeep._recovery_records import append_recovery_rows, read_record
-from paceline.runner import ArchiveLimits, AttemptDirectory, open_archive
+from paceline.client._http_session import read_token
 
 FILES = ["token", "attempt_key", "cluster_id", "secrets.json", "pools.yaml", "master.sqlite",
          "master.sqlite-wal", "master.lock", "master.json", "master.log", "restoring"]  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.master._master_log import logging_to_master_log
+from paceline._cluster.master.server import logging_to_master_log
 
 
 def fail(divisor: int) -> float:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.master import _name_cache
-from paceline.master._name_cache import NameCache
+from paceline._cluster.master.store import list_pages as _name_cache
+from paceline._cluster.master.store.list_pages import NameCache
 
 
 def test_names_are_gathered_again_only_for_another_state_or_after_a_while(

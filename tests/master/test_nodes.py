@@ -15,10 +15,11 @@ import pytest
 from sqlalchemy import insert, select, update
 
 import paceline
-from paceline.master.experiments import _storage_calls
-from paceline.master.nodes import NodeRefusedError, Nodes, work_for
-from paceline.master.store import tables
-from paceline.messages.node_runners import PROTOCOL, NodeFacts, NodePoll
+from paceline._cluster.master.experiments import storage_calls as _storage_calls
+from paceline._cluster.master.nodes.node_registry import NodeRefusedError, Nodes
+from paceline._cluster.master.nodes.node_work import work_for
+from paceline._cluster.master.store import tables
+from paceline._cluster.messages.runner_messages import PROTOCOL, NodeFacts, NodePoll
 
 LEASE_S = 60.0
 
@@ -1057,7 +1058,7 @@ def test_of_two_machines_that_register_a_name_at_once_one_is_refused(
 def test_the_log_tells_which_nodes_come_leave_and_are_lost(
     master: Any, join: Callable[..., FakeRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "paceline.master.nodes")
+    caplog.set_level(logging.INFO, "paceline._cluster.master.nodes")
     registry = master.core.nodes
 
     def told() -> list[str]:

@@ -9,11 +9,11 @@ import httpx
 import pytest
 from sqlalchemy import select
 
+from paceline._cluster.master.api import master_routes as _master_routes
+from paceline._cluster.master.store import tables
+from paceline._cluster.messages.states import ErrorKind, ExitReason
 from paceline.cli import _experiment_follower
 from paceline.client import Client
-from paceline.master.api import _master_routes
-from paceline.master.store import tables
-from paceline.messages.states import ErrorKind, ExitReason
 
 SINGLE = {"name": "single", "metric": "loss"}
 
@@ -293,7 +293,7 @@ def test_a_shortage_on_one_node_holds_up_no_other(make_master: Callable[..., Any
         "python": "/p", "python_version": "3.11", "devices": ["cpu"], "device_kind": "CPU",
         "num_cores": 1, "memory_bytes": 1,
     }  # fmt: skip
-    from paceline.messages.node_runners import PROTOCOL
+    from paceline._cluster.messages.runner_messages import PROTOCOL
 
     session = master.http.post("/nodes", json=facts | {"protocol": PROTOCOL}).json()
     poll = {

@@ -14,23 +14,18 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline._cluster.master.api.master_routes import has_web_ui
+from paceline._cluster.master.home_directory import Home, HomeInUseError, HomeUnusableError
+from paceline._cluster.master.server import PortInUseError, serve
+from paceline._cluster.master.store.database import DatabaseVersionError
+from paceline._cluster.runner.node_runner import find_slots
 from paceline.cli._master_process import sign_in_link
 from paceline.client import Client, read_master_file
-from paceline.master import (
-    DatabaseVersionError,
-    HomeInUseError,
-    HomeUnusableError,
-    PortInUseError,
-    serve,
-)
-from paceline.master._home_directory import Home
-from paceline.master.api._web_ui_files import has_web_ui
-from paceline.runner.node import find_slots
 
 SERVE = """
 import sys
 from pathlib import Path
-from paceline.master import serve
+from paceline._cluster.master.server import serve
 serve(Path(sys.argv[1]), port=int(sys.argv[2]), num_slots=1)
 """
 
@@ -192,9 +187,10 @@ def test_a_shutdown_request_closes_streams_and_ends_the_process(
 HANGING = """
 import sys, time
 from pathlib import Path
-from paceline.master import _server, serve
-from paceline.master.experiments import Reconciler
-from paceline.master.store import Database
+from paceline._cluster.master import server as _server
+from paceline._cluster.master.server import serve
+from paceline._cluster.master.experiments.reconciler import Reconciler
+from paceline._cluster.master.store.database import Database
 _server._END_S = 1.0
 _server.RUNNER_GRACE_S = 0.0
 def hang(_):

@@ -21,12 +21,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from paceline._certificates import check_server_files, server_names
+from paceline._base.certificates import check_server_files, server_names
+from paceline._cluster.master.server import _host_for_others, _Tls, serve
+from paceline._cluster.messages.runner_messages import MasterAddress
+from paceline._cluster.runner.master_link import MasterLink, UnreachableError, UntrustedMasterError
 from paceline.client import Client, MasterUnreachableError
-from paceline.master import serve
-from paceline.master._server import _host_for_others, _Tls
-from paceline.messages.attempts import MasterAddress
-from paceline.runner._master_link import MasterLink, UnreachableError, UntrustedMasterError
 
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)

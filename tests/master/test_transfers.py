@@ -13,6 +13,17 @@ import msgspec
 import pytest
 import xxhash
 
+from paceline._cluster.master.experiments.attempt_runners import end_runner
+from paceline._cluster.master.nodes.checkpoint_transfers import Transfers
+from paceline._cluster.messages.runner_messages import AttemptEnd, AttemptSpec, MasterAddress
+from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner import checkpoint_shipping as _send_pieces
+from paceline._cluster.runner import checkpoint_shipping as _ship_checkpoints
+from paceline._cluster.runner import fetched_files as _fetch_checkpoint
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner.checkpoint_shipping import CheckpointShipper, without_checkpoint
+from paceline._cluster.runner.fetched_files import fetch_checkpoint
+from paceline._cluster.runner.master_link import MasterLink, RefusedByMasterError, UnreachableError
 from paceline.journal import (
     CheckpointDeleted,
     CheckpointFilesDeleted,
@@ -22,14 +33,6 @@ from paceline.journal import (
     RunDirectory,
     RunInfo,
 )
-from paceline.master.experiments import end_runner
-from paceline.master.nodes import Transfers
-from paceline.messages.attempts import AttemptEnd, AttemptSpec, MasterAddress
-from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory, _fetch_checkpoint, _send_pieces, _ship_checkpoints
-from paceline.runner._fetch_checkpoint import fetch_checkpoint
-from paceline.runner._master_link import MasterLink, RefusedByMasterError, UnreachableError
-from paceline.runner._ship_checkpoints import CheckpointShipper, without_checkpoint
 from paceline.storage import CheckpointCorruptError, DirectoryStorage, IncomingCheckpoint
 
 FILES = {
@@ -520,7 +523,7 @@ def test_only_a_few_checkpoints_are_sent_at_a_time(node: Node) -> None:
 def test_the_answer_to_more_requests_than_are_taken_at_a_time_names_the_limit(
     node: Node, served: Any, monkeypatch: pytest.MonkeyPatch, kind: str, told: str
 ) -> None:
-    from paceline.master.api import _transfer_routes
+    from paceline._cluster.master.api import checkpoint_routes as _transfer_routes
 
     node.store("one")
     assert node.offer("one").status_code == 200
@@ -609,7 +612,7 @@ def test_names_that_lead_elsewhere_are_refused(name: str, node: Node, served: An
     assert node.piece("one", name, 0, b"evil").status_code == 422
     text = (node.storage.root / "one" / "manifest.json").read_text()
     assert '"a"' in text
-    from paceline._sealed_json import seal
+    from paceline._base.sealed_json import seal
 
     manifest = msgspec.json.decode(text, type=dict)
     manifest.pop("crc32", None)
@@ -641,7 +644,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def stored(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """Return a node whose checkpoint is at the master."""
-    from paceline.master.nodes import _checkpoint_transfers
+    from paceline._cluster.master.nodes import checkpoint_transfers as _checkpoint_transfers
 
     monkeypatch.setattr(_checkpoint_transfers, "MAX_PIECE_BYTES", PIECE)
     node.store("one")

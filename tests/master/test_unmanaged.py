@@ -16,6 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from paceline._cluster.master.experiments.record_ingest import RecordIngest
+from paceline._cluster.master.experiments.runs_watcher import RunsWatcher
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.stored_searches import Searches
+from paceline._cluster.master.experiments.unmanaged_run_rows import config_of_run, end_of_run
+from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.metric_rows_and_times import read_rows
+from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.messages.runner_messages import RunBatch, RunMark
 from paceline.client import ApiError, Client, RunSync
 from paceline.journal import (
     AnyRecord,
@@ -32,11 +43,6 @@ from paceline.journal import (
     TrialInfo,
     frame_line,
 )
-from paceline.master._runs_watcher import RunsWatcher
-from paceline.master.experiments import RecordIngest, Searches, StateChanges, Unmanaged
-from paceline.master.experiments._unmanaged_run_facts import config_of_run, end_of_run
-from paceline.master.store import Database, LogStore, read_rows, tables
-from paceline.messages.runs import RunBatch, RunMark
 from paceline.storage import DirectoryStorage
 
 

@@ -4,9 +4,11 @@ from typing import Any
 
 from sqlalchemy import select
 
-from paceline.master.store import Database, attempt_views, tables
-from paceline.master.upkeep._database_rebuild import rebuild_database
-from paceline.master.upkeep._recovery_writer import write_some
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.messages_from_rows import attempt_views
+from paceline._cluster.master.upkeep.database_rebuild import rebuild_database
+from paceline._cluster.master.upkeep.recovery_records import write_some
 
 SINGLE = {"name": "single", "metric": "loss"}
 STARTED = {

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from paceline import messages
-from paceline.journal import MetricsReported, StatusReported, encode_record
-from paceline.messages.attempts import (
+from paceline._cluster import messages
+from paceline._cluster.messages.experiment_models import MetricSummary, Request, Trial
+from paceline._cluster.messages.master_models import Slot
+from paceline._cluster.messages.runner_messages import (
     AttemptControl,
     AttemptEnd,
     LogEntry,
@@ -18,17 +19,14 @@ from paceline.messages.attempts import (
     RawRecordRequest,
     RecordRequest,
 )
-from paceline.messages.base import Request
-from paceline.messages.metrics import MetricSummary
-from paceline.messages.nodes_and_slots import Slot
-from paceline.messages.states import (
+from paceline._cluster.messages.states import (
     AttemptState,
     ErrorKind,
     ExitReason,
     ExperimentState,
     TrialState,
 )
-from paceline.messages.trials import Trial
+from paceline.journal import MetricsReported, StatusReported, encode_record
 
 REQUESTS = {
     "BulkAction", "ConfigText", "ContinueExperiment", "ContinueTrial", "CreateExperiment",
@@ -43,7 +41,7 @@ NEEDED = {
 MODELS = {
     name: model
     for found in pkgutil.iter_modules(messages.__path__)
-    for module in [import_module(f"paceline.messages.{found.name}")]
+    for module in [import_module(f"paceline._cluster.messages.{found.name}")]
     for name, model in inspect.getmembers(module, inspect.isclass)
     if issubclass(model, BaseModel) and model.__module__ == module.__name__
 }

@@ -84,7 +84,7 @@ def source(tmp_path: Path) -> Path:
     """Return a copy of the source in which nothing is built."""
     copy = tmp_path / "source"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
-    shutil.rmtree(copy / "src/paceline/master/webui", ignore_errors=True)
+    shutil.rmtree(copy / "src/paceline/_cluster/master/webui", ignore_errors=True)
     return copy
 
 
@@ -94,7 +94,7 @@ def built_source(source: Path) -> Path:
     check = [sys.executable, str(ROOT / "webui/scripts/build.py"), "--check"]
     if subprocess.run(check, check=False).returncode != 0:
         pytest.skip("NOT TESTED: the web UI is not built from this source. Hint: make ui")
-    web_ui = Path("src/paceline/master/webui")
+    web_ui = Path("src/paceline/_cluster/master/webui")
     shutil.copytree(ROOT / web_ui, source / web_ui)
     return source
 

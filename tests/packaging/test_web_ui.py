@@ -16,7 +16,7 @@ import pytest
 # They build and install, which takes long where much else runs.
 pytestmark = pytest.mark.timeout(1500)
 
-UI = "paceline/master/webui/"
+UI = "paceline/_cluster/master/webui/"
 LEFT_OUT = "The web UI is left out"
 
 

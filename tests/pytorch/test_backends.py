@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from paceline import core
-from paceline.engine import CheckpointMismatchError, DeepSpeedStepper
 from paceline.pytorch import deepspeed
+from paceline.pytorch.deepspeed import DeepSpeedStepper
+from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed here")

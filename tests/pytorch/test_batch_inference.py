@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from paceline import core, pytorch
-from paceline._atomic_files import replacing_atomically
-from paceline.engine.batch_inference import _inference_progress
+from paceline._base.files import replacing_atomically
 from paceline.journal import RunDirectory
+from paceline.pytorch import _batch_inference as _inference_progress
 from paceline.storage import DirectoryStorage
 
 pytestmark = pytest.mark.timeout(300)

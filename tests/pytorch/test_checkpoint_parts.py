@@ -17,9 +17,9 @@ import os, resource, threading, time
 import torch
 from torch import nn
 from paceline import pytorch
-from paceline.engine.checkpoints import _continuous_saves
-from paceline.engine.training import _training_checkpoints
-from paceline.engine.training._rank_agreement import RankAgreement
+from paceline.pytorch import _training_checkpoints as _continuous_saves
+from paceline.pytorch import _training_checkpoints
+from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 
 FAULT, AT, RANK = os.environ["FAULT"], int(os.environ["AT"]), int(os.environ["RANK"])
 if FAULT == "storage":

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
-from paceline.engine import CheckpointSaver
-from paceline.engine.checkpoints import _continuous_saves
-from paceline.engine.training._rank_agreement import RankAgreement
+from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
 from paceline.journal import RunDirectory
+from paceline.pytorch import _training_checkpoints as _continuous_saves
+from paceline.pytorch._loop_agreement_and_reports import RankAgreement
 from paceline.storage import CheckpointWriteError, DirectoryStorage
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline import core, pytorch
-from paceline.workers import ResourcesError, WorkerFailedError
+from paceline._training.workers.failures_and_restarts import ResourcesError, WorkerFailedError
 
 Start = Callable[..., Any]
 
@@ -484,7 +484,7 @@ def test_a_process_group_is_joined_or_made_for_every_way_to_tell_the_place(
     import os
     import torch.distributed as dist
     from paceline import core, pytorch
-    from paceline.workers import PortReservation
+    from paceline._base.process_and_network import PortReservation
 
 
     def place(**settings):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.engine import export_dcp, export_weights, save_state
-from paceline.engine.formats._versioned_checkpoint import STATE_VERSION
+from paceline._training.engine.checkpoints.export_weights import export_dcp, export_weights
+from paceline._training.engine.checkpoints.state_files import STATE_VERSION, save_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

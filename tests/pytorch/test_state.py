@@ -17,15 +17,9 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, pytorch
-from paceline.engine import (
-    TrainingState,
-    load_scheduler,
-    load_state,
-    position_of,
-    read_state,
-    save_state,
-)
-from paceline.engine.schedule._lr_scheduler_state import scheduler_state
+from paceline._training.engine.checkpoints.state_files import load_state, save_state
+from paceline._training.engine.schedules import load_scheduler, scheduler_state
+from paceline.pytorch._training_state import TrainingState, position_of, read_state
 from paceline.storage import CheckpointCorruptError
 
 Fit = Callable[..., "tuple[Net, pytorch.Result]"]

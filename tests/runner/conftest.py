@@ -17,14 +17,14 @@ import httpx
 import psutil
 import pytest
 
+from paceline._cluster.messages.runner_messages import AttemptSpec
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline.journal import JournalKey, JournalWriter, MetricsReported, RunDirectory, RunInfo
-from paceline.messages.attempts import AttemptSpec
-from paceline.runner import AttemptDirectory
 
 SERVE = """
 import json, sys
 from pathlib import Path
-from paceline.master import serve
+from paceline._cluster.master.server import serve
 serve(Path(sys.argv[1]), port=0, num_slots=int(sys.argv[2]), **json.loads(sys.argv[3]))
 """
 

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from paceline.messages.attempts import AttemptEnd
-from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory, _attempt_processes
-from paceline.runner._attempt_processes import AttemptProcesses
+from paceline._cluster.messages.runner_messages import AttemptEnd
+from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner import attempt_processes as _attempt_processes
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner.attempt_processes import AttemptProcesses
 
 MakeAttempt = Callable[..., AttemptDirectory]
 
 HOLD = """
 import sys
 from pathlib import Path
-from paceline.runner import AttemptDirectory, _attempt_processes
-from paceline.runner._attempt_processes import AttemptProcesses
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner import attempt_processes as _attempt_processes
+from paceline._cluster.runner.attempt_processes import AttemptProcesses
 with AttemptDirectory(Path(sys.argv[1])).hold_lock() as is_mine:
     print(is_mine, flush=True)
     sys.stdin.readline()

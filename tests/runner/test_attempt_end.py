@@ -18,12 +18,12 @@ import msgspec
 import psutil
 import pytest
 
+from paceline._cluster.messages.runner_messages import AttemptEnd
+from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner.attempt_end import make_attempt_end
+from paceline._cluster.runner.master_link import encode
 from paceline.journal import AttemptFinished, JournalWriter, RecordsDropped, segment_name
-from paceline.messages.attempts import AttemptEnd
-from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory
-from paceline.runner._attempt_end_report import make_attempt_end
-from paceline.runner._master_link import encode
 
 SLEEP = "import time\ntime.sleep(120)\n"
 MakeAttempt = Callable[..., AttemptDirectory]
@@ -86,7 +86,7 @@ def copy_address(sleeping: Sleeping, home: Path) -> None:
 
 def run(directory: AttemptDirectory, *options: str) -> str:
     """Run the runner on a directory and return its log."""
-    command = [sys.executable, "-m", "paceline.runner", str(directory.path), *options]
+    command = [sys.executable, "-m", "paceline._cluster.runner", str(directory.path), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr

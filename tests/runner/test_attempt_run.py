@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.runner import AttemptDirectory
-from paceline.runner._attempt_run import _why_process_ended
-from paceline.workers import WorkerExit
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner.attempt_run import _why_process_ended
+from paceline._training.workers.failures_and_restarts import WorkerExit
 
 PRINT_ENVIRONMENT = """
 import json, os, shutil, sys

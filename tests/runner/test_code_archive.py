@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runner._code_archive import (
+from paceline._cluster.runner.attempt_preparation import (
     ArchiveLimits,
     ArchiveTooLargeError,
     check_archive,

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core._cluster_info import cluster_info_of
-from paceline.gpus import _visible_gpus, gpus_of_machine, num_visible_gpus
+from paceline._base import gpus as _visible_gpus
+from paceline._base.gpus import gpus_of_machine, num_visible_gpus
+from paceline._cluster.runner.node_runner import find_slots, memory_of_gpus, names_of_gpus
+from paceline.core._process_environment import cluster_info_of
 from paceline.journal import RunInfo, TrialInfo
-from paceline.runner.node._slots import find_slots, memory_of_gpus, names_of_gpus
 
 # As NVIDIA's guide for MIG shows them: two devices of one GPU, and a GPU that is not divided.
 MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-e86cb44c-6756-fd30-cd4a-1e6da3caf9b0)
@@ -220,7 +221,7 @@ def test_the_memory_of_amd_gpus_is_that_which_amd_smi_tells(
 def test_a_program_that_hangs_is_ended(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.gpus._gpu_programs._LIMIT_S", 0.3)
+    monkeypatch.setattr("paceline._base.gpus._LIMIT_S", 0.3)
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nwhile :; do :; done\n")
     program.chmod(0o755)

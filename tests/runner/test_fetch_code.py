@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from paceline._sealed_json import seal
-from paceline.messages.attempts import MAX_PIECE_BYTES, MasterAddress
-from paceline.messages.states import ExitReason
-from paceline.runner._attempt_run import AttemptRun
-from paceline.runner._fetch_code import DamagedCodeError, fetch_code
-from paceline.runner._master_link import MasterLink, RefusedByMasterError, encode
+from paceline._base.sealed_json import seal
+from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES, MasterAddress
+from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner.attempt_run import AttemptRun
+from paceline._cluster.runner.fetched_files import DamagedCodeError, fetch_code
+from paceline._cluster.runner.master_link import MasterLink, RefusedByMasterError, encode
 
 
 class CuttingProxy:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.gpus import _nvidia_gpus
-from paceline.runner.node._slots import find_slots, memory_of_gpus, names_of_gpus
+from paceline._base import gpus as _nvidia_gpus
+from paceline._cluster.runner.node_runner import find_slots, memory_of_gpus, names_of_gpus
 
 pytest.importorskip("pynvml", reason="NOT RUN: needs nvidia-ml-py")
 
@@ -141,7 +141,7 @@ def test_nvidia_smi_is_asked_where_nvml_does_not_tell(
     kind: str,
     warnings: list[str],
 ) -> None:
-    monkeypatch.setattr("paceline.gpus._gpu_programs._LIMIT_S", 4.0 if kind == "hang" else 60.0)
+    monkeypatch.setattr("paceline._base.gpus._LIMIT_S", 4.0 if kind == "hang" else 60.0)
     machine(kind)
     [slot] = find_slots(None)
     assert (slot.id, slot.name, slot.memory_bytes) == ("0", "NVIDIA A40", 46068 * 2**20)
@@ -180,7 +180,7 @@ def test_system_metrics_are_those_of_the_same_library(machine: Machine) -> None:
     code = """
 import json
 from pathlib import Path
-from paceline.core._system_metrics import SystemSampler
+from paceline.core._profiler_context import SystemSampler
 sampler = SystemSampler(Path("/"))
 sampler.open()
 print(json.dumps({k: v for k, v in sampler.take().items() if k.startswith("gpu")}))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.messages.attempts import LogEntry
-from paceline.runner._output_spool import OutputSpool, SpoolReader
-from paceline.workers import OutputLine
+from paceline._cluster.messages.runner_messages import LogEntry
+from paceline._cluster.runner.output_shipping import OutputSpool, SpoolReader
+from paceline._training.workers.processes.worker_output import OutputLine
 
 
 def line(text: str, rank: int = 0, level: str | None = "INFO") -> OutputLine:

@@ -11,7 +11,7 @@ def test_it_ends_quietly_if_its_master_is_killed_while_it_forks(tmp_path: Path) 
     asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with asking, asked:
         process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.runner", "--host", str(asked.fileno())],
+            [sys.executable, "-m", "paceline._cluster.runner", "--host", str(asked.fileno())],
             pass_fds=[asked.fileno()],
             stderr=subprocess.PIPE,
             text=True,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runner import AttemptDirectory
-from paceline.runner._runner_processes import RunnerHost
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner.attempt_processes import RunnerHost
 
 
 @pytest.mark.parametrize("can_fork", [True, False])

@@ -14,6 +14,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from paceline._cluster.master.store.database_reading import copy_database
+from paceline._cluster.messages.runner_messages import AttemptControl, AttemptEnd
+from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner.master_link import (
+    MasterBackoff,
+    MasterFailedError,
+    MasterLink,
+    RefusedByMasterError,
+    UnreachableError,
+)
+from paceline._cluster.runner.output_shipping import OutputSpool
+from paceline._cluster.runner.record_shipping import Shipper
+from paceline._training.workers.processes.worker_output import OutputLine
 from paceline.journal import (
     CheckpointStored,
     JournalWriter,
@@ -22,20 +36,6 @@ from paceline.journal import (
     frame_line,
     segment_name,
 )
-from paceline.master.store import copy_database
-from paceline.messages.attempts import AttemptControl, AttemptEnd
-from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory
-from paceline.runner._master_link import (
-    MasterBackoff,
-    MasterFailedError,
-    MasterLink,
-    RefusedByMasterError,
-    UnreachableError,
-)
-from paceline.runner._output_spool import OutputSpool
-from paceline.runner._shipper import Shipper
-from paceline.workers import OutputLine
 
 SLEEP = "import time\ntime.sleep(120)\n"
 Report = Callable[[int], MetricsReported]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.messages.states import ExitReason
-from paceline.runner import AttemptDirectory, is_shortage, judge_start
+from paceline._cluster.messages.states import ExitReason
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline._cluster.runner.attempt_preparation import is_shortage, judge_start
 
 SCRIPT = """
 import paceline as det
@@ -175,7 +176,7 @@ def test_a_runner_that_lacks_inodes_says_so_or_leaves_the_attempt_to_be_tried_ag
     path = few_inodes.path / str(attempt_id)
     directory = AttemptDirectory(Path(shutil.move(made.path, path)))
     few_inodes.use_up(but=num_left)
-    command = [sys.executable, "-m", "paceline.runner", str(path)]
+    command = [sys.executable, "-m", "paceline._cluster.runner", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert "No space left on device" in done.stderr
     attempt = shared_master.trial(experiment_id)["attempts"][0]

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.runner.attempt_preparation import (
+    UnusableConfigError,
+    find_uv,
+    sync_environment,
+)
 from paceline.client import ContextError
 from paceline.client._client import _check_lock
 from paceline.config import ConfigError, validate_config
-from paceline.runner import UnusableConfigError, sync_environment
-from paceline.runner._uv_environment import find_uv
 
 UV = find_uv(os.environ)
 needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed")

@@ -7,12 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.search import AdaptiveAshaConfig, Create, Search, Started, Train, simulate
-from paceline.search._exact_division import as_fraction
-from paceline.search.methods._adaptive import (
-    bracket_concurrency,
-    bracket_rungs,
-    bracket_trials,
-)
+from paceline.search._adaptive_asha import bracket_concurrency, bracket_rungs, bracket_trials
+from paceline.search._search_method import as_fraction
 
 
 def _config(**changes: Any) -> AdaptiveAshaConfig:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.search._exact_division import (
+from paceline.search._search_method import (
     as_fraction,
     floor_log,
     floor_power,

@@ -397,7 +397,7 @@ def test_custom_training_and_validation_functions() -> None:
 
 
 def weights_of_workers() -> Any:
-    from paceline.creators import _replica_functions
+    from paceline.creators import _replica as _replica_functions
 
     return [
         p.tolist() for model in _replica_functions._replica[0].models for p in model.parameters()

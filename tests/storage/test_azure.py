@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.storage import (
-    CheckpointError,
-    CheckpointStorage,
-    CheckpointWriteError,
-    storage_from,
-)
+from paceline.storage import CheckpointError, CheckpointStorage, CheckpointWriteError, storage_from
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from paceline import faults
-from paceline._atomic_files import replacing_atomically, replacing_below
-from paceline._regular_files import opened_directory
-from paceline._sealed_json import seal
+from paceline._base.files import opened_directory, replacing_atomically, replacing_below
+from paceline._base.sealed_json import seal
 from paceline.storage import (
     MANIFEST_NAME,
     CheckpointCorruptError,

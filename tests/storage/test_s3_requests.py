@@ -18,9 +18,9 @@ from paceline.storage import (
     CheckpointCorruptError,
     CheckpointWriteError,
     ObjectStorage,
-    _recent_records,
     storage_from,
 )
+from paceline.storage import _object_storage as _recent_records
 
 LARGE = os.urandom(9_000_000)
 # Two large files from memory and two small ones, of which each has a name of its own.

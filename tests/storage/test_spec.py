@@ -6,7 +6,8 @@ import pytest
 
 from paceline import storage
 from paceline.config._storage_section import expand_location
-from paceline.storage import DirectoryStorage, _storage_registry, storage_from
+from paceline.storage import DirectoryStorage, storage_from
+from paceline.storage import _storage_by_url as _storage_registry
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline._cluster.master.store import tables
 from paceline.client import Client
-from paceline.master.store import tables
 
 HERE = Path(__file__).parent
 SPACE = {"factor": {"type": "categorical", "vals": [1, 2, 4]}}

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.master.upkeep.home_backup import Backup
+from paceline._cluster.master.upkeep.home_restore import restore
 from paceline.client import ApiError, Client
-from paceline.master.upkeep import Backup, restore
 
 STORED = Path(__file__).parents[1] / "stored"
 sys.path.insert(0, str(STORED))

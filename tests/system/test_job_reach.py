@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from fault_lab.nodes import NodeProcess
 
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline.client import ApiError
-from paceline.runner import AttemptDirectory
 from paceline.storage import DirectoryStorage
 
 # Notes what it can reach, and waits until the file is there.
@@ -24,7 +24,7 @@ import json, os, time, urllib.error, urllib.request
 from pathlib import Path
 
 import paceline as det
-from paceline.runner import AttemptDirectory
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
 def contents(path):
     try:
@@ -86,7 +86,7 @@ import json, os, time, urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 
 import paceline as det
-from paceline.runner import AttemptDirectory
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
 directory = AttemptDirectory(Path(os.environ["PACELINE_RUN_DIR"]).parent)
 token, own = directory.read_spec().token, int(directory.path.name)

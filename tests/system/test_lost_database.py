@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.master.home_directory import Home, LostDatabaseError
+from paceline._cluster.master.upkeep.home_check import check, fix
 from paceline.client import ApiError
-from paceline.master import LostDatabaseError
-from paceline.master._home_directory import Home
-from paceline.master.upkeep import check, fix
 
 SCRIPT = """
 import time

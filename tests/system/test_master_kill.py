@@ -245,7 +245,7 @@ def test_search_with_two_slots_keeps_every_report_and_decision_after_kills(
 
 
 def test_every_fault_point_of_the_master_is_in_the_campaign() -> None:
-    import paceline.master  # noqa: F401  # registers the points
+    import paceline._cluster.master.server  # noqa: F401  # registers the points
 
     covered = {point.partition(":")[0] for point in POINTS}
     # One has a test below, one is in `test_node_checkpoints.py`.

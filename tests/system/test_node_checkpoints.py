@@ -14,7 +14,7 @@ import pytest
 from fault_lab.nodes import NodeProcess, can_mount
 from forked_processes import free_ports
 
-from paceline.runner import AttemptDirectory
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 from paceline.storage import DirectoryStorage
 
 # Draws random numbers whose state is in the checkpoint, so that one that is lost or doubled shows.

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.runner import AttemptDirectory
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
 # Reports where it runs, and waits at step 2 of its first attempt until the file is there.
 SCRIPT = """

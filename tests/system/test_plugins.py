@@ -54,7 +54,9 @@ def plugin_server(installed: Path, fork_server_class: Any) -> Iterator[Any]:
     """Return a server of masters and commands that know of the packages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
-        server = fork_server_class("paceline.cli._app", "paceline.client", "paceline.master")
+        server = fork_server_class(
+            "paceline.cli._app", "paceline.client", "paceline._cluster.master"
+        )
     yield server
     server.close()
 
@@ -303,8 +305,8 @@ from pathlib import Path
 import msgspec
 
 from paceline.journal import RunDirectory
-from paceline.master.executors import AttemptStatus, Executor
-from paceline.runner import AttemptDirectory
+from paceline._cluster.master.executors import AttemptStatus, Executor
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
 class ElsewhereExecutor(Executor):
     \"\"\"Starts runners that do not see the master's home.\"\"\"
@@ -330,7 +332,8 @@ class ElsewhereExecutor(Executor):
         self.spawn(spec.attempt_id)
 
     def spawn(self, attempt_id, *options):
-        command = [sys.executable, "-m", "paceline.runner", str(self.directory(attempt_id).path)]
+        directory = str(self.directory(attempt_id).path)
+        command = [sys.executable, "-m", "paceline._cluster.runner", directory]
         environment = {k: v for k, v in os.environ.items() if k != "PACELINE_HOME"}
         self.children[attempt_id] = subprocess.Popen(
             [*command, *options], cwd=self.root, env=environment, start_new_session=True

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.storage import storage_from
-from paceline.testing._compare_runs import compare_runs
-from paceline.testing._run_results import read_run_facts
+from paceline.testing._compare_runs import compare_runs, read_run_facts
 
 COUNTING = """
 import os, signal

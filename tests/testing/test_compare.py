@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from paceline import core
-from paceline.engine import save_state
-from paceline.testing._compare_runs import compare_runs
-from paceline.testing._run_results import RunFacts, find_run, read_run_facts
+from paceline._training.engine.checkpoints.state_files import save_state
+from paceline.testing._compare_runs import RunFacts, compare_runs, find_run, read_run_facts
 
 Write = Callable[[Path], Any]
 MakeRun = Callable[..., RunFacts]

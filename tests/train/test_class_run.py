@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import core, train
+from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline.journal import RunDirectory
-from paceline.workers import CollectiveMismatchError, WorkerFailedError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

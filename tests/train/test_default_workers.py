@@ -11,7 +11,8 @@ import pytest
 from forked_processes import free_ports
 
 from paceline import train
-from paceline.gpus import KnownGpu, _visible_gpus
+from paceline._base import gpus as _visible_gpus
+from paceline._base.gpus import KnownGpu
 
 SCRIPT = """
 import os
@@ -76,7 +77,9 @@ def test_each_visible_gpu_has_a_worker(
     # A copy has as many where there are fewer GPUs, or none.
     pickled = cloudpickle.dumps(trainer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("paceline.workers.WorkerResources.check_machine", lambda *_: None)
+    monkeypatch.setattr(
+        "paceline._training.workers.worker_resources.WorkerResources.check_machine", lambda *_: None
+    )
     assert pickle.loads(pickled)._settings.num_workers == expected
 
 

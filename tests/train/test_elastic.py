@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline import train
-from paceline.workers import num_cores
+from paceline._base.process_and_network import num_cores
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -22,9 +22,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline import core, train
-from paceline.engine import CheckpointSaver
+from paceline._training.engine.checkpoints.checkpoint_saver import CheckpointSaver
+from paceline._training.workers.processes.rank_environment import is_port_free
 from paceline.storage import CheckpointWriteError, storage_from
-from paceline.workers import is_port_free
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,6 +16,15 @@ import pytest
 import torch
 
 from paceline import core, train
+from paceline._training.workers.channels import BlockingChannel, DriverLink, FrameKind
+from paceline._training.workers.ray import forwarded_storage as _storage_requests
+from paceline._training.workers.ray.forwarded_storage import (
+    ForwardedRun,
+    ForwardedStorage,
+    StorageRequests,
+)
+from paceline._training.workers.ray.host_process import Forwarder
+from paceline._training.workers.ray.hosts import RequestServer
 from paceline.journal import (
     JournalReader,
     JournalWriter,
@@ -32,12 +41,7 @@ from paceline.storage import (
     origin_of,
     storage_from,
 )
-from paceline.storage._temporary_directories import temporary_directory
-from paceline.workers import DriverLink, ForwardedRun, ForwardedStorage, StorageRequests
-from paceline.workers.pools._channel import BlockingChannel, FrameKind
-from paceline.workers.remote import _storage_requests
-from paceline.workers.remote._forwarder import Forwarder
-from paceline.workers.remote._request_server import RequestServer
+from paceline.storage._checkpoint_files import temporary_directory
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paceline import core, train
-from paceline.engine import StateFormatError
+from paceline._training.engine.checkpoints.state_files import StateFormatError
 from paceline.storage import DirectoryStorage, storage_from
 
 

@@ -13,8 +13,8 @@ import cloudpickle
 import pytest
 
 from paceline import train
+from paceline._training.workers.process_pools import LocalPool
 from paceline.core import RunState, list_runs
-from paceline.workers import LocalPool
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline._listening import PortReservation
+from paceline._base.process_and_network import PortReservation
 
 TRAIN = """
 import argparse

@@ -13,8 +13,8 @@ import cloudpickle
 import pytest
 
 from paceline import core, train
+from paceline._training.masterless_search_trials import checked_search
 from paceline.config import Searcher
-from paceline.masterless_search import checked_search
 from paceline.search import (
     Create,
     ExitReason,

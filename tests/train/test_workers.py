@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from paceline import core, train
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
 from paceline.data import DataNotFoundError, Dataset, Fold
-from paceline.workers import WorkerFailedError
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 import paceline
-from paceline.messages.node_runners import PROTOCOL
+from paceline._cluster.messages.runner_messages import PROTOCOL
 
 expect = pytest.importorskip("playwright.sync_api", reason="NOT TESTED: no Playwright").expect
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.workers import LocalGroup, OutputLine, WorkerSpec
+from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.processes.worker_process import WorkerSpec
 
 MakeGroup = Callable[..., LocalGroup]
 

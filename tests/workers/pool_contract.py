@@ -8,7 +8,9 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from paceline.workers import InlinePool, JoinedPool, LocalPool, PendingCall, RayPool, WorkerPool
+from paceline._training.workers.process_pools import LocalPool
+from paceline._training.workers.ray.pool import RayPool
+from paceline._training.workers.worker_pools import InlinePool, JoinedPool, PendingCall, WorkerPool
 
 # Workers have another `__main__`.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

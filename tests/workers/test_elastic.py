@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.workers import (
+from paceline._training.workers.elastic_group import (
     ElasticGroup,
     ElasticLimits,
     ElasticSize,
     Form,
     GiveUp,
     GrowthAttempts,
-    LocalPool,
     Wait,
 )
+from paceline._training.workers.process_pools import LocalPool
 
 
 def limits(least: int = 2, most: float = 4, **waiting: Any) -> ElasticLimits:

@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import atexit, os, sys, threading, time
 atexit.register(print, "registered before")
-from paceline.workers import end_without_shutdown
+from paceline._training.workers.worker_pools import end_without_shutdown
 end_without_shutdown()
 end_without_shutdown()
 atexit.register(print, "registered after")
@@ -69,7 +69,8 @@ def test_workers_of_our_own_end_by_themselves(
 ) -> None:
     code = """
 import sys
-from paceline.workers import call_in_workers, end_without_shutdown
+from paceline._training.workers.launch_run import call_in_workers
+from paceline._training.workers.worker_pools import end_without_shutdown
 def main():
     end_without_shutdown()
     return sys.exit.__name__

@@ -4,12 +4,11 @@ import socket
 
 import pytest
 
-from paceline.workers import (
+from paceline._base.process_and_network import PortReservation, num_cores
+from paceline._training.workers.processes.rank_environment import (
     SHARDS_VARIABLE,
     NodeLayout,
-    PortReservation,
     is_port_free,
-    num_cores,
     rank_environment,
     shards_of_launcher,
     thread_environment,

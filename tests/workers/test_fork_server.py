@@ -17,11 +17,13 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from paceline.workers import LocalPool, WorkerFailedError, stop_fork_server
-from paceline.workers.processes._process_facts import read_process
-from paceline.workers.processes._rank_environment import NodeLayout
-from paceline.workers.remote._listener import ListenerAddress
-from paceline.workers.remote._ray_host_process import HostOrder, warm_up
+from paceline._training.workers.channels import ListenerAddress
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.process_pools import LocalPool
+from paceline._training.workers.processes.fork_client import stop_fork_server
+from paceline._training.workers.processes.rank_environment import NodeLayout
+from paceline._training.workers.processes.signals_and_leftovers import read_process
+from paceline._training.workers.ray.host_process import HostOrder, warm_up
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 
@@ -183,7 +185,7 @@ def test_one_fork_server_serves_all_pools_that_agree_on_what_is_read_at_import()
 
 DRIVER = """
 import os, signal, subprocess, sys, time
-from paceline.workers import LocalPool
+from paceline._training.workers.process_pools import LocalPool
 
 def start_children():
     return [
@@ -237,7 +239,8 @@ def test_a_fork_server_that_loads_a_module_ends_with_its_driver(
         "for _ in range(60000):\n    time.sleep(0.01)\n"
     )
     (tmp_path / "driver.py").write_text(
-        "from paceline.workers import LocalPool\nLocalPool(1, preload=['takes_long']).start()\n"
+        "from paceline._training.workers.process_pools import LocalPool\n"
+        "LocalPool(1, preload=['takes_long']).start()\n"
     )
     with subprocess.Popen([sys.executable, "driver.py"], cwd=tmp_path) as driver:
         wait_until((tmp_path / "server").exists)
@@ -412,7 +415,7 @@ def test_a_process_forked_from_the_driver_leaves_its_server_alone() -> None:
 
 def test_nothing_is_started_before_it_is_needed(run_python: RunPython) -> None:
     result = run_python(
-        "import os, paceline.workers as w\n"
+        "import os, paceline._training.workers as w\n"
         "pool = w.LocalPool(2)\n"
         "print(open(f'/proc/self/task/{os.getpid()}/children').read(), end='')"
     )

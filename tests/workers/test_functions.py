@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.workers import num_cores
+from paceline._base.process_and_network import num_cores
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]
 
 PREAMBLE = """
 import os, signal, sys, time
-from paceline.workers import NotSendableError, RemoteTraceback, WorkerFailedError, call_in_workers
+from paceline._training.workers.pickled_calls import NotSendableError
+from paceline._training.workers.failures_and_restarts import RemoteTraceback, WorkerFailedError
+from paceline._training.workers.launch_run import call_in_workers
 RANK = int(os.environ.get("RANK", -1))
 """
 

@@ -14,14 +14,13 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from paceline.workers import (
-    CollectiveMismatchError,
-    LocalPool,
-    OutputLine,
-    WorkerFailedError,
-    stop_fork_server,
-)
-from paceline.workers.pools import _generation, _watchdog
+from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._training.workers import watchdog as _watchdog
+from paceline._training.workers import worker_generation as _generation
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.process_pools import LocalPool
+from paceline._training.workers.processes.fork_client import stop_fork_server
+from paceline._training.workers.processes.worker_output import OutputLine
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

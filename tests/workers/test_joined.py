@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline._training.workers.worker_pools import JoinedPool
 from paceline.core import RunState, list_runs
-from paceline.workers import JoinedPool
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -45,7 +45,7 @@ with pytorch.init(hparams={"global_batch_size": 8}, seed=3, resume="auto") as co
 """
 
 POOL_SCRIPT = """
-from paceline.workers import JoinedPool
+from paceline._training.workers.worker_pools import JoinedPool
 
 
 def whoami(base):

@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.workers import LocalGroup, OutputLine, WorkerSpec, WorkerStartError, kill_leftover
-from paceline.workers.processes._process_facts import living_members, read_process
+from paceline._training.workers.failures_and_restarts import WorkerStartError
+from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.signals_and_leftovers import (
+    kill_leftover,
+    living_members,
+    read_process,
+)
+from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.processes.worker_process import WorkerSpec
 
 MakeGroup = Callable[..., LocalGroup]
 WaitUntil = Callable[[Callable[[], object]], None]
@@ -234,7 +241,7 @@ def test_wait_returns_none_when_its_time_is_over(make_group: MakeGroup) -> None:
 
 def test_a_worker_without_on_line_has_the_streams_of_its_supervisor(tmp_path: Path) -> None:
     code = (
-        "import os; from pathlib import Path; from paceline.workers import *\n"
+        "import os; from pathlib import Path; from paceline._training.workers import *\n"
         "spec = WorkerSpec(command=['cat'], environment=os.environ, working_directory=Path.cwd())\n"
         "group = LocalGroup([spec]); group.start(); group.wait()"
     )
@@ -247,7 +254,8 @@ def test_a_worker_without_on_line_has_the_streams_of_its_supervisor(tmp_path: Pa
 SUPERVISOR = """
 import os, sys, threading, time
 from pathlib import Path
-from paceline.workers import LocalGroup, WorkerSpec
+from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.worker_process import WorkerSpec
 spec = WorkerSpec(
     command=["sh", "-c", sys.argv[1]], environment=os.environ, working_directory=Path.cwd()
 )

@@ -4,8 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.workers import LINE_CHARACTERS, LineSplitter, OutputLine
-from paceline.workers.processes._output_lines import _LinePieceReader
+from paceline._training.workers.processes.worker_output import (
+    LINE_CHARACTERS,
+    LineSplitter,
+    OutputLine,
+    _LinePieceReader,
+)
 
 
 def _lines(data: bytes, **settings: object) -> list[OutputLine]:

@@ -16,14 +16,11 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from paceline.workers import (
-    LocalPool,
-    NotSendableError,
-    OutputLine,
-    RemoteTraceback,
-    WorkerFailedError,
-)
-from paceline.workers.pools import _failure_detector
+from paceline._training.workers import failure_detector as _failure_detector
+from paceline._training.workers.failures_and_restarts import RemoteTraceback, WorkerFailedError
+from paceline._training.workers.pickled_calls import NotSendableError
+from paceline._training.workers.process_pools import LocalPool
+from paceline._training.workers.processes.worker_output import OutputLine
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.workers import LocalGroup, WorkerSpec, kill_leftover
-from paceline.workers.processes._process_facts import has_pending_signal, read_process
+from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.signals_and_leftovers import (
+    has_pending_signal,
+    kill_leftover,
+    read_process,
+)
+from paceline._training.workers.processes.worker_process import WorkerSpec
 
 WaitUntil = Callable[[Callable[[], object]], None]
 Family = tuple[subprocess.Popen[bytes], list[int]]
@@ -77,7 +82,8 @@ def test_the_own_process_group_is_never_killed(pgid: int) -> None:
 STRAYS = """
 import os, subprocess, sys, time
 from pathlib import Path
-from paceline.workers import LocalGroup, WorkerSpec
+from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.worker_process import WorkerSpec
 
 bystander = subprocess.Popen(["sleep", "300"], start_new_session=True)
 stray = "echo $$ >stray; while true; do sleep 300; done"
@@ -137,7 +143,8 @@ def test_a_process_adopts_no_longer_than_its_groups_live(tmp_path: Path) -> None
 DYING_STRAYS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from paceline.workers import LocalGroup, WorkerSpec
+from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.worker_process import WorkerSpec
 
 # A process with so much memory that dying takes it a while, and a child of its own. Neither holds
 # the group's output open, which would be waited for.

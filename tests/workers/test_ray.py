@@ -20,26 +20,30 @@ import numpy as np
 import psutil
 import pytest
 
-from paceline.workers import (
+from paceline._training.workers import shared_memory as _shared_memory_segment
+from paceline._training.workers.channels import Listener, join_listener
+from paceline._training.workers.failures_and_restarts import (
     NodesDifferError,
-    OutputLine,
-    RayPool,
+    PlacementTimeoutError,
     RemoteTraceback,
     ResourcesError,
     WorkerFailedError,
-    import_ray,
 )
-from paceline.workers._errors import PlacementTimeoutError
-from paceline.workers.pools import _shared_memory_segment
-from paceline.workers.remote import _ray_node_versions, _ray_placement
-from paceline.workers.remote._listener import Listener, join_listener
-from paceline.workers.remote._ray_cluster import make_token_private, num_fitting
-from paceline.workers.remote._ray_node_versions import version_differences
-from paceline.workers.remote._script_directory import (
+from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.ray import cluster as _ray_node_versions
+from paceline._training.workers.ray import placement as _ray_placement
+from paceline._training.workers.ray.cluster import (
+    import_ray,
+    make_token_private,
+    num_fitting,
+    version_differences,
+)
+from paceline._training.workers.ray.host_process import (
     mark_of_script_directory,
     pack_script_directory,
     unpack_script_directory,
 )
+from paceline._training.workers.ray.pool import RayPool
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -229,7 +233,8 @@ def test_versions_differ_in_what_must_agree() -> None:
 def test_only_who_knows_the_key_is_admitted() -> None:
     listener = Listener("127.0.0.1")
     command = (
-        "import sys; from paceline.workers.remote._listener import ListenerAddress, join_listener;"
+        "import sys;"
+        "from paceline._training.workers.channels import ListenerAddress, join_listener;"
         "address = ListenerAddress('127.0.0.1', int(sys.argv[1]));"
         "join_listener(address, bytes.fromhex(sys.argv[2]), 'guest')"
     )
@@ -448,7 +453,7 @@ def test_the_token_that_a_started_ray_has_is_for_its_user_alone(
 
 KILLED_DRIVER = """
 import os, sys, time
-from paceline.workers import RayPool
+from paceline._training.workers.ray.pool import RayPool
 pool = RayPool(2)
 pool.start()
 import ray
@@ -485,8 +490,9 @@ def test_ray_that_is_started_here_ends_with_its_use(
 
 SHORT_OF_MEMORY = """
 import time
-from paceline.workers import RayPool, WorkerStartError
-from paceline.workers.remote._ray_host_actors import tell_lack_of_memory
+from paceline._training.workers.ray.pool import RayPool
+from paceline._training.workers.failures_and_restarts import WorkerStartError
+from paceline._training.workers.ray.hosts import tell_lack_of_memory
 
 pool = RayPool(1)
 try:

@@ -4,14 +4,14 @@ import signal
 
 import pytest
 
-from paceline.workers import (
-    CollectiveMismatchError,
+from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._training.workers.failures_and_restarts import (
     RemoteTraceback,
     RestartPolicy,
     WorkerFailedError,
     WorkersLostError,
+    restart_cause,
 )
-from paceline.workers._restart_policy import restart_cause
 
 KILLED = WorkerFailedError("Rank 1 was ended by SIGKILL.", 1, signal=signal.SIGKILL)
 LEFT = WorkerFailedError("Rank 0 exited with code 3.", 0, exit_code=3)

@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.workers import LocalPool, WorkerFailedError
-from paceline.workers.pools import _shared_memory_segment, _write_watch
+from paceline._training.workers import shared_memory as _shared_memory_segment
+from paceline._training.workers import write_watch as _write_watch
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.process_pools import LocalPool
 
 # The workers cannot import the tests.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -276,7 +278,7 @@ def test_full_directories_are_passed_over(
 
 DRIVER = """
     import os, sys, time, torch
-    from paceline.workers import LocalPool
+    from paceline._training.workers.process_pools import LocalPool
 
     def hold(data, mark):
         open(f"{mark}-{os.environ['RANK']}", "w").write(str(os.getpid()))

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from paceline.workers import LocalGroup, WorkerExit, WorkerSpec, signal_name
+from paceline._training.workers.failures_and_restarts import WorkerExit, signal_name
+from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.worker_process import WorkerSpec
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.workers.pools._failure_detector import FailureDetector, PoolSettings
-from paceline.workers.pools._packed_call import PackedCall
-from paceline.workers.pools._pending_call import PendingCall
-from paceline.workers.pools._pool_worker import Assignment, PoolWorker, observations_of_workers
-from paceline.workers.pools._serve_calls import WorkerError
-from paceline.workers.pools._thread_progress import Progress, ProgressMeter
-from paceline.workers.pools._watchdog import DetectedHang, WatchedRank, detect_hang
-from paceline.workers.processes._worker_exit import WorkerExit
+from paceline._training.workers.failure_detector import (
+    Assignment,
+    FailureDetector,
+    PoolSettings,
+    PoolWorker,
+    observations_of_workers,
+)
+from paceline._training.workers.failures_and_restarts import WorkerExit
+from paceline._training.workers.pickled_calls import PackedCall
+from paceline._training.workers.serve_calls import WorkerError
+from paceline._training.workers.watchdog import (
+    DetectedHang,
+    Progress,
+    ProgressMeter,
+    WatchedRank,
+    detect_hang,
+)
+from paceline._training.workers.worker_pools import PendingCall
 
 CERTAIN_S, TIMEOUT_S = 5.0, 100.0
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 WEBUI = Path(__file__).resolve().parents[1]
-BUILT = WEBUI.parent / "src" / "paceline" / "master" / "webui"
+BUILT = WEBUI.parent / "src" / "paceline" / "_cluster" / "master" / "webui"
 STAMP = BUILT / "source.sha256"
 # Vite writes the licences of all that it puts into the assets.
 LICENSES = BUILT / "licenses.md"

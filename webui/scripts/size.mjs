@@ -3,7 +3,7 @@ import { readFileSync } from "node:fs";
 import { gzipSync } from "node:zlib";
 
 const BUDGET_KB = 300;
-const root = process.argv[2] ?? "../src/paceline/master/webui";
+const root = process.argv[2] ?? "../src/paceline/_cluster/master/webui";
 const manifest = JSON.parse(readFileSync(`${root}/.vite/manifest.json`, "utf8"));
 
 /** Return the files that a chunk needs before it runs. */

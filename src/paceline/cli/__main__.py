@@ -1,5 +1,5 @@
 """Run the command as `python -m paceline.cli`."""
 
-from paceline.cli import main
+from paceline.cli._app import main
 
 main()

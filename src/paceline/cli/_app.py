@@ -1,34 +1,92 @@
-"""The `paceline` command: its groups of commands and the way it ends."""
+"""Command `paceline`: its groups of commands, `examples`, and the way it ends."""
 
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline._terminal_text import TerminalStream
-from paceline.cli._backup_commands import backup, restore
-from paceline.cli._checkpoint_commands import app as checkpoint_app
-from paceline.cli._command_options import CaFile
-from paceline.cli._connection import chosen_master, trust
-from paceline.cli._errors import is_cli_user_error, report_error
-from paceline.cli._examples_commands import app as examples_app
-from paceline.cli._experiment_commands import app as experiment_app
-from paceline.cli._home_commands import app as home_app
+from paceline._base.process_and_network import TerminalStream
+from paceline.cli._backup_and_home_commands import backup, home_app, restore
+from paceline.cli._checkpoint_commands import checkpoint_app
+from paceline.cli._create_command import preview_search
+from paceline.cli._experiment_commands import experiment_app
 from paceline.cli._master_commands import down, status, up
-from paceline.cli._pool_commands import app as pool_app
-from paceline.cli._preview_search_command import preview_search
-from paceline.cli._queue_commands import app as queue_app
-from paceline.cli._restart_without_token import is_paceline_command
-from paceline.cli._runner_commands import app as runner_app
-from paceline.cli._runs_commands import app as runs_app
-from paceline.cli._slot_commands import app as slot_app
-from paceline.cli._sync_command import sync
-from paceline.cli._token_commands import app as token_app
-from paceline.cli._trial_commands import app as trial_app
-from paceline.cli._user_commands import app as user_app
-from paceline.cli._user_commands import login
+from paceline.cli._options_and_errors import (
+    CaFile,
+    CommandError,
+    chosen_master,
+    is_cli_user_error,
+    is_paceline_command,
+    report_error,
+    trust,
+)
+from paceline.cli._runner_and_pool_commands import pool_app, runner_app
+from paceline.cli._runs_commands import runs_app, sync
+from paceline.cli._slot_and_job_commands import queue_app, slot_app
+from paceline.cli._trial_commands import trial_app
+from paceline.cli._user_and_token_commands import login, token_app, user_app
 from paceline.cli._verify_resume_command import verify_resume
+
+examples_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="List and copy the examples of Paceline."
+)
+
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.py[co]", "paceline_runs", "checkpoints")
+
+
+@examples_app.command("list")
+def list_examples() -> None:
+    """List the examples."""
+    for name in _names():
+        typer.echo(name)
+
+
+@examples_app.command("copy")
+def copy_example(
+    name: Annotated[
+        str, typer.Argument(help="Name of the example, see `examples list`.", metavar="NAME")
+    ],
+    directory: Annotated[
+        Path | None, typer.Argument(help="New directory. The default is ./NAME.", metavar="DIR")
+    ] = None,
+) -> None:
+    """Copy an example into a new directory."""
+    if name not in _names():
+        raise CommandError(
+            f"`NAME` must be one of {', '.join(_names()) or 'no examples'}, but got {name!r}."
+        )
+    target = directory or Path(name)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CommandError(
+            f"`DIR` must be a new or empty directory, but {str(target)!r} is not."
+            " Hint: give another one as the second argument."
+        )
+    shutil.copytree(examples_directory() / name, target, ignore=_LEFT_OUT, dirs_exist_ok=True)
+    typer.echo(f"Copied {name} to {target}. Read {target / 'README.md'} first.")
+
+
+def examples_directory() -> Path:
+    """Return where the examples lie: in the package, or in the checkout of an editable install.
+
+    Raises:
+        CommandError: They are in neither place.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for place in (package / "_examples", package.parents[1] / "examples"):
+        if place.is_dir():
+            return place
+    raise CommandError(
+        f"The examples must lie in {str(package / '_examples')!r}, but do not."
+        " Hint: install Paceline again."
+    )
+
+
+def _names() -> list[str]:
+    return sorted(p.name for p in examples_directory().iterdir() if (p / "README.md").is_file())
+
 
 app = typer.Typer(
     name="paceline",

@@ -1,18 +1,23 @@
-"""Consoles, tables, JSON and the formats of numbers and times."""
+"""Console output: tables, JSON, formats of numbers and times, words for states."""
 
 import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline._terminal_text import escape_in_json, terminal_text
-from paceline.display import format_duration as format_duration
+from paceline._base.process_and_network import escape_in_json, terminal_text
+from paceline._training.progress_display import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
+
+    from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+    from paceline._cluster.messages.experiment_models import Trial as TrialData
+    from paceline._cluster.messages.states import ExperimentState
+
 
 # Wide enough that no table is cut in a pipe, where there is no edge to fit.
 _PIPE_WIDTH = 240
@@ -176,7 +181,7 @@ def state_text(state: str) -> "Text":
 
 def format_number(value: Any) -> str:
     """Return a metric value in at most four significant digits; a dash for None."""
-    from paceline.journal import decode_value
+    from paceline._base.journal_records import decode_value
 
     value = decode_value(value)
     if value is None:
@@ -257,3 +262,147 @@ def _plain_for_console(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain_for_console(item) for item in value]
     return value
+
+
+# The words of an experiment, and the stored states behind each.
+EXPERIMENT_WORDS: dict[str, tuple[str, ...]] = {
+    "QUEUED": ("ACTIVE",),
+    "RUNNING": ("ACTIVE",),
+    "PAUSED": ("PAUSED",),
+    "STOPPING": (
+        "STOPPING_COMPLETED",
+        "STOPPING_CANCELED",
+        "STOPPING_KILLED",
+        "STOPPING_ERROR",
+    ),
+    "COMPLETED": ("COMPLETED",),
+    "CANCELED": ("CANCELED",),
+    "ERROR": ("ERROR",),
+}
+# What a kind of error says to whoever has to do something about it.
+ERROR_KINDS = {
+    "transient": "transient (it may pass: continue the experiment once it has)",
+    "user": "user (in the code or the configuration)",
+    "permanent": "permanent (of the home or the installation)",
+}
+_FAILED, _INCOMPLETE, _UNMEASURED = 1, 3, 4
+
+
+def experiment_word(data: "ExperimentData") -> str:
+    """Return where an experiment stands."""
+    return data.shown_state.value
+
+
+def word_of(trial: "TrialData", experiment_state: "ExperimentState") -> str:
+    """Return where a trial of an experiment stands; masters of before do not tell it."""
+    return trial.model_copy(update={"experiment_state": experiment_state}).shown_state.value
+
+
+def progress_text(data: "ExperimentData") -> str:
+    """Return the progress; a dash while nothing was reported of it."""
+    return "-" if data.progress == 0.0 and not data.state.is_terminal else f"{data.progress:.0%}"
+
+
+def num_trials_text(num_trials: int) -> str:
+    """Return a number of trials, such as `1 trial`."""
+    return "1 trial" if num_trials == 1 else f"{num_trials} trials"
+
+
+def lost_records_text(num_records: int) -> str:
+    """Return how many records are lost, such as `1 record is lost`."""
+    return "1 record is lost" if num_records == 1 else f"{num_records} records are lost"
+
+
+def exit_code(data: "ExperimentData") -> int:
+    """Return the exit code of a command that waited for an experiment's end."""
+    if data.state.value != "COMPLETED":
+        return _UNMEASURED if data.is_unmeasured else _FAILED
+    return _INCOMPLETE if data.num_records_lost else 0
+
+
+class Alert(Protocol):
+    """What is shown of an alert."""
+
+    @property
+    def time(self) -> float:
+        """When it was raised, in seconds since the epoch."""
+
+    @property
+    def level(self) -> str:
+        """How urgent it is."""
+
+    @property
+    def title(self) -> str:
+        """A few words."""
+
+    @property
+    def description(self) -> str:
+        """More about it."""
+
+
+def print_alerts(alerts: Sequence[Alert]) -> None:
+    """Print alerts, if there are any."""
+
+    if not alerts:
+        return
+    rows = [
+        (format_moment(alert.time), alert.level, alert_text(alert.title, alert.description))
+        for alert in alerts
+    ]
+    console().print()
+    print_table(["Time", "Level", "Alert"], rows)
+
+
+def alert_text(title: str | None, description: str | None) -> str:
+    """Return the text of an alert in one line."""
+    return " ".join(": ".join(filter(None, (title, description))).split())
+
+
+_LABELS = {
+    "training_s": "Training",
+    "data_wait_s": "Waiting for data",
+    "validation_s": "Validation",
+    "checkpoint_s": "Checkpoints",
+    "lost_s": "Lost work",
+    "start_s": "Starts",
+    "other_s": "Other",
+    "undivided_s": "Not divided",
+    "waiting_s": "No process",
+}
+_MEANINGS = {
+    "training_s": "steps whose result was kept",
+    "data_wait_s": "devices idle until data came",
+    "validation_s": "measuring on other data",
+    "checkpoint_s": "training stood still to store state",
+    "lost_s": "trained after the last checkpoint before a stop",
+    "start_s": "from the launch of a process to its first step",
+    "other_s": "between and after trainings",
+    "undivided_s": "the script does not tell what it does",
+    "waiting_s": "queued, paused, or before a restart",
+}
+
+
+def print_time_table(seconds: dict[str, float], total_s: float, goodput: float | None) -> None:
+    """Print the shares of a time that are not zero, and the goodput."""
+    from paceline._training.progress_display import format_duration
+
+    rows: list[tuple[Any, ...]] = [
+        (
+            label,
+            f"{seconds[name]:,.1f} s",
+            f"{seconds[name] / total_s:.1%}",
+            _MEANINGS[name],
+        )
+        for name, label in _LABELS.items()
+        if seconds[name] > 0
+    ]
+    print_table(
+        ["Share", "Time", "Of all", "What it is"],
+        rows,
+        right=["Time", "Of all"],
+        empty="No time was recorded.",
+    )
+    if goodput is not None:
+        used_s = total_s - seconds["waiting_s"]
+        told = f"Goodput {goodput:.1%}: of {format_duration(used_s)} with processes,"
+        console().print(f"\n{told} {format_duration(seconds['training_s'])} trained.")

@@ -1,18 +1,27 @@
-"""`paceline experiment create`."""
+"""Commands `paceline experiment create` and `preview-search`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli._command_options import AllLogs, ConfigFile, Follow, Json, Overrides
-from paceline.cli._errors import CommandError
+from paceline.cli._options_and_errors import (
+    AllLogs,
+    CommandError,
+    ConfigFile,
+    Follow,
+    Json,
+    Overrides,
+)
 
 if TYPE_CHECKING:
-    from paceline.client import Client, Experiment
-    from paceline.config import ExperimentConfig
+    from paceline.client._client import Client
+    from paceline.client._experiment_and_trial import Experiment
+    from paceline.config._experiment_config import ExperimentConfig
+    from paceline.search._search import Preview
+
 
 _DEFAULT_PORT = 8080
 
@@ -56,7 +65,7 @@ def create(
 ) -> None:
     """Create an experiment from a config and code."""
     from paceline.cli._console_output import print_warning
-    from paceline.config import load_config
+    from paceline.config._validate_config import load_config
 
     checked = load_config(config, overrides)
     for warning in checked.warnings:
@@ -70,7 +79,7 @@ def create(
         _refuse_with_local({"--paused": paused, "--json": json, "--start-master": start_master})
         place = directory or Path()
         raise typer.Exit(run_locally(checked, place, resume=resume, is_test=test))
-    from paceline.cli._connection import connect
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         with _master_to_submit_to(start_master):
@@ -127,7 +136,7 @@ def _submit_experiment(
 
 def _what_was_sent(directory: Path | None) -> str:
     from paceline.cli._console_output import format_bytes
-    from paceline.client import list_context
+    from paceline.client._code_and_run_uploads import list_context
 
     if directory is None:
         return "Sent no files: the entrypoint runs in `environment.working_dir`."
@@ -140,7 +149,7 @@ def _what_was_sent(directory: Path | None) -> str:
 @contextmanager
 def _master_to_submit_to(start: bool) -> Iterator[None]:
     """Start a master if asked and none runs; it ends again if what it was started for fails."""
-    from paceline.client import home_directory
+    from paceline.client._http_session import home_directory
 
     home = home_directory()
     if not start:
@@ -161,3 +170,61 @@ def _master_to_submit_to(start: bool) -> Iterator[None]:
         shut_down(file, home, keep_trials=False, timeout_s=0.0)
         typer.echo("Stopped the master again.", err=True)
         raise
+
+
+def preview_search(config: ConfigFile, overrides: Overrides = [], json: Json = False) -> None:  # noqa: B006
+    """Preview the search of a config.
+
+    The command prints the number of trials and their lengths. It needs no master. A real search can
+    differ a little, because the order of reports can affect its decisions.
+    """
+    from paceline.cli._console_output import print_json
+    from paceline.config._validate_config import load_config
+    from paceline.search._search import preview
+
+    checked = load_config(config, overrides)
+    result = preview(checked.search_config(), checked.hyperparameters)
+    if json:
+        print_json(_preview_as_json(checked, result))
+    else:
+        _print_preview(checked, result)
+
+
+def _unit(config: "ExperimentConfig") -> str:
+    return str(getattr(config.searcher, "time_metric", None) or "units")
+
+
+def _preview_as_json(config: "ExperimentConfig", result: "Preview") -> dict[str, Any]:
+    return {
+        "searcher": config.searcher.name,
+        "unit": getattr(config.searcher, "time_metric", None),
+        "rows": [{"num_trials": row.trials, "length": row.units} for row in result.rows],
+        "brackets": [
+            {"num_trials": plan.trials, "rungs": list(plan.units)} for plan in result.brackets
+        ],
+    }
+
+
+def _print_preview(config: "ExperimentConfig", result: "Preview") -> None:
+    from paceline.cli._console_output import console, print_table
+
+    unit = _unit(config)
+    total = sum(row.trials for row in result.rows)
+    console().print(f"{config.searcher.name}: {total} {'trial' if total == 1 else 'trials'}")
+    title = "Trained for" if not result.brackets else f"Trained for ({unit})"
+    whole = "their whole length"
+    if config.searcher.wants_reports and not result.brackets:
+        whole = "at most their whole length"
+    rows = [(row.trials, row.units or whole) for row in result.rows]
+    print_table(["Trials", title], rows, right=["Trials", title])
+    if len(result.brackets) > 1:
+        console().print()
+        brackets = [
+            (number, plan.trials, ", ".join(map(str, plan.units)))
+            for number, plan in enumerate(result.brackets, start=1)
+        ]
+        print_table(["Bracket", "Trials", f"Rungs ({unit})"], brackets, right=["Bracket", "Trials"])
+    if result.brackets:
+        console().print()
+        work = sum(row.trials * (row.units or 0) for row in result.rows)
+        console().print(f"In total {work} {unit}.")

@@ -5,16 +5,15 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli._alerts_table import alert_text
-from paceline.cli._console_output import format_number, format_values
-from paceline.config import split_length
-from paceline.journal import decode_value
-from paceline.messages.states import FULLY_TRAINED, STOPPED_BY_SEARCH
+from paceline._base.journal_records import decode_value
+from paceline._cluster.messages.states import FULLY_TRAINED, STOPPED_BY_SEARCH
+from paceline.cli._console_output import alert_text, format_number, format_values
+from paceline.config._fields_and_problems import split_length
 
 if TYPE_CHECKING:
-    from paceline.messages.events import Event
-    from paceline.messages.experiments import Experiment as ExperimentData
-    from paceline.messages.trials import Trial as TrialData
+    from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+    from paceline._cluster.messages.experiment_models import Trial as TrialData
+    from paceline._cluster.messages.master_models import Event
 
 # How one of a time metric is called.
 _UNITS = {"batches": "batch", "epochs": "epoch", "records": "record", "steps": "step"}

@@ -1,13 +1,16 @@
-"""`paceline experiment`: create, watch and change experiments."""
+"""Commands `paceline experiment`: create, watch, change, archive, delete, fork and download."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from paceline.cli._archive_and_delete_commands import archive, delete, unarchive
 from paceline.cli._checkpoint_commands import list_checkpoints
-from paceline.cli._command_options import (
+from paceline.cli._create_command import create
+from paceline.cli._experiment_description import describe, note_of_end
+from paceline.cli._options_and_errors import (
     AllLogs,
+    CommandError,
     ExperimentId,
     Follow,
     Json,
@@ -17,16 +20,110 @@ from paceline.cli._command_options import (
     Tail,
     Timestamps,
 )
-from paceline.cli._create_command import create
-from paceline.cli._errors import CommandError
-from paceline.cli._experiment_description import describe, note_of_end
-from paceline.cli._fork_commands import download, fork
 
 if TYPE_CHECKING:
-    from paceline.client import Client, Experiment
-    from paceline.messages.experiments import Experiment as ExperimentData
+    from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+    from paceline.client._client import Client
+    from paceline.client._experiment_and_trial import Experiment
 
-app = typer.Typer(
+
+def archive(experiment: ExperimentId) -> None:
+    """Archive an ended experiment. Lists do not show archived experiments."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        client.get_experiment(experiment).archive()
+    typer.echo(f"Experiment {experiment} is in the archive.")
+
+
+def unarchive(experiment: ExperimentId) -> None:
+    """Move an experiment out of the archive."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        client.get_experiment(experiment).unarchive()
+    typer.echo(f"Experiment {experiment} is no longer in the archive.")
+
+
+def delete(
+    experiment: ExperimentId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete an ended experiment with all its data.
+
+    This deletes its metrics, logs and checkpoints.
+    """
+    from paceline.cli._console_output import format_bytes, num_trials_text
+    from paceline.cli._options_and_errors import CommandError, connect
+
+    with connect() as client:
+        found = client.get_experiment(experiment)
+        loss = found.loss()
+        if loss.obstacle is not None:
+            raise CommandError(loss.obstacle)
+        num_checkpoints, size = loss.num_checkpoints, format_bytes(loss.checkpoint_bytes)
+        typer.echo(
+            f"Deleting experiment {experiment} ({found.name}) takes away"
+            f" {num_trials_text(loss.num_trials)}, {loss.num_metric_points} metric values and"
+            f" {num_checkpoints} checkpoint{'s' * (num_checkpoints != 1)} ({size})."
+        )
+        if not yes:
+            typer.confirm("Delete it?", abort=True)
+        left_behind = found.delete()
+    if left_behind:
+        raise CommandError(
+            f"Experiment {experiment} is deleted, but these could not be removed:"
+            f" {', '.join(left_behind)}."
+        )
+    typer.echo(f"Experiment {experiment} is deleted.")
+
+
+def fork(
+    experiment: ExperimentId,
+    overrides: Overrides = [],  # noqa: B006
+    paused: Annotated[
+        bool, typer.Option("--paused", help="Create it, but do not start it.")
+    ] = False,
+    follow: Follow = False,
+    logs: AllLogs = False,
+) -> None:
+    """Create a copy of an experiment.
+
+    The copy has the same code and config, with your changes.
+    """
+    from paceline.cli._options_and_errors import connect, nested_overrides
+
+    with connect() as client:
+        found = client.get_experiment(experiment)
+        made = found.fork(nested_overrides(overrides), activate=not paused)
+        typer.echo(f"Created experiment {made.id} ({made.name}) from experiment {experiment}.")
+        if follow:
+            from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
+
+            raise typer.Exit(
+                ExperimentFollower(made, client, FollowOptions(all_logs=logs)).follow()
+            )
+
+
+def download(
+    experiment: ExperimentId,
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            help="New or empty directory. The default is ./experiment-ID.", metavar="DIR"
+        ),
+    ] = None,
+) -> None:
+    """Copy the code and config of an experiment into a directory."""
+    from paceline.cli._options_and_errors import connect
+
+    target = Path(f"experiment-{experiment}") if directory is None else directory
+    with connect() as client:
+        num_files = client.get_experiment(experiment).download_code(target)
+    typer.echo(f"Wrote config.yaml and {num_files} file{'s' * (num_files != 1)} into {target}.")
+
+
+experiment_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Create, watch and change experiments.",
@@ -34,12 +131,12 @@ app = typer.Typer(
 
 StateWord = Literal["QUEUED", "RUNNING", "PAUSED", "STOPPING", "COMPLETED", "CANCELED", "ERROR"]
 
-app.command()(create)
+experiment_app.command()(create)
 for _other_command in (archive, unarchive, delete, fork, download):
-    app.command()(_other_command)
+    experiment_app.command()(_other_command)
 
 
-@app.command()
+@experiment_app.command()
 def set_max_slots(
     experiment: ExperimentId,
     max_slots: Annotated[
@@ -47,7 +144,7 @@ def set_max_slots(
     ],
 ) -> None:
     """Set how many slots the trials of an experiment may use at once. Running trials go on."""
-    from paceline.cli._connection import connect
+    from paceline.cli._options_and_errors import connect
 
     if max_slots != "none" and not (max_slots.isdecimal() and int(max_slots) > 0):
         raise CommandError(f"`NUMBER` must be a number above 0, or none, but got {max_slots!r}.")
@@ -58,7 +155,7 @@ def set_max_slots(
     typer.echo(f"Experiment {experiment} may use {told} at a time.")
 
 
-@app.command()
+@experiment_app.command()
 def set_priority(
     experiment: ExperimentId,
     priority: Annotated[
@@ -69,14 +166,14 @@ def set_priority(
     ],
 ) -> None:
     """Set an experiment's priority in pools with the policy `priority`."""
-    from paceline.cli._connection import connect
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.get_experiment(experiment).set_priority(priority)
     typer.echo(f"Experiment {experiment} has priority {priority}.")
 
 
-@app.command()
+@experiment_app.command()
 def set_weight(
     experiment: ExperimentId,
     weight: Annotated[
@@ -84,14 +181,14 @@ def set_weight(
     ],
 ) -> None:
     """Set an experiment's weight in pools with the policy `fair_share`."""
-    from paceline.cli._connection import connect
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         client.get_experiment(experiment).set_weight(weight)
     typer.echo(f"Experiment {experiment} has weight {weight:g}.")
 
 
-@app.command("list")
+@experiment_app.command("list")
 def list_experiments(
     limit: Limit = 20,
     state: Annotated[
@@ -104,9 +201,15 @@ def list_experiments(
     json: Json = False,
 ) -> None:
     """List experiments, newest first."""
-    from paceline.cli._connection import connect
-    from paceline.cli._console_output import format_age, print_json, print_table, state_text
-    from paceline.cli._state_words import experiment_word, progress_text
+    from paceline.cli._console_output import (
+        experiment_word,
+        format_age,
+        print_json,
+        print_table,
+        progress_text,
+        state_text,
+    )
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = _listed(client, state, limit, "only" if archived else "no")
@@ -137,7 +240,7 @@ def _listed(
     client: "Client", word: str | None, limit: int, archived: Literal["no", "only"]
 ) -> "list[ExperimentData]":
     """Return the newest experiments in the state of this word; several stored ones may be one."""
-    from paceline.cli._state_words import EXPERIMENT_WORDS, experiment_word
+    from paceline.cli._console_output import EXPERIMENT_WORDS, experiment_word
 
     if word is None:
         return [e.data for e in client.list_experiments(limit=limit, archived=archived)]
@@ -156,10 +259,10 @@ def _nothing_listed(word: str | None) -> str:
     return "No experiments. Create one with `paceline e create CONFIG`."
 
 
-app.command()(describe)
+experiment_app.command()(describe)
 
 
-@app.command()
+@experiment_app.command()
 def logs(
     experiment: ExperimentId,
     follow: Follow = False,
@@ -173,9 +276,9 @@ def logs(
     With -f the command follows the experiment to its end and prints its events. The exit code is
     then 0 if the experiment is COMPLETED, 3 if it is COMPLETED with lost records, else 1.
     """
-    from paceline.cli._connection import connect
-    from paceline.cli._log_printing import print_damaged_log_lines, print_log_lines
-    from paceline.cli._state_words import exit_code
+    from paceline.cli._console_output import exit_code
+    from paceline.cli._experiment_follower import print_damaged_log_lines, print_log_lines
+    from paceline.cli._options_and_errors import connect
 
     if follow and json:
         raise CommandError("`--json` must come without `-f`. Hint: `paceline t logs ID -f --json`.")
@@ -205,7 +308,7 @@ def _follow(experiment: "Experiment", client: "Client", **options: Any) -> None:
 
 
 def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill"]) -> None:
-    from paceline.cli._connection import connect
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         data = getattr(client.get_experiment(experiment), verb)().data
@@ -214,7 +317,7 @@ def _command(experiment: int, verb: Literal["pause", "activate", "cancel", "kill
 
 def _how_it_stands(data: "ExperimentData") -> str:
     """Return the state in a sentence, with what its running trials may still do."""
-    from paceline.cli._state_words import experiment_word, num_trials_text
+    from paceline.cli._console_output import experiment_word, num_trials_text
 
     text = f"Experiment {data.id} is {experiment_word(data)}"
     if not data.num_running or not (data.state.value == "PAUSED" or data.state.is_stopping):
@@ -227,31 +330,31 @@ def _how_it_stands(data: "ExperimentData") -> str:
     return f"{text} and {'gets' if is_one else 'get'} up to {seconds:g} s to store a checkpoint."
 
 
-@app.command()
+@experiment_app.command()
 def pause(experiment: ExperimentId) -> None:
     """Pause an experiment. Its trials store checkpoints and end."""
     _command(experiment, "pause")
 
 
-@app.command()
+@experiment_app.command()
 def activate(experiment: ExperimentId) -> None:
     """Continue a paused experiment."""
     _command(experiment, "activate")
 
 
-@app.command()
+@experiment_app.command()
 def cancel(experiment: ExperimentId) -> None:
     """Cancel an experiment. Its trials store checkpoints and end."""
     _command(experiment, "cancel")
 
 
-@app.command()
+@experiment_app.command()
 def kill(experiment: ExperimentId) -> None:
     """Kill an experiment at once, without checkpoints."""
     _command(experiment, "kill")
 
 
-@app.command()
+@experiment_app.command()
 def wait(
     experiment: ExperimentId,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two requests.")] = 1.0,
@@ -261,8 +364,8 @@ def wait(
     The exit code is 0 if it is COMPLETED, 3 if it is COMPLETED with lost records, 4 if its search
     ended because no trial reported the searched metric, else 1.
     """
-    from paceline.cli._connection import connect
-    from paceline.cli._state_words import exit_code, lost_records_text
+    from paceline.cli._console_output import exit_code, lost_records_text
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_experiment(experiment)
@@ -279,7 +382,7 @@ def wait(
     raise typer.Exit(exit_code(found.data))
 
 
-@app.command("continue")
+@experiment_app.command("continue")
 def continue_experiment(
     experiment: ExperimentId,
     follow: Follow = False,
@@ -290,8 +393,7 @@ def continue_experiment(
 
     Its trials continue from their checkpoints. In a search, only incomplete trials continue.
     """
-    from paceline.cli._config_overrides import nested_overrides
-    from paceline.cli._connection import connect
+    from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
         found, changes = client.get_experiment(experiment), nested_overrides(overrides)
@@ -308,7 +410,7 @@ def continue_experiment(
             raise typer.Exit(follower.follow())
 
 
-@app.command("list-trials")
+@experiment_app.command("list-trials")
 def list_trials(
     experiment: ExperimentId,
     limit: Limit = 200,
@@ -316,9 +418,14 @@ def list_trials(
     json: Json = False,
 ) -> None:
     """List the trials of an experiment (short: lt)."""
-    from paceline.cli._connection import connect
-    from paceline.cli._console_output import format_values, print_json, print_table, state_text
-    from paceline.cli._state_words import word_of
+    from paceline.cli._console_output import (
+        format_values,
+        print_json,
+        print_table,
+        state_text,
+        word_of,
+    )
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         of = client.get_experiment(experiment)
@@ -343,6 +450,6 @@ def list_trials(
     )
 
 
-app.command("lt", hidden=True)(list_trials)
-app.command("list-checkpoints")(list_checkpoints)
-app.command("lc", hidden=True)(list_checkpoints)
+experiment_app.command("lt", hidden=True)(list_trials)
+experiment_app.command("list-checkpoints")(list_checkpoints)
+experiment_app.command("lc", hidden=True)(list_checkpoints)

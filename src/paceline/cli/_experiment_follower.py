@@ -1,22 +1,75 @@
-"""Following an experiment until it ends."""
+"""Follower of an experiment until it ends, and the printing of log lines."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli._console_output import console, error_console
+import typer
+
+from paceline._base.process_and_network import terminal_text
+from paceline.cli._console_output import (
+    console,
+    error_console,
+    exit_code,
+    lost_records_text,
+    print_json_line,
+)
 from paceline.cli._event_feed import EventFeed, FeedLine
-from paceline.cli._log_printing import format_log_line
-from paceline.cli._state_words import exit_code, lost_records_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.client import Client, Experiment, Trial
-    from paceline.messages.events import Event
-    from paceline.messages.logs import LogLine
+    from paceline._cluster.messages.experiment_models import LogLine
+    from paceline._cluster.messages.master_models import Event
+    from paceline.client._client import Client
+    from paceline.client._experiment_and_trial import Experiment, Trial
+
+
+_LEVEL_COLORS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+
+
+def print_log_lines(
+    lines: "Iterable[LogLine]",
+    *,
+    json: bool = False,
+    timestamps: bool = False,
+    show_trial: bool = False,
+) -> None:
+    """Print lines as they come."""
+    output = console()
+    for line in lines:
+        if json:
+            print_json_line(line)
+        else:
+            text = format_log_line(line, timestamps=timestamps, show_trial=show_trial)
+            if color := _LEVEL_COLORS.get(line.level or ""):
+                output.print(text, style=color, soft_wrap=True)
+            else:
+                typer.echo(text)
+
+
+def print_damaged_log_lines(number: int) -> None:
+    """Say how many damaged lines were left out, if there are some."""
+    if number:
+        left_out = "1 damaged line is" if number == 1 else f"{number} damaged lines are"
+        typer.echo(f"{left_out} left out.", err=True)
+
+
+def format_log_line(line: "LogLine", *, timestamps: bool = False, show_trial: bool = False) -> str:
+    """Return a line with what is asked for in front of it."""
+    prefix = ""
+    if timestamps:
+        from paceline.cli._console_output import format_moment
+
+        prefix += f"{format_moment(line.time)} "
+    if show_trial:
+        prefix += f"[trial {line.trial_id}] "
+    if line.rank is not None and line.rank > 0:
+        prefix += f"[rank={line.rank}] "
+    return prefix + terminal_text(line.text)
+
 
 _INTERRUPTED = 130
 _PROGRESS_STEP = 0.1
@@ -164,7 +217,7 @@ class ExperimentFollower:
 
     def _is_end(self, event: "Event") -> bool:
         """Tell whether an event is the end of the experiment, not one before it was reopened."""
-        from paceline.messages.states import ExperimentState
+        from paceline._cluster.messages.states import ExperimentState
 
         try:
             is_terminal = ExperimentState(event.data.get("state")).is_terminal
@@ -177,8 +230,8 @@ class ExperimentFollower:
 
     def _print_end(self) -> None:
         """Print how it ended: the best trials of a search, and the state."""
-        from paceline.cli._console_output import format_duration
-        from paceline.cli._leaderboard_table import print_leaderboard
+        from paceline._training.progress_display import format_duration
+        from paceline.cli._experiment_description import print_leaderboard
 
         data = self._experiment.data
         print_leaderboard(self._experiment, self._console)
@@ -258,7 +311,7 @@ class ExperimentFollower:
 
     def _note_wait(self) -> None:
         """Say why nothing of the experiment runs, once it has waited for a while."""
-        from paceline.client import ApiError, MasterUnreachableError
+        from paceline.client._http_session import ApiError, MasterUnreachableError
 
         now = time.monotonic()
         if self._feed.is_running:

@@ -16,13 +16,13 @@ from uuid import uuid4
 
 import typer
 
-from paceline._waiting import exit_code
-from paceline.cli._errors import CommandError
-from paceline.journal import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
+from paceline._base.process_and_network import exit_code
+from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
+from paceline.cli._options_and_errors import CommandError
 
 if TYPE_CHECKING:
-    from paceline.config import ExperimentConfig
-    from paceline.search import Create
+    from paceline.config._experiment_config import ExperimentConfig
+    from paceline.search._search_method import Create
 
 # A script without a master has no use for one, and no business with its secret.
 _PRIVATE_VARIABLES = ("PACELINE_TOKEN", "PACELINE_MASTER", "PACELINE_HOME", "PACELINE_RESUME")
@@ -70,8 +70,8 @@ def run_locally(
 
 
 def _create_run(config: "ExperimentConfig") -> RunDirectory:
-    from paceline.config import hide_secrets, hide_values, is_secret
-    from paceline.core import storage_of_new_run
+    from paceline.config._environment_and_secrets import hide_secrets, hide_values, is_secret
+    from paceline.core._run_directories import storage_of_new_run
 
     seed = config.reproducibility.experiment_seed
     trial = _first_trial(config, secrets.randbelow(2**31) if seed is None else seed)
@@ -120,7 +120,8 @@ def _unused_for_local(path: Path) -> Path:
 
 def _first_trial(config: "ExperimentConfig", seed: int) -> "Create":
     """Return the trial that the search would create first: with a seed, always the same."""
-    from paceline.search import Create, Search, Started
+    from paceline.search._search import Search
+    from paceline.search._search_method import Create, Started
 
     search = Search(config.search_config(), config.hyperparameters, seed)
     created = [op for op in search.apply(Started()) if isinstance(op, Create)]
@@ -147,7 +148,7 @@ def _environment_of_trial(config: "ExperimentConfig", run: RunDirectory) -> dict
 
 
 def _sync_local_run(directory: Path, environment: dict[str, str]) -> dict[str, str]:
-    from paceline.runner import UnusableConfigError, sync_environment
+    from paceline._cluster.runner.attempt_preparation import UnusableConfigError, sync_environment
 
     try:
         return sync_environment(
@@ -160,7 +161,7 @@ def _sync_local_run(directory: Path, environment: dict[str, str]) -> dict[str, s
 def _run_entrypoint(
     config: "ExperimentConfig", info: RunInfo, directory: Path, environment: dict[str, str]
 ) -> int:
-    from paceline.config import build_command
+    from paceline.config._entrypoint_command import build_command
 
     assert info.trial is not None
     entrypoint = build_command(
@@ -188,7 +189,7 @@ def _run_entrypoint(
 
 
 def _refuse_local(message: str, code: int) -> int:
-    from paceline.cli._errors import report_error
+    from paceline.cli._options_and_errors import report_error
 
     report_error(message)
     return code
@@ -226,7 +227,7 @@ def _pass_signal_on(pid: int, signal_number: int) -> None:
 
 def _print_end(run: RunDirectory, code: int) -> None:
     from paceline.cli._runs_commands import run_state_name
-    from paceline.core import RunState, summarize_run
+    from paceline.core._run_summaries import RunState, summarize_run
 
     summary = summarize_run(run.path)
     state = run_state_name(summary)

@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline._network_interfaces import LOOPBACK, listening_address
-from paceline.cli._command_options import Home, Json, home_of
-from paceline.cli._errors import CommandError
-from paceline.cli._restart_without_token import restart_without_token
-from paceline.cli._slot_texts import slots_text
+from paceline._base.process_and_network import LOOPBACK, listening_address
+from paceline.cli._options_and_errors import (
+    CommandError,
+    Home,
+    Json,
+    home_of,
+    restart_without_token,
+)
+from paceline.cli._slot_and_job_commands import slots_text
 
 if TYPE_CHECKING:
-    from paceline.client import MasterFile
-    from paceline.messages.master_info import MasterStatus
+    from paceline._cluster.messages.master_models import MasterStatus
+    from paceline.client._http_session import MasterFile
 
 _FILE_POLL_S = 0.05
 _DEFAULT_PORT = 8080
@@ -171,7 +175,7 @@ def _load_serve() -> Callable[..., None]:
     """Load the master, which takes long, and return its entry."""
     # Modules stay loaded: to look for garbage among them would take a third of their loading.
     gc.disable()
-    from paceline.master import serve
+    from paceline._cluster.master.server import serve
 
     gc.freeze()
     gc.enable()
@@ -233,7 +237,7 @@ def _master_announced(home: Path) -> Iterator[None]:
 
 def _announce_master(home: Path, stop: threading.Event) -> None:
     """Say where the master listens, once it does."""
-    from paceline.client import read_master_file
+    from paceline.client._http_session import read_master_file
 
     while not stop.wait(_FILE_POLL_S):
         file = read_master_file(home)
@@ -255,7 +259,8 @@ def _writes_to_log(home: Path) -> bool:
 def _tell_sign_in_link(home: Path, file: "MasterFile") -> None:
     """Print a link that signs a browser in, once, or that there is no web UI."""
     from paceline.cli._master_process import NO_WEB_UI, sign_in_link
-    from paceline.client import Client, ClientError, read_token
+    from paceline.client._client import Client
+    from paceline.client._http_session import ClientError, read_token
 
     try:
         with Client(file.url, read_token(home)) as client:
@@ -283,9 +288,9 @@ def _interrupt_told(home: Path) -> Iterator[None]:
 
 
 def _tell_interrupt(signals: socket.socket, home: Path) -> None:
+    from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_trials
-    from paceline.cli._state_words import num_trials_text
-    from paceline.client import read_master_file
+    from paceline.client._http_session import read_master_file
 
     while received := signals.recv(1):
         if received[0] not in (signal.SIGINT, signal.SIGTERM):
@@ -314,9 +319,9 @@ def down(
     home: Home = None,
 ) -> None:
     """Stop the master. The next `up` continues its experiments."""
+    from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_trials, is_alive, shut_down
-    from paceline.cli._state_words import num_trials_text
-    from paceline.client import read_master_file
+    from paceline.client._http_session import read_master_file
 
     directory = home_of(home)
     file = read_master_file(directory)
@@ -340,8 +345,8 @@ def down(
 
 def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
     """Say how many trials run without a master, if any do; by default, those of this machine."""
+    from paceline.cli._console_output import num_trials_text
     from paceline.cli._master_process import count_running_attempts
-    from paceline.cli._state_words import num_trials_text
 
     if num_trials is None:
         num_trials = count_running_attempts(home)
@@ -356,10 +361,11 @@ def _tell_left_running(home: Path, num_trials: int | None = None) -> None:
 
 def status(json: Json = False) -> None:
     """Show whether a master runs, its load, its sizes and its problems."""
-    from paceline.cli._connection import connect
-    from paceline.cli._console_output import format_duration, print_facts, print_json
-    from paceline.client import MasterUnreachableError, home_directory
-    from paceline.messages.master_info import MasterStatus
+    from paceline._cluster.messages.master_models import MasterStatus
+    from paceline._training.progress_display import format_duration
+    from paceline.cli._console_output import print_facts, print_json
+    from paceline.cli._options_and_errors import connect
+    from paceline.client._http_session import MasterUnreachableError, home_directory
 
     with connect() as client:
         try:

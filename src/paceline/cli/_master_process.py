@@ -11,17 +11,20 @@ from urllib.parse import urlsplit
 
 import typer
 
-from paceline._network_interfaces import LOOPBACK, LOOPBACK_HOSTS
-from paceline._private_files import open_private
-from paceline._regular_files import NotRegularFileError, regular_opener
-from paceline._waiting import exit_code
-from paceline.cli._errors import CommandError
-from paceline.client import HOME_VARIABLE, MASTER_VARIABLE, MasterFile, read_master_file
+from paceline._base.files import NotRegularFileError, open_private, regular_opener
+from paceline._base.process_and_network import LOOPBACK, LOOPBACK_HOSTS, exit_code
+from paceline.cli._options_and_errors import CommandError
+from paceline.client._http_session import (
+    HOME_VARIABLE,
+    MASTER_VARIABLE,
+    MasterFile,
+    read_master_file,
+)
 
 if TYPE_CHECKING:
     import psutil
 
-    from paceline.client import Client
+    from paceline.client._client import Client
 
 _POLL_S = 0.05
 # A master that starts uses the processor, however little it gets of it. The second limit is for one
@@ -152,7 +155,7 @@ def master_answers(file: MasterFile) -> bool:
     """Tell whether a master answers at the address in its file."""
     import httpx
 
-    from paceline._certificates import client_tls
+    from paceline._base.certificates import client_tls
 
     verify = client_tls(file.certificate) if file.url.startswith("https:") else False
     # A master without a certificate takes no other name from who sends no token.
@@ -204,7 +207,7 @@ def is_port_free(port: int) -> bool:
 
 def count_running_attempts(home: Path) -> int:
     """Return how many attempts of a home run here now, with a master or without one."""
-    from paceline.runner import AttemptDirectory
+    from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
     attempts = home / "attempts"
     found = sorted(attempts.iterdir()) if attempts.is_dir() else []
@@ -213,9 +216,10 @@ def count_running_attempts(home: Path) -> int:
 
 def count_running_trials(file: MasterFile, home: Path) -> int:
     """Return how many trials run on all nodes of a master, or here if it does not say."""
-    from paceline.client import Client, ClientError, read_token
-    from paceline.messages.master_info import MasterStatus
-    from paceline.messages.states import LIVE_ATTEMPTS
+    from paceline._cluster.messages.master_models import MasterStatus
+    from paceline._cluster.messages.states import LIVE_ATTEMPTS
+    from paceline.client._client import Client
+    from paceline.client._http_session import ClientError, read_token
 
     try:
         if master_answers(file):
@@ -238,8 +242,9 @@ def shut_down(file: MasterFile, home: Path, *, keep_trials: bool, timeout_s: flo
         keep_trials: Leave running trials to go on without it.
         timeout_s: Seconds that trials get for a checkpoint otherwise.
     """
-    from paceline.client import Client, MasterUnreachableError, read_token
-    from paceline.messages.master_info import RUNNER_GRACE_S
+    from paceline._cluster.messages.master_models import RUNNER_GRACE_S
+    from paceline.client._client import Client
+    from paceline.client._http_session import MasterUnreachableError, read_token
 
     # A master that does not answer cannot be asked; one that does gets the time it was promised,
     # that for what it kills then, and a moment for its own end. A signal before would leave trials.

@@ -1,18 +1,19 @@
-"""`paceline runs`: show local runs without a master."""
+"""Commands `paceline runs` and `paceline sync`: runs without a master."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli._command_options import Json
-from paceline.cli._errors import CommandError
+from paceline.cli._options_and_errors import CommandError, Json
 
 if TYPE_CHECKING:
-    from paceline.core import RunSummary
-    from paceline.journal import RunDirectory
+    from paceline._base.run_directory import RunDirectory
+    from paceline.client._code_and_run_uploads import RunSync, SyncResult
+    from paceline.core._run_summaries import RunSummary
 
-app = typer.Typer(
+
+runs_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show local runs without a master."
 )
 
@@ -26,7 +27,7 @@ _STATE_STYLES = {
 }
 
 
-@app.command("list")
+@runs_app.command("list")
 def list_run_directories(
     directory: Annotated[
         Path | None,
@@ -38,7 +39,7 @@ def list_run_directories(
 ) -> None:
     """List the runs in a directory, newest first."""
     from paceline.cli._console_output import format_age, print_json, print_table
-    from paceline.core import list_runs
+    from paceline.core._run_summaries import list_runs
 
     if directory is not None and not directory.is_dir():
         raise CommandError(f"`DIR` must be a directory, but {str(directory)!r} is none.")
@@ -76,7 +77,7 @@ RunPath = Annotated[
 ]
 
 
-@app.command()
+@runs_app.command()
 def show(
     run: RunPath,
     group: Annotated[
@@ -89,9 +90,9 @@ def show(
     json: Json = False,
 ) -> None:
     """Show a run and its reported metrics."""
-    from paceline.cli._alerts_table import print_alerts
-    from paceline.core import read_alerts, read_history, read_metrics, summarize_run
-    from paceline.journal import RunDirectory
+    from paceline._base.run_directory import RunDirectory
+    from paceline.cli._console_output import print_alerts
+    from paceline.core._run_summaries import read_alerts, read_history, read_metrics, summarize_run
 
     path = find_run(run)
     summary = summarize_run(path)
@@ -110,12 +111,11 @@ def show(
     _print_run_rows(rows)
 
 
-@app.command("time")
+@runs_app.command("time")
 def show_time(run: RunPath, json: Json = False) -> None:
     """Show how the time of a run was spent: training, starts, lost work."""
-    from paceline.cli._console_output import print_json
-    from paceline.cli._time_tables import print_time_table
-    from paceline.core import time_shares_of_run
+    from paceline.cli._console_output import print_json, print_time_table
+    from paceline.core._run_summaries import time_shares_of_run
 
     shares = time_shares_of_run(find_run(run))
     if json:
@@ -130,7 +130,7 @@ def find_run(run: Path) -> Path:
     Raises:
         CommandError: The part fits several runs.
     """
-    from paceline.core import list_runs
+    from paceline.core._run_summaries import list_runs
 
     if run.exists() or (_RUNS / run).exists():
         return run if run.exists() else _RUNS / run
@@ -170,7 +170,7 @@ def _print_run_facts(summary: "RunSummary", metadata: dict[str, Any] | None) -> 
 
 
 def _likely_cause(summary: "RunSummary") -> str | None:
-    from paceline.core import RunState
+    from paceline.core._run_summaries import RunState
 
     if summary.state is not RunState.CRASHED or not summary.num_attempts:
         return None
@@ -199,7 +199,7 @@ def _print_run_rows(rows: list[tuple[str, Any]]) -> None:
 
 def _groups_of_runs(run: "RunDirectory") -> list[str]:
     """Return the names of the metric groups that the chief reported."""
-    from paceline.journal import MetricsReported
+    from paceline._base.journal_records import MetricsReported
 
     names = set()
     for key in run.journal_keys():
@@ -213,7 +213,7 @@ def _groups_of_runs(run: "RunDirectory") -> list[str]:
 
 def run_state_name(run: "RunSummary") -> str:
     """Return how a run stands; one whose script never reported anything cannot be judged."""
-    from paceline.core import RunState
+    from paceline.core._run_summaries import RunState
 
     if not run.num_attempts and run.state is not RunState.RUNNING:
         return "no_reports"
@@ -245,9 +245,9 @@ def _run_as_json(run: "RunSummary") -> dict[str, Any]:
 def _print_run_json(
     run: "RunDirectory", summary: "RunSummary", rows: list[tuple[str, Any]]
 ) -> None:
+    from paceline._base.journal_records import encode_metrics
     from paceline.cli._console_output import print_json
-    from paceline.core import read_alerts, read_history
-    from paceline.journal import encode_metrics
+    from paceline.core._run_summaries import read_alerts, read_history
 
     metrics = [
         {
@@ -265,3 +265,68 @@ def _print_run_json(
     ]
     facts = {"metadata": read_history(run).metadata, "alerts": alerts}
     print_json({**_run_as_json(summary), **facts, "metrics": metrics})
+
+
+_WATCH_S = 1.0
+
+
+def sync(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Run directories, or names of runs in ./paceline_runs.", metavar="RUN_DIR"
+        ),
+    ],
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Continue to send until the runs have ended.")
+    ] = False,
+) -> None:
+    """Send runs without a master to the master.
+
+    If you send a run again, only its new data is sent.
+    """
+    from paceline.cli._options_and_errors import connect
+    from paceline.client._code_and_run_uploads import RunSync
+
+    with connect() as client:
+        # All are opened first, so that a wrong name is found before anything is sent.
+        syncs = [RunSync(client, _find_runs(path)) for path in runs]
+        going_on = [one for one in syncs if _send_run(one).is_alive]
+        if watch:
+            _watch_runs(going_on)
+
+
+def _find_runs(path: Path) -> Path:
+    in_runs = Path("paceline_runs") / path
+    return in_runs if not path.exists() and in_runs.exists() else path
+
+
+def _send_run(sync: "RunSync") -> "SyncResult":
+    result = sync.send()
+    records = "1 record" if result.num_records == 1 else f"{result.num_records} records"
+    going_on = "; the run goes on" if result.is_alive else ""
+    typer.echo(f"{sync.name} is experiment {result.experiment_id}: sent {records}{going_on}.")
+    return result
+
+
+def _watch_runs(going_on: "list[RunSync]") -> None:
+    """Send what is new about every second until all have ended; Ctrl-C leaves the runs alone."""
+    import time
+
+    from paceline.client._http_session import MasterUnreachableError
+
+    is_away = False
+    while going_on:
+        time.sleep(_WATCH_S)
+        for sync in list(going_on):
+            try:
+                result = sync.send()
+            except MasterUnreachableError as error:
+                if not is_away:
+                    typer.echo(f"{error} Trying again until one answers.", err=True)
+                is_away = True
+                break
+            is_away = False
+            if not result.is_alive:
+                going_on.remove(sync)
+                typer.echo(f"{sync.name} has ended.")

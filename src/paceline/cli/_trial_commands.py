@@ -1,4 +1,4 @@
-"""`paceline trial`: show and change a trial."""
+"""Commands `paceline trial`: show and change a trial, and what its attempts ran in."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli._checkpoint_commands import OutputDirectory
-from paceline.cli._command_options import (
+from paceline.cli._options_and_errors import (
+    CommandError,
     Follow,
     Json,
     JsonLines,
@@ -19,16 +20,20 @@ from paceline.cli._command_options import (
     Timestamps,
     TrialId,
 )
-from paceline.cli._errors import CommandError
 
 if TYPE_CHECKING:
-    from paceline.client import Checkpoint, Trial
-    from paceline.messages.trials import Trial as TrialData
+    from paceline._cluster.messages.experiment_models import AttemptEnvironment
+    from paceline._cluster.messages.experiment_models import Trial as TrialData
+    from paceline.client._checkpoint import Checkpoint
+    from paceline.client._experiment_and_trial import Trial
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change a trial.")
+
+trial_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show and change a trial."
+)
 
 
-@app.command()
+@trial_app.command()
 def describe(
     trial: TrialId,
     json: Json = False,
@@ -41,11 +46,8 @@ def describe(
     ] = False,
 ) -> None:
     """Show the hyperparameters, metrics and attempts of a trial."""
-    from paceline.cli._alerts_table import print_alerts
-    from paceline.cli._connection import connect
-    from paceline.cli._console_output import print_json
-    from paceline.cli._environment_facts import print_environments
-    from paceline.cli._state_words import word_of
+    from paceline.cli._console_output import print_alerts, print_json, word_of
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -64,13 +66,14 @@ def describe(
 
 def _print_trial_facts(data: "TrialData", state: str) -> None:
     from paceline.cli._console_output import (
+        ERROR_KINDS,
         format_age,
         format_number,
         format_values,
+        lost_records_text,
         print_facts,
         state_text,
     )
-    from paceline.cli._state_words import ERROR_KINDS, lost_records_text
 
     best = lost = None
     if data.num_records_lost:
@@ -132,7 +135,8 @@ def _print_summary(data: "TrialData") -> None:
 
 
 def _print_attempts(data: "TrialData") -> None:
-    from paceline.cli._console_output import console, format_duration, print_table
+    from paceline._training.progress_display import format_duration
+    from paceline.cli._console_output import console, print_table
 
     rows: list[tuple[Any, ...]] = []
     for attempt in data.attempts:
@@ -158,7 +162,7 @@ def _print_attempts(data: "TrialData") -> None:
     print_table(["Attempt", "State", "Slots", "From", "Took", "End"], rows, right=["Attempt"])
 
 
-@app.command()
+@trial_app.command()
 def metrics(
     trial: TrialId,
     group: Annotated[
@@ -176,8 +180,8 @@ def metrics(
 
     Reports that a later attempt repeated appear once.
     """
-    from paceline.cli._connection import connect
     from paceline.cli._console_output import format_values, print_json_line, print_table
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -189,7 +193,7 @@ def metrics(
         rows = found.iter_metrics(group)
         if json:
             for row in rows:
-                from paceline.journal import encode_metrics
+                from paceline._base.journal_records import encode_metrics
 
                 print_json_line(row.model_copy(update={"metrics": encode_metrics(row.metrics)}))
             return
@@ -201,12 +205,11 @@ def metrics(
         )
 
 
-@app.command("time")
+@trial_app.command("time")
 def show_time(trial: TrialId, json: Json = False) -> None:
     """Show how the time of a trial was spent: training, starts, lost work."""
-    from paceline.cli._connection import connect
-    from paceline.cli._console_output import print_json
-    from paceline.cli._time_tables import print_time_table
+    from paceline.cli._console_output import print_json, print_time_table
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         spent = client.get_trial(trial).time()
@@ -216,7 +219,7 @@ def show_time(trial: TrialId, json: Json = False) -> None:
         print_time_table(spent.model_dump(), spent.total_s, spent.goodput)
 
 
-@app.command()
+@trial_app.command()
 def logs(
     trial: TrialId,
     follow: Follow = False,
@@ -229,8 +232,8 @@ def logs(
     json: JsonLines = False,
 ) -> None:
     """Print the output of a trial."""
-    from paceline.cli._connection import connect
-    from paceline.cli._log_printing import print_damaged_log_lines, print_log_lines
+    from paceline.cli._experiment_follower import print_damaged_log_lines, print_log_lines
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         found = client.get_trial(trial)
@@ -241,11 +244,11 @@ def logs(
         print_damaged_log_lines(found.num_damaged_lines)
 
 
-@app.command()
+@trial_app.command()
 def kill(trial: TrialId) -> None:
     """Kill a trial at once, without a checkpoint."""
-    from paceline.cli._connection import connect
-    from paceline.cli._state_words import word_of
+    from paceline.cli._console_output import word_of
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         killed = client.get_trial(trial).kill()
@@ -253,7 +256,7 @@ def kill(trial: TrialId) -> None:
     typer.echo(f"Trial {trial} is {state}.")
 
 
-@app.command("continue")
+@trial_app.command("continue")
 def continue_trial(
     trial: TrialId,
     follow: Follow = False,
@@ -267,10 +270,9 @@ def continue_trial(
 
     The new experiment starts from the latest checkpoint of the trial.
     """
-    from paceline.cli._config_overrides import nested_overrides
-    from paceline.cli._connection import connect
     from paceline.cli._console_output import print_json
     from paceline.cli._experiment_follower import ExperimentFollower, FollowOptions
+    from paceline.cli._options_and_errors import connect, nested_overrides
 
     with connect() as client:
         changes = nested_overrides(overrides)
@@ -285,7 +287,7 @@ def continue_trial(
             )
 
 
-@app.command()
+@trial_app.command()
 def download(
     trial: TrialId,
     latest: Annotated[
@@ -294,7 +296,7 @@ def download(
     output: OutputDirectory = None,
 ) -> None:
     """Copy the best checkpoint of a trial into a new directory."""
-    from paceline.cli._connection import connect
+    from paceline.cli._options_and_errors import connect
 
     with connect() as client:
         checkpoint = _latest_of_trial(client.get_trial(trial)) if latest else None
@@ -308,3 +310,72 @@ def _latest_of_trial(trial: "Trial") -> "Checkpoint":
     if not stored:
         raise CommandError(f"Trial {trial.id} must have a checkpoint, but has none.")
     return max(stored, key=lambda c: (c.data.attempt, c.steps_completed))
+
+
+# Digits of a commit that people know it by.
+_SHORT = 10
+
+
+def print_environments(environments: "list[AttemptEnvironment]", *, is_whole: bool) -> None:
+    """Print the environment of the newest attempt in short, or those of all as they are."""
+    from paceline.cli._console_output import console, print_facts
+
+    known = [one for one in environments if one.environment is not None]
+    if is_whole:
+        _print_whole(environments)
+    elif known:
+        console().print()
+        print_facts(_environment_facts(known[-1].environment or {}, known[-1].source))
+
+
+def _print_whole(environments: "list[AttemptEnvironment]") -> None:
+    import yaml
+
+    from paceline.cli._console_output import console
+
+    found: list[dict[str, Any]] = []
+    # Equal ones are told once.
+    for before, one in zip([None, *environments], environments, strict=False):
+        content: dict[str, Any] = {"environment": one.environment, "source": one.source}
+        if before is not None and one.model_copy(update={"number": before.number}) == before:
+            content = {"environment": f"that of attempt {before.number}"}
+        found.append({"attempt": one.number, **content})
+    console().print()
+    text = yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
+    console().print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _environment_facts(
+    found: dict[str, Any], source: dict[str, Any] | None
+) -> list[tuple[str, Any]]:
+    python, host = found.get("python", {}), found.get("host", {})
+    packages: dict[str, str] = found.get("packages", {})
+    named = [f"{name} {packages[name]}" for name in ("torch",) if name in packages]
+    named.append(f"{len(packages)} packages")
+    return [
+        ("Python", f"{python.get('version')}, {', '.join(named)} ({python.get('executable')})"),
+        ("Paceline", found.get("paceline")),
+        ("Host", f"{host.get('name')}, {host.get('platform')}, {host.get('num_cores')} cores"),
+        ("GPUs", _gpus(found.get("gpus"))),
+        ("Code", _code_facts(source)),
+    ]
+
+
+def _gpus(gpus: dict[str, Any] | None) -> str | None:
+    if not gpus:
+        return None
+    return ", ".join([*gpus.get("models", []), f"driver {gpus.get('driver')}"])
+
+
+def _code_facts(source: dict[str, Any] | None) -> str | None:
+    if source is None:
+        return None
+    text = f"commit {source['commit'][:_SHORT]}"
+    if source.get("branch"):
+        text += f" of {source['branch']}"
+    if source.get("num_diff_bytes"):
+        text += f", {source['num_diff_bytes']} bytes of changes"
+    if source.get("num_untracked_files"):
+        number = source["num_untracked_files"]
+        text += f", {number} new file{'s' * (number != 1)}"
+    return text

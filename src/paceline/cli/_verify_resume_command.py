@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli._command_options import Json
-from paceline.cli._errors import report_error
+from paceline.cli._options_and_errors import Json, report_error
 
 if TYPE_CHECKING:
-    from paceline.testing import FaultOutcome, Verdict
+    from paceline.testing._verify_resume import FaultOutcome, Verdict
 
 _DIFFERENT, _NO_VERDICT = 1, 2
 _SHOWN_DIFFERENCES = 10
@@ -91,8 +90,9 @@ def verify_resume(
     and the reported metrics. The exit code is 0 if all are equal, 1 if they differ, and 2 if no
     comparison was possible.
     """
-    from paceline.testing import Fault, VerificationError
-    from paceline.testing import verify_resume as verify
+    from paceline.testing._compare_runs import VerificationError
+    from paceline.testing._run_script import Fault
+    from paceline.testing._verify_resume import verify_resume as verify
 
     if command[0].endswith(".py") and not Path(command[0]).is_file():
         raise typer.BadParameter(f"there is no file {command[0]!r}.", param_hint="SCRIPT")

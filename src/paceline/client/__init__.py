@@ -5,8 +5,8 @@ names (`PACELINE_HOME`, or `PACELINE_MASTER` with `PACELINE_TOKEN`); `Client` na
 """
 
 from paceline.client._checkpoint import Checkpoint, DownloadMode
-from paceline.client._client import Client
-from paceline.client._client_functions import (
+from paceline.client._client import (
+    Client,
     checkpoint,
     create_experiment,
     experiment,
@@ -16,35 +16,33 @@ from paceline.client._client_functions import (
     list_experiments,
     trial,
 )
-from paceline.client._code_context import (
+from paceline.client._code_and_run_uploads import (
     DEFAULT_IGNORES,
     IGNORE_FILE,
     MAX_CONTEXT_BYTES,
     ContextEntry,
+    RunSync,
+    SyncResult,
     list_context,
     pack_context,
 )
-from paceline.client._errors import (
+from paceline.client._event_stream import EventStream
+from paceline.client._experiment_and_trial import Experiment, Trial
+from paceline.client._http_session import (
+    HOME_VARIABLE,
+    MASTER_VARIABLE,
     ApiError,
     ClientError,
     ContextError,
     DownloadError,
+    MasterFile,
     MasterUnreachableError,
     NoCheckpointError,
-)
-from paceline.client._event_stream import EventStream
-from paceline.client._experiment import Experiment
-from paceline.client._master_location import (
-    HOME_VARIABLE,
-    MASTER_VARIABLE,
-    MasterFile,
     find_master,
     home_directory,
     read_master_file,
     read_token,
 )
-from paceline.client._sync_run import RunSync, SyncResult
-from paceline.client._trial import Trial
 
 __all__ = [
     "DEFAULT_IGNORES",

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.client._errors import DownloadError
-from paceline.client._http_session import HttpSession
+from paceline.client._http_session import DownloadError, HttpSession
 
 if TYPE_CHECKING:
-    from paceline.messages.checkpoints import Checkpoint as CheckpointData
-    from paceline.messages.states import CheckpointState
+    from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
+    from paceline._cluster.messages.states import CheckpointState
 
 DownloadMode = Literal["auto", "direct", "master"]
 
@@ -58,14 +57,14 @@ class Checkpoint:
     @property
     def metric(self) -> float | None:
         """The searched metric at this checkpoint's step; None if none was reported there."""
-        from paceline.journal import decode_value
+        from paceline._base.journal_records import decode_value
 
         value = decode_value(self.data.metric)
         return None if value is None else float(value)
 
     def reload(self) -> "Checkpoint":
         """Read the checkpoint again and return it."""
-        from paceline.messages.checkpoints import Checkpoint as CheckpointData
+        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
 
         self.data = self._session.get(f"checkpoints/{self.uuid}", CheckpointData)
         return self
@@ -131,7 +130,8 @@ class Checkpoint:
         return (Path(root) / self.uuid / "manifest.json").is_file()
 
     def _copy_from_storage(self, target: Path) -> None:
-        from paceline.storage import CheckpointError, storage_from
+        from paceline.storage._checkpoint_files import CheckpointError
+        from paceline.storage._storage_by_url import storage_from
 
         try:
             storage_from(self.data.storage).download(self.uuid, target)

@@ -1,26 +1,180 @@
-"""The client: all that can be asked of a master."""
+"""Client of a master: all its calls, as methods and as plain functions."""
 
+import atexit
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.client._checkpoint import Checkpoint
-from paceline.client._cluster_client import ClusterClient
-from paceline.client._code_context import pack_context
+from paceline.client._code_and_run_uploads import pack_context
 from paceline.client._event_stream import EventStream
-from paceline.client._experiment import Experiment
-from paceline.client._http_session import HttpSession
-from paceline.client._trial import Trial
+from paceline.client._experiment_and_trial import Experiment, Trial
+from paceline.client._http_session import (
+    MASTER_VARIABLE,
+    TOKEN_VARIABLE,
+    HttpSession,
+    home_directory,
+)
 
 if TYPE_CHECKING:
-    from paceline.config import ExperimentConfig
-    from paceline.messages.events import Event
-    from paceline.messages.experiments import Source
-    from paceline.messages.master_info import MasterInfo, MasterStatus
-    from paceline.messages.searches import SearchPreview
-    from paceline.messages.tokens import CreatedToken, Token
+    from paceline._cluster.messages.experiment_models import SearchPreview, Source
+    from paceline._cluster.messages.master_models import (
+        CreatedToken,
+        Event,
+        MasterInfo,
+        MasterStatus,
+        Node,
+        Policy,
+        Pool,
+        QueueEntry,
+        Slot,
+        Token,
+    )
+    from paceline.config._experiment_config import ExperimentConfig
+
+
+class ClusterClient:
+    """The part of a client that is about nodes, pools and the queue."""
+
+    _session: HttpSession
+
+    def slots(self) -> "list[Slot]":
+        """Return the master's slots and who uses them."""
+        from paceline._cluster.messages.master_models import Slot
+
+        return self._session.get("slots", list[Slot])
+
+    def drain_slot(self, node: str, slot: int, *, finish: bool = False) -> None:
+        """Place nothing more on one slot.
+
+        Args:
+            node: The name of its node; `local` is the master's own machine.
+            slot: Its number on the node.
+            finish: A trial that runs there ends there; otherwise it stores a checkpoint and goes
+                on elsewhere.
+
+        Raises:
+            ApiError: There is no such slot.
+        """
+        self._drain(f"nodes/{node}/slots/{slot}/drain", finish)
+
+    def resume_slot(self, node: str, slot: int) -> None:
+        """Take a drained slot back; raises like `drain_slot`."""
+        self._session.send("POST", f"nodes/{node}/slots/{slot}/resume")
+
+    def nodes(self, *, include_local: bool = False) -> "list[Node]":
+        """Return the machines whose runners have registered, and what runs there.
+
+        Args:
+            include_local: Put the master's own machine before them, as the node `local`, if it has
+                slots.
+        """
+        from paceline._cluster.messages.master_models import Node
+
+        return self._session.get("nodes", list[Node], include_local=include_local or None)
+
+    def drain_node(self, name: str, *, finish: bool = False) -> None:
+        """Place nothing more on a node.
+
+        Args:
+            name: The node's name.
+            finish: Trials that run there end there; otherwise they store a checkpoint and go on
+                elsewhere.
+
+        Raises:
+            ApiError: There is no such node.
+        """
+        self._drain(f"nodes/{name}/drain", finish)
+
+    def resume_node(self, name: str) -> None:
+        """Take a drained node back; raises like `drain_node`."""
+        self._session.send("POST", f"nodes/{name}/resume")
+
+    def forget_node(self, name: str) -> None:
+        """Forget a node that is lost, has left or is drained.
+
+        Raises:
+            ApiError: There is no such node, or it has attempts, or is not lost,
+                has not left and is not drained.
+        """
+        self._session.send("DELETE", f"nodes/{name}")
+
+    def pools(self) -> "list[Pool]":
+        """Return the pools that have nodes or settings."""
+        from paceline._cluster.messages.master_models import Pool
+
+        return self._session.get("pools", list[Pool])
+
+    def set_pool(
+        self,
+        name: str,
+        *,
+        policy: "Policy" = "fifo",
+        max_slots: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Say how a pool is shared; what is not given gets its default.
+
+        Args:
+            name: The name of the pool; there need be no node in it yet.
+            policy: `fifo`, `priority` or `fair_share`.
+            max_slots: How many of its slots may be in use at once; None is no limit.
+            labels: Nodes that have all of these, and name no pool themselves, belong to it.
+
+        Raises:
+            ApiError: One of them is not possible.
+        """
+        from paceline._cluster.messages.master_models import SetPool
+
+        body = SetPool(policy=policy, max_slots=max_slots, labels=dict(labels or {}))
+        self._session.send("PUT", f"pools/{name}", content=body.model_dump_json().encode())
+
+    def reset_pool(self, name: str) -> None:
+        """Share a pool first come, first served, without a limit and without labels.
+
+        Raises:
+            ApiError: It has no settings.
+        """
+        self._session.send("DELETE", f"pools/{name}")
+
+    def queue(self, *, pool: str | None = None, limit: int = 100) -> "list[QueueEntry]":
+        """Return the trials that wait for slots, the next one first, and why each waits."""
+        from paceline._cluster.messages.master_models import QueueEntry
+
+        return self._session.get("queue", list[QueueEntry], pool=pool, limit=limit)
+
+    def move_in_queue(
+        self,
+        experiment_id: int,
+        *,
+        ahead_of: int | None = None,
+        behind: int | None = None,
+        to: Literal["front", "end"] | None = None,
+    ) -> None:
+        """Move an experiment in the queue of its pool, among those of the same priority.
+
+        Args:
+            experiment_id: The experiment.
+            ahead_of: It goes right ahead of this experiment,
+            behind: or right behind this one,
+            to: or to an end of the queue.
+
+        Raises:
+            ApiError: One of them has ended or waits in another pool, or not exactly one is given.
+        """
+        from paceline._cluster.messages.master_models import MoveExperiment
+
+        body = MoveExperiment(experiment_id=experiment_id, ahead_of=ahead_of, behind=behind, to=to)
+        self._session.send("POST", "queue/move", content=body.model_dump_json().encode())
+
+    def _drain(self, path: str, finish: bool) -> None:
+        from paceline._cluster.messages.master_models import DrainNode
+
+        body = DrainNode(finish=finish).model_dump_json().encode()
+        self._session.send("POST", path, content=body)
 
 
 class Client(ClusterClient):
@@ -60,7 +214,7 @@ class Client(ClusterClient):
 
     def master(self) -> "MasterInfo":
         """Return what the master is and how busy it is."""
-        from paceline.messages.master_info import MasterInfo
+        from paceline._cluster.messages.master_models import MasterInfo
 
         return self._session.get("master", MasterInfo)
 
@@ -69,8 +223,8 @@ class Client(ClusterClient):
 
         A master of before tells less.
         """
-        from paceline.client._errors import ApiError
-        from paceline.messages.master_info import MasterStatus
+        from paceline._cluster.messages.master_models import MasterStatus
+        from paceline.client._http_session import ApiError
 
         try:
             return self._session.get("status", MasterStatus)
@@ -86,14 +240,14 @@ class Client(ClusterClient):
             keep_trials: Leave running trials to go on without it.
             timeout_s: Seconds that trials get for a checkpoint otherwise.
         """
-        from paceline.messages.master_info import Shutdown
+        from paceline._cluster.messages.master_models import Shutdown
 
         body = Shutdown(keep_trials=keep_trials, timeout_s=timeout_s).model_dump_json().encode()
         self._session.send("POST", "master/shutdown", content=body)
 
     def sign_in_link(self) -> str:
         """Return a link that signs a browser in, once."""
-        from paceline.messages.sign_ins import SignInLink
+        from paceline._cluster.messages.master_models import SignInLink
 
         return self._session.call("POST", "sign-in-links", SignInLink).url
 
@@ -105,7 +259,7 @@ class Client(ClusterClient):
         """
         if len(password) < 8:
             raise ValueError("`password` must have at least 8 characters.")
-        from paceline.messages.sign_ins import NewPassword
+        from paceline._cluster.messages.master_models import NewPassword
 
         body = NewPassword(password=password).model_dump_json().encode()
         self._session.send("PUT", f"users/{user}/password", content=body)
@@ -133,7 +287,11 @@ class Client(ClusterClient):
             ValueError: An argument cannot be, or `node` or `pool` are given with another scope.
             ApiError: The master refused; `name_taken` if a token of that name is valid.
         """
-        from paceline.messages.tokens import CreatedToken, TokenScope, make_new_token
+        from paceline._cluster.messages.master_models import (
+            CreatedToken,
+            TokenScope,
+            make_new_token,
+        )
 
         body = make_new_token(
             name=name, scope=TokenScope(scope), expires_in_s=expires_in_s, node=node, pool=pool
@@ -142,7 +300,7 @@ class Client(ClusterClient):
 
     def list_tokens(self) -> "list[Token]":
         """Return the tokens without their secrets, the newest first."""
-        from paceline.messages.tokens import Token
+        from paceline._cluster.messages.master_models import Token
 
         return self._session.get("tokens", list[Token])
 
@@ -167,7 +325,7 @@ class Client(ClusterClient):
 
     def renew_home_token(self) -> str:
         """Put another token in place of that of the master's home, and return it."""
-        from paceline.messages.tokens import HomeToken
+        from paceline._cluster.messages.master_models import HomeToken
 
         return self._session.call("PUT", "home-token", HomeToken).secret
 
@@ -195,8 +353,8 @@ class Client(ClusterClient):
             ApiError: The master refused.
             MasterUnreachableError: No master answers.
         """
-        from paceline.messages.experiments import CreateExperiment
-        from paceline.messages.experiments import Experiment as ExperimentData
+        from paceline._cluster.messages.experiment_models import CreateExperiment
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         checked = _load_config(config, overrides)
         if checked.environment.uv:
@@ -219,14 +377,14 @@ class Client(ClusterClient):
         overrides: Sequence[str] = (),
     ) -> "SearchPreview":
         """Return how many trials a configuration's search would train how long."""
-        from paceline.messages.searches import PreviewSearch, SearchPreview
+        from paceline._cluster.messages.experiment_models import PreviewSearch, SearchPreview
 
         body = PreviewSearch(config=_load_config(config, overrides).to_json())
         return self._session.call("POST", "preview-search", SearchPreview, body=body)
 
     def get_experiment(self, experiment_id: int) -> Experiment:
         """Return an experiment by its number."""
-        from paceline.messages.experiments import Experiment as ExperimentData
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         data = self._session.get(f"experiments/{experiment_id}", ExperimentData)
         return Experiment(self._session, data)
@@ -245,7 +403,7 @@ class Client(ClusterClient):
             limit: At most this many.
             archived: Whether those in the archive are left out, alone or among the others.
         """
-        from paceline.messages.experiments import Experiment as ExperimentData
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
 
         pages = self._session.pages(
             "experiments", ExperimentData, limit=limit, state=state, archived=archived
@@ -254,13 +412,13 @@ class Client(ClusterClient):
 
     def get_trial(self, trial_id: int) -> Trial:
         """Return a trial by its number, with its summary and attempts."""
-        from paceline.messages.trials import Trial as TrialData
+        from paceline._cluster.messages.experiment_models import Trial as TrialData
 
         return Trial(self._session, self._session.get(f"trials/{trial_id}", TrialData))
 
     def get_checkpoint(self, uuid: str) -> Checkpoint:
         """Return a checkpoint by its UUID."""
-        from paceline.messages.checkpoints import Checkpoint as CheckpointData
+        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
 
         data = self._session.get(f"checkpoints/{uuid}", CheckpointData)
         return Checkpoint(self._session, data)
@@ -292,7 +450,8 @@ class Client(ClusterClient):
 def _load_config(
     config: "ExperimentConfig | dict[str, Any] | str | Path", overrides: Sequence[str]
 ) -> "ExperimentConfig":
-    from paceline.config import ExperimentConfig, load_config
+    from paceline.config._experiment_config import ExperimentConfig
+    from paceline.config._validate_config import load_config
 
     if isinstance(config, ExperimentConfig):
         return load_config(config.to_json(), overrides) if overrides else config
@@ -311,16 +470,73 @@ def _submitted_text(config: "ExperimentConfig | dict[str, Any] | str | Path") ->
 
 
 def _check_lock(directory: Path) -> None:
-    from paceline.client._errors import ContextError
-    from paceline.runner import LOCK_NAME, missing_lock
+    from paceline._cluster.runner.attempt_preparation import LOCK_NAME, missing_lock
+    from paceline.client._http_session import ContextError
 
     if not (directory / LOCK_NAME).is_file():
         raise ContextError(missing_lock(directory))
 
 
 def _git_source_of(directory: Path) -> "Source | None":
-    from paceline.core import describe_source
-    from paceline.messages.experiments import Source
+    from paceline._cluster.messages.experiment_models import Source
+    from paceline.core._process_environment import describe_source
 
     found = describe_source(directory)
     return None if found is None else Source(**found)
+
+
+def create_experiment(
+    config: "ExperimentConfig | dict[str, Any] | str | Path",
+    model_dir: str | Path | None = None,
+    activate: bool = True,
+) -> Experiment:
+    """Create an experiment; see `Client.create_experiment`."""
+    return _client().create_experiment(config, model_dir, activate)
+
+
+def get_experiment(experiment_id: int) -> Experiment:
+    """Return an experiment by its number."""
+    return _client().get_experiment(experiment_id)
+
+
+def experiment(experiment_id: int) -> Experiment:
+    """Return an experiment by its number; short for `get_experiment`."""
+    return get_experiment(experiment_id)
+
+
+def list_experiments(*, state: str | None = None, limit: int | None = None) -> list[Experiment]:
+    """Return experiments, the newest first; see `Client.list_experiments`."""
+    return _client().list_experiments(state=state, limit=limit)
+
+
+def get_trial(trial_id: int) -> Trial:
+    """Return a trial by its number."""
+    return _client().get_trial(trial_id)
+
+
+def trial(trial_id: int) -> Trial:
+    """Return a trial by its number; short for `get_trial`."""
+    return get_trial(trial_id)
+
+
+def get_checkpoint(uuid: str) -> Checkpoint:
+    """Return a checkpoint by its UUID."""
+    return _client().get_checkpoint(uuid)
+
+
+def checkpoint(uuid: str) -> Checkpoint:
+    """Return a checkpoint by its UUID; short for `get_checkpoint`."""
+    return get_checkpoint(uuid)
+
+
+def _client() -> Client:
+    master, token = os.environ.get(MASTER_VARIABLE), os.environ.get(TOKEN_VARIABLE)
+    return _cached_client(home_directory(), master, token)
+
+
+@lru_cache(maxsize=4)
+def _cached_client(home: Path, master: str | None, token: str | None) -> Client:
+    """Return one client per environment: `home` is read by the client itself."""
+    client = Client(master, token)
+    atexit.register(client.close)
+    return client

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paceline._waiting import take
-from paceline.client._errors import ApiError, MasterUnreachableError
-from paceline.client._http_session import HttpSession, raise_for_problem
+from paceline._base.process_and_network import take
+from paceline.client._http_session import (
+    ApiError,
+    HttpSession,
+    MasterUnreachableError,
+    raise_for_problem,
+)
 
 if TYPE_CHECKING:
     import httpx
 
-    from paceline.messages.events import Event
+    from paceline._cluster.messages.master_models import Event
 
 # The master sends a comment line every few seconds; a longer silence is a dead connection.
 _SILENCE_S = 60.0
@@ -102,7 +106,7 @@ class EventStream:
         """Yield the events of one connection; returns when it breaks."""
         import httpx
 
-        from paceline.messages.events import Event
+        from paceline._cluster.messages.master_models import Event
 
         # A look at the master first: it finds one that moved, and names a refused token.
         self._session.send("GET", "master")

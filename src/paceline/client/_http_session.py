@@ -1,5 +1,6 @@
-"""Requests to the master: authorisation, errors, retries and paging."""
+"""Requests to the master: its location, authorisation, errors, retries and paging."""
 
+import os
 import threading
 import time
 import uuid
@@ -8,14 +9,176 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from paceline._network_interfaces import LOOPBACK_HOSTS
-from paceline.client._errors import ApiError, MasterUnreachableError
-from paceline.client._master_location import START_COMMAND, MasterAccess, find_master
+import msgspec
+
+from paceline._base.arguments_and_errors import PicklableError
+from paceline._base.files import DamagedSecretError, NotRegularFileError, read_regular, read_secret
+from paceline._base.process_and_network import LOOPBACK_HOSTS
+from paceline._base.sealed_json import check_seal
 
 if TYPE_CHECKING:
     import ssl
 
     import httpx
+
+
+class ClientError(RuntimeError):
+    """Base of all errors that the client raises on purpose."""
+
+
+class ApiError(PicklableError, ClientError):
+    """Raised when the master refused a request.
+
+    Attributes:
+        status: The HTTP status.
+        code: The stable code of the error, for programs.
+        detail: The explanation, for people.
+    """
+
+    def __init__(self, status: int, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+
+
+class MasterUnreachableError(ClientError):
+    """Raised when no master answers; the message holds the command that starts one."""
+
+
+class ContextError(ClientError, ValueError):
+    """Raised when a directory cannot be sent as an experiment's code."""
+
+
+class DownloadError(ClientError):
+    """Raised when a checkpoint cannot be copied to the wanted place."""
+
+
+class NoCheckpointError(ClientError, LookupError):
+    """Raised when an experiment or trial has no checkpoint yet."""
+
+
+HOME_VARIABLE = "PACELINE_HOME"
+MASTER_VARIABLE = "PACELINE_MASTER"
+TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 - the name of a variable, no secret
+TOKEN_FILE_VARIABLE = "PACELINE_TOKEN_FILE"  # noqa: S105 - the same
+REPORT_PATIENCE_VARIABLE = "PACELINE_REPORT_PATIENCE_S"
+START_COMMAND = "paceline up --detach"
+
+
+class MasterFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `master.json`, which a running master keeps in its home.
+
+    `url` is for programs on its machine, `public_url` for those on others; `host` is the address
+    that it listens on. `certificate` is its own (PEM), if it has one.
+    """
+
+    url: str
+    pid: int
+    port: int
+    version: str
+    host: str = ""
+    certificate: str | None = None
+    public_url: str = ""
+
+    @property
+    def shown_url(self) -> str:
+        """The URL to show to people."""
+        return self.public_url or self.url
+
+
+class MasterAccess(msgspec.Struct, frozen=True):
+    """URL and token of a master, and its certificate if that is known from its home."""
+
+    url: str
+    token: str
+    certificate: str | None = None
+
+
+def home_directory() -> Path:
+    """Return the home that the environment names, by default `~/.paceline`."""
+    return Path(os.environ.get(HOME_VARIABLE) or "~/.paceline").expanduser().absolute()
+
+
+def read_master_file(home: Path) -> MasterFile | None:
+    """Return what the master of this home says of itself; None when none runs.
+
+    The file outlives a master that was killed, so a file is no proof that one answers.
+    """
+    try:
+        data = check_seal(read_regular(home / "master.json"))
+        return msgspec.json.decode(data, type=MasterFile)
+    except (FileNotFoundError, NotADirectoryError, NotRegularFileError, msgspec.DecodeError):
+        return None
+
+
+def read_token(home: Path) -> str:
+    """Return the token of this home.
+
+    Raises:
+        MasterUnreachableError: It cannot be read, or is damaged.
+    """
+    path = home / "token"
+    try:
+        return read_secret(path)
+    except OSError as error:
+        raise MasterUnreachableError(
+            f"The master's token must be readable at {str(path)!r}, but it is not"
+            f" ({error.strerror}). Hint: set `{TOKEN_VARIABLE}`, or set `{HOME_VARIABLE}` to the"
+            " master's home."
+        ) from error
+    except DamagedSecretError as error:
+        raise MasterUnreachableError(
+            f"{error} Hint: a master makes a new one when it starts (`paceline down`, then"
+            f" `{START_COMMAND}`)."
+        ) from error
+
+
+def given_token() -> str | None:
+    """Return the token that the environment has or names, None if it has none.
+
+    Raises:
+        MasterUnreachableError: The file cannot be read, or is damaged.
+    """
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    path = os.environ.get(TOKEN_FILE_VARIABLE)
+    if not path:
+        return None
+    try:
+        return read_secret(Path(path).expanduser(), is_named=True)
+    except (OSError, DamagedSecretError) as error:
+        raise MasterUnreachableError(
+            f"`{TOKEN_FILE_VARIABLE}` must name a file with a token, but {path!r} cannot be read"
+            f" ({error})."
+        ) from error
+
+
+def find_master(master: str | None = None, token: str | None = None) -> MasterAccess:
+    """Return the master's address: the arguments, else the environment, else the home's files.
+
+    Raises:
+        MasterUnreachableError: No master runs in the home, or its token cannot be read.
+    """
+    home = home_directory()
+    url = master or os.environ.get(MASTER_VARIABLE)
+    file = read_master_file(home)
+    if not url:
+        if file is None:
+            raise MasterUnreachableError(
+                f"A master must run in {str(home)!r}, but none does."
+                f" Hint: start one with `{START_COMMAND}`."
+            )
+        url = file.url
+    if "://" not in url:
+        url = f"http://{url}"
+    url = url.rstrip("/")
+    return MasterAccess(
+        url,
+        token or given_token() or read_token(home),
+        file.certificate if file is not None and file.url == url else None,
+    )
+
 
 Model = TypeVar("Model")
 
@@ -106,7 +269,7 @@ class HttpSession:
     def _tls(self, address: MasterAccess) -> "ssl.SSLContext | bool":
         if not address.url.startswith("https:"):
             return False
-        from paceline._certificates import client_tls
+        from paceline._base.certificates import client_tls
 
         try:
             return client_tls(address.certificate, self._ca_file)
@@ -201,7 +364,7 @@ class HttpSession:
         self, path: str, model: type[Model], *, limit: int | None = None, **params: Any
     ) -> Iterator[Model]:
         """Yield the items of a paged list, at most `limit`."""
-        from paceline.messages.base import Page
+        from paceline._cluster.messages.experiment_models import Page
 
         cursor: str | None = None
         left = limit
@@ -280,7 +443,7 @@ def _explain_tls(error: "httpx.TransportError", url: str) -> str | None:
     """Return what is wrong with TLS, if that is why a request failed."""
     import httpx
 
-    from paceline._certificates import explain_missing_tls, explain_tls_error, tls_error_of
+    from paceline._base.certificates import explain_missing_tls, explain_tls_error, tls_error_of
 
     if (found := tls_error_of(error)) is not None:
         return explain_tls_error(found, url)
@@ -301,7 +464,7 @@ def raise_for_problem(response: "httpx.Response") -> None:
         return
     from pydantic import ValidationError
 
-    from paceline.messages.base import Problem
+    from paceline._cluster.messages.experiment_models import Problem
 
     try:
         problem = Problem.model_validate_json(response.content)

@@ -14,16 +14,17 @@ import time
 from pathlib import Path
 
 from paceline.client._client import Client
-from paceline.client._errors import ApiError, MasterUnreachableError
-from paceline.client._master_location import (
+from paceline.client._code_and_run_uploads import RunSync
+from paceline.client._http_session import (
     REPORT_PATIENCE_VARIABLE,
     TOKEN_FILE_VARIABLE,
     TOKEN_VARIABLE,
+    ApiError,
+    MasterUnreachableError,
     given_token,
     home_directory,
     read_master_file,
 )
-from paceline.client._sync_run import RunSync
 
 _INTERVAL_S = 1.0
 _LONGEST_PAUSE_S = 30.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from paceline.config._config_problems import ConfigError, Problem, refused, refused_parts
+from paceline.config._fields_and_problems import ConfigError, Problem, refused, refused_parts
 
 _ALLOWED = "a command as one string, a list of strings, or `module:Class`"
 _TRIAL_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")

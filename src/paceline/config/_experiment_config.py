@@ -1,37 +1,288 @@
-"""The experiment config: one frozen model that checks everything when it is made."""
+"""Experiment config: the frozen model, with its sections for hyperparameters, resources.
 
+Also: reproducibility and profiling.
+"""
+
+import math
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import WithJsonSchema
 
-from paceline.config._config_problems import refused, refused_parts
 from paceline.config._entrypoint_command import (
     check_entrypoint,
     default_name_by_entrypoint,
     reference_problems,
     trial_class,
 )
-from paceline.config._environment_section import Environment
-from paceline.config._hyperparameters_section import check_hyperparameter_space
-from paceline.config._ignored_fields import without_effect
-from paceline.config._json_maps import JsonMap
-from paceline.config._lengths_and_periods import (
+from paceline.config._environment_and_secrets import Environment
+from paceline.config._fields_and_problems import (
     CONTINUOUS,
+    MISSING,
     UNITS,
     CheckpointPeriod,
+    Count,
+    JsonMap,
+    NonNegative,
     NumBytes,
+    Optimizations,
     Period,
+    PositiveSeconds,
+    Problem,
+    Section,
+    Text,
+    copy_json_map,
+    join_path,
+    refused,
+    refused_parts,
+    without_effect,
 )
-from paceline.config._method_registry import AnySearcher, on_new_methods
-from paceline.config._older_configs import Optimizations
-from paceline.config._reproducibility_and_profiling_sections import Profiling, Reproducibility
-from paceline.config._resources_section import Resources
-from paceline.config._section_base import Count, NonNegative, PositiveSeconds, Section, Text
+from paceline.config._searcher_section import AnySearcher, on_new_methods
 from paceline.config._storage_section import AnyStorage
 
 if TYPE_CHECKING:
-    from paceline.search import SearchConfig
+    from paceline.search._search_method import SearchConfig
+
+
+_MAX_GRID_POINTS = 100_000
+_SENTENCE = re.compile(
+    r"^`(?P<path>[^`]+)` (?P<message>.*?)(?:, but (?:it is missing|got .*))?\.$", re.DOTALL
+)
+
+
+def check_hyperparameter_space(value: Any, info: ValidationInfo) -> Any:
+    """Refuse a space that cannot be searched; for use as a validator after the searcher's."""
+    if not isinstance(value, dict):
+        return value
+    space, problems = copy_json_map(value)
+    reported = {problem.path for problem in problems}
+    for names, node in _hyperparameter_leaves(space, ()):
+        problem = _leaf_problem(names, node)
+        if problem is not None and problem.path not in reported:
+            problems.append(problem)
+    searcher = info.data.get("searcher")
+    if not problems and searcher is not None and searcher.needs_counts:
+        problems = _grid_problems(space)
+    if problems:
+        raise refused_parts(problems)
+    return space
+
+
+def _hyperparameter_leaves(
+    node: dict[str, Any], names: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, child in node.items():
+        if isinstance(child, dict) and "type" not in child:
+            yield from _hyperparameter_leaves(child, (*names, name))
+        else:
+            yield (*names, name), child
+
+
+def _leaf_problem(names: tuple[str, ...], node: Any) -> Problem | None:
+    from paceline.search._hyperparameter_space import SpaceError, parse_space
+
+    # The search stops at the first error, so each leaf goes there alone, inside its own groups.
+    alone: Any = node
+    for name in reversed(names):
+        alone = {name: alone}
+    try:
+        parse_space(alone)
+    except SpaceError as e:
+        return _hyperparameter_problem_of(e.path, str(e), alone)
+    return None
+
+
+def _hyperparameter_problem_of(path: str, text: str, space: dict[str, Any]) -> Problem:
+    sentence, _, hint = text.partition("\nHint: ")
+    match = _SENTENCE.match(sentence)
+    if match is None:
+        message = f"is not valid: {sentence}"
+    elif path.startswith(f"{match['path']}."):
+        message = f"is not allowed, as `{match['path']}` {match['message']}"
+    else:
+        path, message = match["path"], match["message"]
+    return Problem(path=path, value=_hyperparameter_at(space, path), message=message, hint=hint)
+
+
+def _hyperparameter_at(space: Any, path: str) -> Any:
+    value = space
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, dict):
+            value = value.get(part, MISSING)
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return MISSING
+    return value
+
+
+def _grid_problems(space: dict[str, Any]) -> list[Problem]:
+    from paceline.search._hyperparameter_space import parse_space
+
+    problems = [
+        Problem(
+            path=join_path(*names, "count"),
+            value=MISSING,
+            message="is required by a grid search",
+            allowed="an integer >= 1, the number of values to try",
+        )
+        for names, node in _hyperparameter_leaves(space, ())
+        if isinstance(node, dict)
+        and node["type"] in ("int", "double", "log")
+        and node.get("count") is None
+    ]
+    if not problems:
+        num_points = parse_space(space).grid_size()
+        if num_points > _MAX_GRID_POINTS:
+            raise refused(
+                f"must not span a grid of more than {_MAX_GRID_POINTS} points, which has "
+                f"{num_points if num_points < 10**15 else f'10^{int(math.log10(num_points))}'}",
+                hint="lower the counts, or use the searcher `random`.",
+            )
+    return problems
+
+
+class SlotRange(Section):
+    """How many slots an elastic trial may run on; each of its attempts gets as many as are free."""
+
+    min: Count = Field(description="The fewest slots that a trial can run on.")
+    max: Count = Field(description="The most slots that a trial can use.")
+
+    @field_validator("max")
+    @classmethod
+    def _check_max(cls, value: int, info: ValidationInfo) -> int:
+        least = info.data.get("min")
+        if least is not None and value < least:
+            raise refused("must be at least `min`", f"an integer >= {least}")
+        return value
+
+
+def _check_slots(value: Any) -> Any:
+    if value == 0 and not isinstance(value, bool):
+        raise refused(
+            "must be at least 1",
+            "an integer >= 1",
+            hint="leave it out; without GPUs, a slot is a core of the CPU.",
+        )
+    return value
+
+
+def _kind_of_slots(value: Any) -> str:
+    return "range" if isinstance(value, (dict, SlotRange)) else "number"
+
+
+class Resources(Section):
+    """How many slots trials and the experiment may hold."""
+
+    slots_per_trial: Annotated[
+        Annotated[Count, Tag("number")] | Annotated[SlotRange, Tag("range")],
+        Discriminator(_kind_of_slots),
+        BeforeValidator(_check_slots),
+    ] = Field(
+        default=1,
+        description="Slots that each trial runs on, or the fewest and the most as `min` and `max`.",
+    )
+    max_slots: Count | None = Field(
+        default=None,
+        description="Slots that all trials of the experiment may hold at once; null is no limit.",
+    )
+
+    pool: Annotated[str, Field(min_length=1, max_length=63)] | None = Field(
+        default=None,
+        validation_alias=AliasChoices("pool", "resource_pool"),
+        description="Pool of nodes that the trials run on; null is the pool `default`.",
+    )
+    priority: Annotated[int, Field(ge=1, le=99)] | None = Field(
+        default=None,
+        description="Priority in pools with the policy `priority`: 1 is the most important one, 99 "
+        "the least; null is 42.",
+    )
+    weight: Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="Share of the experiment in pools with the policy `fair_share`, in relation to "
+        "the weights of others.",
+    )
+    allow_uneven: bool = Field(
+        default=False,
+        description="Whether a trial on several nodes may have more slots on one than on another.",
+    )
+    start_timeout: PositiveSeconds = Field(
+        default=300.0,
+        description="Seconds in which all nodes of a trial must have begun; otherwise it gives its "
+        "slots back and is tried again later.",
+    )
+
+    @property
+    def fewest_slots(self) -> int:
+        """The fewest slots that a trial can run on."""
+        given = self.slots_per_trial
+        return given.min if isinstance(given, SlotRange) else given
+
+    @property
+    def most_slots(self) -> int:
+        """The most slots that a trial can use."""
+        given = self.slots_per_trial
+        return given.max if isinstance(given, SlotRange) else given
+
+    @field_validator("max_slots")
+    @classmethod
+    def _check_max_slots(cls, value: int | None, info: ValidationInfo) -> int | None:
+        per_trial = info.data.get("slots_per_trial")
+        least = per_trial.min if isinstance(per_trial, SlotRange) else per_trial
+        if value is not None and least is not None and value < least:
+            raise refused(
+                "must be at least `resources.slots_per_trial`, or no trial could ever start",
+                f"an integer >= {least}",
+            )
+        return value
+
+
+class Reproducibility(Section):
+    """What a search repeats when it is run again."""
+
+    experiment_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None,
+        description="Seed of the search, from which each trial's seed is drawn; "
+        "null draws one at submission.",
+    )
+
+
+class Profiling(Section):
+    """Which part of the training is profiled."""
+
+    enabled: bool = Field(
+        default=False, description="Record the times of the parts of each step on each rank."
+    )
+    begin_on_batch: NonNegative = Field(default=0, description="First batch that is profiled.")
+    end_after_batch: NonNegative | None = Field(
+        default=None, description="Last batch that is profiled; null is the end of the training."
+    )
+    sync_timings: bool = Field(
+        default=True,
+        description="Measure the work of the GPU; otherwise the launch of the work.",
+    )
+
+    @field_validator("end_after_batch")
+    @classmethod
+    def _check_end(cls, value: int | None, info: ValidationInfo) -> int | None:
+        begin = info.data.get("begin_on_batch")
+        if value is not None and begin is not None and value < begin:
+            raise refused(
+                "must not lie before `profiling.begin_on_batch`", f"an integer >= {begin}"
+            )
+        return value
+
 
 _ENTRYPOINT_SCHEMA = {
     "anyOf": [
@@ -180,7 +431,7 @@ class ExperimentConfig(Section):
         Raises:
             paceline.search.SearchMethodError: The code of the search method fails.
         """
-        from paceline.search import method_errors
+        from paceline.search._search_method import method_errors
 
         with method_errors(self.searcher.name, "search_config"):
             return self.searcher.search_config()

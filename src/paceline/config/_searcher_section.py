@@ -1,23 +1,39 @@
-"""The `searcher` section: one model for each search method."""
+"""Section `searcher`: a model for each search method, and the registry of methods."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import reduce
+from importlib.metadata import EntryPoint, entry_points
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
-from paceline.config._config_problems import refused
-from paceline.config._ignored_fields import without_effect
-from paceline.config._lengths_and_periods import MaxLength, split_length
-from paceline.config._section_base import (
+from paceline.config._fields_and_problems import (
     Count,
+    MaxLength,
     NonNegative,
     Seconds,
     Section,
     Text,
     given_schema,
+    refused,
+    split_length,
+    without_effect,
 )
 
 if TYPE_CHECKING:
-    from paceline.search import SearchConfig
+    from paceline.search._search_method import SearchConfig
+
 
 REMOVED_SEARCHERS = {
     "adaptive": "adaptive_asha",
@@ -150,7 +166,7 @@ class SingleSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search import SingleConfig
+        from paceline.search._random_and_grid import SingleConfig
 
         return SingleConfig(
             metric=self.metric, smaller_is_better=self.smaller_is_better, max_length=self.length
@@ -168,7 +184,7 @@ class RandomSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search import RandomConfig
+        from paceline.search._random_and_grid import RandomConfig
 
         return RandomConfig(
             metric=self.metric,
@@ -191,7 +207,7 @@ class GridSearcher(_WholeTrials):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search import GridConfig
+        from paceline.search._random_and_grid import GridConfig
 
         return GridConfig(
             metric=self.metric,
@@ -307,7 +323,7 @@ class AsyncHalvingSearcher(_Halving):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search import AsyncHalvingConfig
+        from paceline.search._adaptive_asha import AsyncHalvingConfig
 
         return AsyncHalvingConfig(**self._common(), num_rungs=self.num_rungs)
 
@@ -327,7 +343,7 @@ class AdaptiveAshaSearcher(_Halving):
 
     def search_config(self) -> "SearchConfig":
         """Return the search method's own configuration."""
-        from paceline.search import AdaptiveAshaConfig, Mode
+        from paceline.search._adaptive_asha import AdaptiveAshaConfig, Mode
 
         return AdaptiveAshaConfig(
             **self._common(),
@@ -335,3 +351,116 @@ class AdaptiveAshaSearcher(_Halving):
             max_rungs=self.max_rungs,
             bracket_rungs=tuple(self.bracket_rungs),
         )
+
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "paceline.search_methods"
+"""The group of entry points: the name of each is that of a method, its object a `Searcher`."""
+
+_OWN = (SingleSearcher, RandomSearcher, GridSearcher, AsyncHalvingSearcher, AdaptiveAshaSearcher)
+
+
+class _Registry:
+    """The sections of all methods, by name; those of other packages once they are asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sections: dict[str, type[Searcher]] = {
+            str(one.model_fields["name"].default): one for one in _OWN
+        }
+        self._has_all = False
+        self.on_new: list[Callable[[], object]] = []
+
+    @property
+    def sections(self) -> Mapping[str, type[Searcher]]:
+        return self._sections
+
+    def load(self) -> bool:
+        with self._lock:
+            if self._has_all:
+                return False
+            self._has_all = True
+            found = {}
+            for point in entry_points(group=ENTRY_POINTS):
+                if point.name in self._sections or point.name in found:
+                    logger.warning(
+                        "The search method %r of %s is ignored, as there is one of that name.",
+                        point.name,
+                        point.value,
+                    )
+                elif (section := _loaded_method(point)) is not None:
+                    found[point.name] = section
+            if found:
+                self._sections = self._sections | found
+                for tell in self.on_new:
+                    tell()
+            return bool(found)
+
+
+_registry = _Registry()
+
+
+def searcher_sections() -> Mapping[str, type[Searcher]]:
+    """Return the section of each search method that is known so far, by the method's name."""
+    return _registry.sections
+
+
+def load_search_methods() -> bool:
+    """Look once for the search methods of installed packages; tell whether there are new ones."""
+    return _registry.load()
+
+
+def on_new_methods(tell: Callable[[], object]) -> None:
+    """Have a function called once methods of other packages are known."""
+    _registry.on_new.append(tell)
+
+
+def searcher_section(name: str) -> type[Searcher]:
+    """Return the section of a search method.
+
+    It is `MissingSearcher` for a method that is not installed here any more.
+    """
+    if name not in _registry.sections:
+        load_search_methods()
+    return _registry.sections.get(name, MissingSearcher)
+
+
+def _loaded_method(point: EntryPoint) -> type[Searcher] | None:
+    """Return a method's section, None with a warning if it cannot be used."""
+    try:
+        section = point.load()
+        if not (isinstance(section, type) and issubclass(section, Searcher)):
+            raise TypeError(f"it must be a subclass of `Searcher`, but is {section!r}")
+        name = section.model_fields["name"].default
+        if name != point.name:
+            raise ValueError(
+                f"the default of its field `name` must be {point.name!r}, but is {name!r}"
+            )
+        if get_args(section.model_fields["name"].annotation) != (name,):
+            raise TypeError(f"its field `name` must have the type `Literal[{name!r}]`")
+        # What else is wrong with it must show here, and not in the config that holds them all.
+        either: Any = section | SingleSearcher
+        TypeAdapter(Annotated[either, Field(discriminator="name")])
+    except Exception as error:
+        # A package that is broken must not keep others from being used.
+        logger.warning(
+            "The search method %r (%s) cannot be loaded: %s: %s",
+            point.name,
+            point.value,
+            type(error).__name__,
+            error,
+        )
+        return None
+    return section
+
+
+class _OneOfThem:
+    """Makes a field take the section of any known method, told apart by its name."""
+
+    def __get_pydantic_core_schema__(self, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        union: Any = reduce(or_, _registry.sections.values())
+        return handler.generate_schema(Annotated[union, Field(discriminator="name")])
+
+
+AnySearcher = Annotated[Searcher, _OneOfThem()]

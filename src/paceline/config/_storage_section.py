@@ -16,10 +16,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from paceline.config._config_problems import refused
-from paceline.config._lengths_and_periods import Age, NumBytes
-from paceline.config._section_base import AbsolutePath, NonNegative, Section, text_field
-from paceline.storage import added_schemes, is_added_scheme, scheme_of
+from paceline.config._fields_and_problems import (
+    AbsolutePath,
+    Age,
+    NonNegative,
+    NumBytes,
+    Section,
+    refused,
+    text_field,
+)
+from paceline.storage._storage_by_url import added_schemes, is_added_scheme, scheme_of
 
 CLOUD_TYPES = ("gcs", "azure")
 _CLOUD_SCHEMES = ("gs", "gcs", "abfs", "abfss", "azure")

@@ -1,28 +1,45 @@
-"""Plain data in, a config or all its problems out."""
+"""Plain data in, a config or all its problems out; merging of two configs.
 
+Also: the published JSON Schema.
+"""
+
+import copy
 import dataclasses
 import difflib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from paceline.config._config_problems import MISSING, ConfigError, Problem, join_path
-from paceline.config._config_secrets import fill_secrets
-from paceline.config._environment_section import Environment
-from paceline.config._experiment_config import ExperimentConfig
-from paceline.config._method_registry import load_search_methods, searcher_sections
-from paceline.config._older_configs import Optimizations
-from paceline.config._overrides import apply_overrides
-from paceline.config._read_yaml import read_yaml_file
-from paceline.config._refused_fields import REFUSED_FIELDS
-from paceline.config._reproducibility_and_profiling_sections import Profiling, Reproducibility
-from paceline.config._resources_section import Resources, SlotRange
-from paceline.config._searcher_section import REMOVED_SEARCHERS, MissingSearcher
-from paceline.config._section_base import alias_names, field_names
+from paceline.config._environment_and_secrets import Environment, fill_secrets
+from paceline.config._experiment_config import (
+    ExperimentConfig,
+    Profiling,
+    Reproducibility,
+    Resources,
+    SlotRange,
+)
+from paceline.config._fields_and_problems import (
+    MISSING,
+    REFUSED_FIELDS,
+    ConfigError,
+    Optimizations,
+    Problem,
+    alias_names,
+    field_names,
+    given_schema,
+    join_path,
+)
+from paceline.config._read_yaml import apply_overrides, read_yaml_file
+from paceline.config._searcher_section import (
+    REMOVED_SEARCHERS,
+    MissingSearcher,
+    load_search_methods,
+    searcher_sections,
+)
 from paceline.config._storage_section import (
     CLOUD_TYPES,
     DefaultStorage,
@@ -30,6 +47,7 @@ from paceline.config._storage_section import (
     S3Storage,
     SharedFsStorage,
     UrlStorage,
+    expand_location,
 )
 
 _STORAGES: dict[str, type[BaseModel]] = {
@@ -254,3 +272,223 @@ def _wrong_config_kind(path: str, value: object) -> Problem:
         close = difflib.get_close_matches(given, names, n=1)
         hint = f"did you mean `{close[0]}`?" if close else ""
     return Problem(path=f"{path}.{field}", value=given, message=message, allowed=allowed, hint=hint)
+
+
+# What every kind of a section knows, and so outlives a change of its kind.
+_SHARED = {
+    "searcher": (
+        "metric",
+        "smaller_is_better",
+        "source_trial_id",
+        "source_checkpoint_uuid",
+        "stop_timeout",
+    ),
+    "checkpoint_storage": (
+        "save_experiment_best",
+        "save_trial_best",
+        "save_trial_latest",
+        "save_age",
+        "save_bytes",
+    ),
+}
+_KIND = {"searcher": "name", "checkpoint_storage": "type"}
+# Of fields that say the same thing, those of the lower config go when the higher has any.
+_ALTERNATIVES = {
+    "searcher": (
+        (("max_length",), ("time_metric", "max_time")),
+        (("source_trial_id",), ("source_checkpoint_uuid",)),
+    ),
+    "checkpoint_storage": ((("path",), ("container_path",)),),
+    "environment": ((("variables",), ("environment_variables",)),),
+}
+# A map of one unit and its number is one value.
+_LENGTHS = (("searcher", "max_length"), ("min_validation_period",), ("min_checkpoint_period",))
+
+
+def merge_configs(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    """Return `high` with what it leaves open taken from `low`; neither is changed.
+
+    Fields are merged one by one, through nested maps. Labels are united. A hyperparameter and a
+    length are replaced as a whole, and only nested maps of hyperparameters are merged. A searcher
+    or storage of another kind replaces the lower one, save for the fields that all kinds share. A
+    field that is null is left open, except for a hyperparameter, where null is a value.
+    """
+    merged = _merge_fields(copy.deepcopy(low), copy.deepcopy(high), path=())
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _merge_fields(
+    low: dict[str, Any], high: dict[str, Any], path: tuple[str, ...]
+) -> dict[str, Any]:
+    result = dict(low)
+    for key, value in high.items():
+        below = result.get(key)
+        if value is None and below is not None:
+            continue
+        result[key] = value if below is None else _merge_values(below, value, (*path, key))
+    return result
+
+
+def _merge_values(low: Any, high: Any, path: tuple[str, ...]) -> Any:
+    name = path[0]
+    if path == ("labels",) and isinstance(low, list) and isinstance(high, list):
+        return low + [label for label in high if label not in low]
+    if path == ("checkpoint_storage",):
+        low, high = expand_location(low), expand_location(high)
+    if path == ("environment",):
+        low, high = _with_maps(low), _with_maps(high)
+    if not isinstance(low, dict) or not isinstance(high, dict) or path in _LENGTHS:
+        return high
+    if path == ("hyperparameters",):
+        return _merge_space(low, high)
+    if len(path) == 1 and name in _KIND:
+        low = _keep_shared(low, high, name)
+    if len(path) == 1:
+        low = _drop_alternatives(low, high, name)
+    return _merge_fields(low, high, path)
+
+
+def _merge_space(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
+    result = dict(low)
+    for key, value in high.items():
+        below = result.get(key)
+        result[key] = (
+            _merge_space(below, value) if _is_nested(below) and _is_nested(value) else value
+        )
+    return result
+
+
+def _is_nested(node: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(node, dict) and "type" not in node
+
+
+def _keep_shared(low: dict[str, Any], high: dict[str, Any], name: str) -> dict[str, Any]:
+    kind = high.get(_KIND[name])
+    if kind is None or kind == low.get(_KIND[name]):
+        return low
+    return {key: value for key, value in low.items() if key in _SHARED[name]}
+
+
+def _drop_alternatives(low: dict[str, Any], high: dict[str, Any], name: str) -> dict[str, Any]:
+    dropped: set[str] = set()
+    for pair in _ALTERNATIVES.get(name, ()):
+        for ours, theirs in (pair, pair[::-1]):
+            if any(high.get(field) is not None for field in ours):
+                dropped.update(theirs)
+    return {key: value for key, value in low.items() if key not in dropped}
+
+
+def _with_maps(environment: Any) -> Any:
+    """Return the environment with variables and secrets as maps under their own names."""
+    if not isinstance(environment, dict):
+        return environment
+    result = dict(environment)
+    if result.get("variables") is None and "environment_variables" in result:
+        result["variables"] = result.pop("environment_variables")
+    for field in ("variables", "secrets"):
+        entries = result.get(field)
+        if isinstance(entries, list) and all(isinstance(e, str) and "=" in e for e in entries):
+            result[field] = dict(entry.split("=", 1) for entry in entries)
+    return result
+
+
+_INTEGER_OR_NULL = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
+
+
+def _range_schema(kind: str, bound: str, **more: Any) -> dict[str, Any]:
+    properties = {
+        "type": {"const": kind},
+        "minval": {"type": bound},
+        "maxval": {"type": bound},
+        "count": _INTEGER_OR_NULL,
+        **more,
+    }
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["type", "minval", "maxval", *more],
+        "additionalProperties": False,
+    }
+
+
+_HYPERPARAMETER = {
+    "description": "A constant, a range, a choice, or a nested map of hyperparameters.",
+    "anyOf": [
+        {"type": ["null", "boolean", "number", "string", "array"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "const"}, "val": {}},
+            "required": ["type", "val"],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "categorical"},
+                "vals": {"type": "array", "minItems": 1},
+            },
+            "required": ["type", "vals"],
+            "additionalProperties": False,
+        },
+        _range_schema("int", "integer"),
+        _range_schema("double", "number"),
+        _range_schema("log", "number", base={"type": "number", "exclusiveMinimum": 0}),
+        {
+            "type": "object",
+            "not": {"required": ["type"]},
+            "additionalProperties": {"$ref": "#/$defs/Hyperparameter"},
+        },
+    ],
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of what `validate_config` accepts.
+
+    It covers each field; rules between fields, such as `minval` below `maxval`, are left to
+    `validate_config`.
+    """
+    load_search_methods()
+    schema = ExperimentConfig.model_json_schema(by_alias=True, mode="validation")
+    definitions = schema["$defs"]
+    reference = {"$ref": "#/$defs/Hyperparameter"}
+    schema["properties"]["hyperparameters"]["additionalProperties"] = reference
+    for section in (schema, *definitions.values()):
+        _allow_null_in_schema(section)
+    definitions["Hyperparameter"] = _HYPERPARAMETER
+    environment = definitions["Environment"]["properties"]
+    environment["environment_variables"] = environment["variables"]
+    _allow_other_name(definitions["DirectoryStorage"])
+    storage = schema["properties"]["checkpoint_storage"]
+    storage["anyOf"].insert(0, {"type": "string"})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "Paceline experiment config",
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _allow_null_in_schema(section: dict[str, Any]) -> None:
+    """Let null stand for "not given" in each field that need not be given."""
+    required = section.get("required", [])
+    for name, field in section.get("properties", {}).items():
+        section["properties"][name] = field = {k: v for k, v in field.items() if k != "title"}
+        if "const" in field:
+            # This field tells the variants of a section apart, so it has to be there.
+            del field["default"]
+            section["required"] = [name, *required]
+            continue
+        if name in required or {"type": "null"} in field.get("anyOf", []):
+            continue
+        outer = {key: field.pop(key) for key in ("description", "default") if key in field}
+        options = field["anyOf"] if set(field) == {"anyOf"} else [field]
+        section["properties"][name] = {**outer, "anyOf": [*options, {"type": "null"}]}
+
+
+def _allow_other_name(directory: dict[str, Any]) -> None:
+    names = alias_names("path", DirectoryStorage.model_fields["path"])
+    properties = directory["properties"]
+    properties.update(dict.fromkeys(names, properties["path"]))
+    directory["required"] = ["type"]
+    directory["oneOf"] = [given_schema(name) for name in names]

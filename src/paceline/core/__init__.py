@@ -1,6 +1,35 @@
 """API for any training script: metrics, checkpoints, preemption, search, several ranks."""
 
+from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.run_directory import TrialInfo
+from paceline.core._arguments import (
+    RESERVED_GROUPS,
+    DistributedError,
+    DistributedPeerError,
+    DistributedTimeoutError,
+    DownloadMode,
+    EarlyExitReason,
+    GivenUpError,
+    InvalidHP,
+    NonFiniteError,
+    NotOfferedError,
+    Outcome,
+    PreemptedError,
+    PreemptMode,
+    TensorboardMode,
+    check_judged,
+    group_of_rank,
+    numbers_of,
+    searched_metrics,
+)
 from paceline.core._attempt_journal import (
+    CHECKPOINT,
+    LOST,
+    OTHER,
+    TRAINING,
+    VALIDATION,
+    TimeAccount,
+    TimeEvent,
     begin_journal,
     describe_error,
     end_journal,
@@ -11,95 +40,71 @@ from paceline.core._attempt_journal import (
     record_store_state,
     record_time_spent,
 )
-from paceline.core._checkpoint_context import CheckpointContext
-from paceline.core._checkpoint_failures import StoreFailures
-from paceline.core._checkpoint_parts import (
+from paceline.core._background_checkpoints import (
     CheckpointParts,
+    StoreFailures,
     commit_checkpoint,
     delete_checkpoint,
 )
-from paceline.core._cluster_info import ClusterInfo, get_cluster_info
-from paceline.core._control_file import ControlFile
-from paceline.core._core_context import Context, has_context
-from paceline.core._core_init import init
+from paceline.core._checkpoint_context import CheckpointContext
+from paceline.core._core_context import Context, has_context, init
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._earlier_run import resuming_by
-from paceline.core._enums import (
-    DownloadMode,
-    EarlyExitReason,
-    Outcome,
-    PreemptMode,
-    TensorboardMode,
+from paceline.core._launcher_place import LaunchedPlace, forget_launcher, launched_place
+from paceline.core._open_run import OpenedRun, join_run, next_run_number, open_run
+from paceline.core._preemption_and_search import (
+    DECISION_TIMEOUT_S,
+    ControlFile,
+    PreemptContext,
+    SearchDecision,
+    SearcherContext,
+    SearcherOperation,
+    SignalWatch,
 )
-from paceline.core._environment import describe_source
-from paceline.core._errors import (
-    CollectiveMismatchError,
-    DistributedError,
-    DistributedPeerError,
-    DistributedTimeoutError,
-    GivenUpError,
-    InvalidHP,
-    NonFiniteError,
-    NotOfferedError,
-    PreemptedError,
-)
-from paceline.core._joined_run import join_run
-from paceline.core._journal_history import (
-    MetricsRow,
-    read_alerts,
-    read_checkpoints,
-    read_history,
-    read_metrics,
-)
-from paceline.core._launched_place import LaunchedPlace, forget_launcher, launched_place
-from paceline.core._metric_numbers import numbers_of
-from paceline.core._new_run_storage import (
+from paceline.core._process_environment import ClusterInfo, describe_source, get_cluster_info
+from paceline.core._profiler_context import ProfilerContext
+from paceline.core._run_directories import (
     is_storage_in_environment,
+    local_directory,
+    resuming_by,
+    run_name,
     storage_of_new_run,
 )
-from paceline.core._node_storage import NodeStorage
-from paceline.core._open_run import OpenedRun, next_run_number, open_run
-from paceline.core._preempt_context import PreemptContext, SignalWatch
-from paceline.core._profiler_context import ProfilerContext
-from paceline.core._report_checks import (
-    RESERVED_GROUPS,
-    check_judged,
-    group_of_rank,
-    searched_metrics,
+from paceline.core._run_storage import (
+    GivenStorage,
+    NodeStorage,
+    check_given_storage,
+    check_shared_storage,
+    discard_unfinished,
+    failing_together,
+    given_storage,
 )
-from paceline.core._run_directories import local_directory, run_name
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
+    MetricsRow,
     RunState,
     RunSummary,
     list_runs,
     moved_storage,
     newest_run_named,
+    read_alerts,
+    read_checkpoints,
+    read_history,
+    read_metrics,
     restorable_checkpoint,
     storage_at,
     summarize_run,
+    time_shares_of_run,
 )
-from paceline.core._run_time_shares import time_shares_of_run
-from paceline.core._search_decision import DECISION_TIMEOUT_S, SearchDecision
-from paceline.core._searcher_context import SearcherContext, SearcherOperation
-from paceline.core._send_to_trackers import TrackingGroup
-from paceline.core._sharded_checkpoint_checks import failing_together
-from paceline.core._shared_storage import check_shared_storage
-from paceline.core._storage_argument import GivenStorage, check_given_storage, given_storage
-from paceline.core._time_account import (
-    CHECKPOINT,
-    LOST,
-    OTHER,
-    TRAINING,
-    VALIDATION,
-    TimeAccount,
-    TimeEvent,
+from paceline.core._trackers import (
+    MetricPoint,
+    TrackedRun,
+    Tracker,
+    TrackingGroup,
+    as_trackers,
+    tracker_named,
+    tracker_names,
 )
-from paceline.core._tracker import MetricPoint, TrackedRun, Tracker
-from paceline.core._tracker_registry import as_trackers, tracker_named, tracker_names
 from paceline.core._train_context import TrainContext
-from paceline.core._unfinished_checkpoints import discard_unfinished
-from paceline.journal import TrialInfo
 
 __all__ = [
     "CHECKPOINT",

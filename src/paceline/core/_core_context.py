@@ -1,26 +1,45 @@
-"""The context of one training process, from `core.init()` to its end."""
+"""`core.init()` and the context of one training process, to its end."""
 
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
-from paceline.core._alerts import alert_of, log_alert
-from paceline.core._attempt_journal import describe_error, end_journal, outcome_of
+from paceline import faults
+from paceline._base.journal_files import JournalWriter
+from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory
+from paceline.core._arguments import InvalidHP, Outcome, PreemptMode, TensorboardMode
+from paceline.core._attempt_journal import (
+    ScriptTimes,
+    begin_journal,
+    begin_signs_of_life,
+    describe_error,
+    end_journal,
+    outcome_of,
+    record_time_spent,
+    tell_invalid_hp,
+)
 from paceline.core._checkpoint_context import CheckpointContext
-from paceline.core._cluster_info import ClusterInfo
 from paceline.core._distributed_context import DistributedContext
-from paceline.core._enums import Outcome
-from paceline.core._errors import InvalidHP
-from paceline.core._notices_to_parent import tell_invalid_hp
-from paceline.core._preempt_context import PreemptContext
+from paceline.core._open_run import OpenedRun, open_run
+from paceline.core._preemption_and_search import (
+    ControlFile,
+    PreemptContext,
+    SearchDecision,
+    SearcherContext,
+)
+from paceline.core._process_environment import ClusterInfo, apply_determinism, cluster_info_of
 from paceline.core._profiler_context import ProfilerContext
-from paceline.core._searcher_context import SearcherContext
-from paceline.core._send_to_trackers import TrackingGroup
+from paceline.core._run_storage import GivenStorage, NodeStorage, check_given_storage, given_storage
+from paceline.core._run_summaries import storage_of_run
 from paceline.core._tensorboard_files import TensorboardFiles
-from paceline.core._time_account import ScriptTimes
-from paceline.core._train_context import TrainContext
-from paceline.journal import JournalWriter
+from paceline.core._trackers import Tracker, TrackingGroup, as_trackers
+from paceline.core._train_context import TrainContext, alert_of, log_alert
+from paceline.storage._checkpoint_storage import CheckpointStorage
 
 _open_contexts: WeakSet["Context"] = WeakSet()
 
@@ -155,3 +174,229 @@ class Context:
 def has_context() -> bool:
     """Tell whether this process has begun by `core.init()` and not ended yet."""
     return bool(_open_contexts)
+
+
+faults.register("core.started")
+
+
+@dataclass(frozen=True, slots=True)
+class _Modes:
+    preempt: PreemptMode
+    tensorboard: TensorboardMode
+
+
+def init(
+    *,
+    distributed: DistributedContext | None = None,
+    checkpoint_storage: GivenStorage = None,
+    preempt_mode: PreemptMode = PreemptMode.WorkersAskChief,
+    tensorboard_mode: TensorboardMode = TensorboardMode.OFF,
+    name: str | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    trackers: Sequence[Tracker | str] = (),
+    master: str | None = None,
+) -> Context:
+    """Begin an attempt and return its context; use it in a `with` statement.
+
+    Under a master the attempt's facts come from its runner. Without one the process makes a run
+    directory ``./paceline_runs/<time>-<name>/``, or goes on in an earlier one, which adds the
+    next attempt there.
+
+    Args:
+        distributed: This process's place among several ranks; by default what its launcher says,
+            see `DistributedContext.from_torch_distributed`. Every rank must then call this.
+        checkpoint_storage: A directory, a URL, or the mapping of a config; the experiment's
+            storage by default, and without a master the run directory, or below the URL that the
+            variable PACELINE_RUNS names. Under a master a path must be absolute, as the attempt's
+            own directory is deleted with the attempt.
+        preempt_mode: Who may call `should_preempt()`, and where the answer comes from.
+        tensorboard_mode: Who writes TensorBoard files.
+        name: The run's name; the stem of the script by default. A master has its own names.
+        resume: "auto" for the newest run of this name (a new one if there is none, or it is
+            completed), a run directory, or the URL of a checkpoint in an object store, from which a
+            new run goes on. The variable PACELINE_RESUME, set for one start, goes before it.
+            A master decides by itself what to go on from.
+        seed: The seed of a run without a master, which `Context.seed` gives: a new run draws one
+            by default, and an earlier one keeps its own. It seeds nothing by itself.
+        hparams: The hyperparameters of a run without a master, recorded with a new one so that
+            they can be shown.
+        trackers: What else shows the run: `Tracker` objects, or names such as "mlflow". They work
+            on the chief; other ranks ignore them.
+        master: The URL of a master that shows this run live, such as "https://head:8080"; by
+            default what the variable PACELINE_REPORT_TO says. PACELINE_TOKEN or PACELINE_TOKEN_FILE
+            has its token. The run needs no answer: records are kept in its directory, and sent when
+            the master answers again. Under a master it has no effect.
+
+    Raises:
+        ImportError: `TensorboardMode.AUTO` without TensorBoard, or a tracker without its library.
+        TypeError: A mode or tracker is of another type, or `resume` is neither text nor a path.
+        ValueError: A value is not allowed, such as a relative `checkpoint_storage` under a master,
+            or a variable of the launcher is missing.
+        RuntimeError: The run to resume is still running.
+        NotARunDirectoryError: The run to resume does not exist.
+        DistributedTimeoutError: Ranks are missing.
+        CheckpointError: The object store of a new run does not answer.
+    """
+    _check_modes(preempt_mode, tensorboard_mode)
+    if resume is not None and not isinstance(resume, (str, os.PathLike)):
+        raise TypeError(f'`resume` must be "auto" or a run directory, but got {resume!r}.')
+    if distributed is None:
+        distributed = DistributedContext.from_torch_distributed()
+    lock = ExitStack()
+    try:
+        storage = given_storage(checkpoint_storage)
+        chosen = as_trackers(trackers) if distributed.rank == 0 else []
+        place = partial(
+            open_run,
+            name=name,
+            resume=resume,
+            storage=storage,
+            seed=seed,
+            hparams=hparams,
+            master=master,
+            lock=lock,
+        )
+        # The chief decides, and tells every rank.
+        opened = distributed.broadcast(place() if distributed.rank == 0 else None)
+        assert opened is not None
+        check_given_storage(checkpoint_storage, opened.info)
+        apply_determinism()
+        faults.reach("core.started")
+        modes = _Modes(preempt_mode, tensorboard_mode)
+        return _open_core_context(opened, distributed, storage, modes, chosen, lock)
+    except BaseException as error:
+        lock.close()
+        distributed.fail(error)
+        raise
+
+
+def _check_modes(preempt_mode: object, tensorboard_mode: object) -> None:
+    for name, value, kind in (
+        ("preempt_mode", preempt_mode, PreemptMode),
+        ("tensorboard_mode", tensorboard_mode, TensorboardMode),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"`{name}` must be a {kind.__name__}, but got {value!r}.")
+
+
+def _open_core_context(
+    opened: OpenedRun,
+    distributed: DistributedContext,
+    storage: CheckpointStorage | None,
+    modes: _Modes,
+    trackers: Sequence[Tracker],
+    lock: ExitStack,
+) -> Context:
+    begin_signs_of_life()
+    run = _local_run(opened)
+    rank = distributed.rank
+    if rank != 0:
+        lock.enter_context(run.hold_rank_lock())
+    storage = storage or _run_storage(run, opened, distributed)
+    # What an earlier attempt has reported up to the common step stands.
+    is_first = opened.attempt == opened.generation == opened.steps_completed == 0
+    next_step = 0 if is_first else opened.steps_completed + 1
+    tensorboard = TensorboardFiles(
+        modes.tensorboard,
+        info=opened.info,
+        run_path=run.path,
+        storage=storage,
+        rank=rank,
+        first_step=None if is_first else next_step,
+    )
+    tracking = TrackingGroup(trackers, run, opened)
+    journal = begin_journal(run, opened, rank=rank, world_size=distributed.size)
+    trial = opened.info.trial
+    # A trial that was started without a master has no one to ask.
+    is_managed = trial is not None and bool(opened.info.cluster_id)
+    searcher = (trial.config.get("searcher") or {}) if trial else {}
+    control = ControlFile(run)
+    decision = SearchDecision(
+        control=control, generation=opened.generation, metrics=opened.info.judged_metrics
+    )
+    preempt = PreemptContext(
+        control=control,
+        decision=decision,
+        distributed=distributed,
+        journal=journal,
+        mode=modes.preempt,
+        is_supervised=is_managed,
+    )
+    record = partial(record_time_spent, journal) if rank == 0 else None
+    times = ScriptTimes(record, opened.steps_completed)
+    train = TrainContext(
+        run=run,
+        journal=journal,
+        control=control,
+        decision=decision,
+        rank=rank,
+        last_steps=opened.last_steps,
+        searcher=searcher,
+        tensorboard=tensorboard,
+        times=times,
+    )
+    return Context(
+        ContextParts(
+            train=train,
+            checkpoint=CheckpointContext(
+                run=run,
+                storage=storage,
+                journal=journal,
+                distributed=distributed,
+                latest=opened.latest_checkpoint,
+                times=times,
+                on_committed=tensorboard.upload_quietly,
+            ),
+            preempt=preempt,
+            searcher=SearcherContext(
+                control=control,
+                decision=decision,
+                distributed=distributed,
+                preempt=preempt,
+                journal=journal,
+                searcher=searcher,
+                is_managed=is_managed,
+                completed_length=opened.completed_length,
+            ),
+            distributed=distributed,
+            profiler=ProfilerContext(
+                journal=journal,
+                distributed=distributed,
+                disk=run.path,
+                reported_steps=lambda: train.steps_completed,
+                first_step=next_step,
+                tensorboard=tensorboard,
+            ),
+            info=cluster_info_of(opened.info),
+            run_dir=run.path,
+            seed=opened.seed,
+            journal=journal,
+            tensorboard=tensorboard,
+            times=times,
+            tracking=tracking,
+            lock=lock,
+        )
+    )
+
+
+def _run_storage(
+    run: RunDirectory, opened: OpenedRun, distributed: DistributedContext
+) -> CheckpointStorage:
+    """Return where the checkpoints of a run go for which no storage was given."""
+    if opened.info.storage_per_node and distributed.size > 1:
+        return NodeStorage(run.checkpoints_path, distributed)
+    return storage_of_run(run, opened.info)
+
+
+def _local_run(opened: OpenedRun) -> RunDirectory:
+    """Return the run directory on this node, and make it where no file system is shared."""
+    run = RunDirectory(Path(os.environ.get(RUN_DIRECTORY_VARIABLE) or opened.path))
+    if not (run.path / "run.json").exists():
+        try:
+            return RunDirectory.create(run.path, opened.info)
+        except FileExistsError:
+            # Another rank of this node was faster.
+            return run
+    return run

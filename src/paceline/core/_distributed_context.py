@@ -1,22 +1,128 @@
-"""Small exchanges between the ranks of an attempt."""
+"""Small exchanges between the ranks of an attempt.
 
+Also: and the names by which ranks notice different ones.
+"""
+
+import os
 import pickle
 import socket
+import sys
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
 
-from paceline._errors import CollectiveMismatchError
-from paceline._listening import PortReservation
-from paceline._network_interfaces import LOOPBACK
-from paceline.core._call_names import (
-    CallName,
-    check_same_call,
-    name_of_call,
-    split_message,
-)
+from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.process_and_network import LOOPBACK, PortReservation
 from paceline.core._key_value_store import KeyValueStore
-from paceline.core._launched_place import LaunchedPlace, launched_place
-from paceline.core._rank_checks import check_address, check_place, check_timeout
+from paceline.core._launcher_place import LaunchedPlace, launched_place
+
+_PACKAGE = __name__.partition(".")[0]
+# The same exchange serves many callers there: whoever calls them tells which one it is.
+_SHARED = frozenset({"failing_together", "decide", "barrier", "_exchange", "submit", "ask"})
+_STANDARD = frozenset({"contextlib", "functools"})
+_SEPARATOR = "\t"
+
+
+class CallName(NamedTuple):
+    """Name of an exchange.
+
+    Attributes:
+        operation: The operation, such as "allgather".
+        caller: The function of Paceline that exchanges; empty if the user's code does.
+        told: What a message calls it: the function that the user's code calls, and where.
+    """
+
+    operation: str
+    caller: str
+    told: str
+
+    def encode(self) -> bytes:
+        """Return the name as the head of a message."""
+        return _SEPARATOR.join(self).encode() + b"\n"
+
+    def is_same(self, other: "CallName") -> bool:
+        """Tell whether both are one exchange, wherever a script calls it."""
+        return (self.operation, self.caller) == (other.operation, other.caller)
+
+
+def name_of_call(operation: str) -> CallName:
+    """Return the name of an exchange that the caller of the calling module begins."""
+    module = sys._getframe(1).f_globals["__name__"]
+    frame: FrameType | None = sys._getframe(1)
+    caller, function = "", f"distributed.{operation}"
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] == _PACKAGE:
+            if name != module:
+                function = frame.f_code.co_name
+                if not caller and function not in _SHARED:
+                    caller = f"{name}.{function}"
+        elif name not in _STANDARD:
+            break
+        frame = frame.f_back
+    return CallName(operation, caller, f"`{function}`{_place_of(frame)}")
+
+
+def split_message(message: bytes) -> tuple[CallName, bytes]:
+    """Return the name and the value of a message."""
+    head, _, value = message.partition(b"\n")
+    operation, caller, told = head.decode().split(_SEPARATOR)
+    return CallName(operation, caller, told), value
+
+
+def check_same_call(own: CallName, rank: int, others: Mapping[int, CallName]) -> None:
+    """Require that other ranks make the exchange that this one makes.
+
+    Raises:
+        CollectiveMismatchError: One makes another one.
+    """
+    different = {other: name for other, name in others.items() if not own.is_same(name)}
+    if not different:
+        return
+    told = "; ".join(f"rank {other} called {name.told}" for other, name in different.items())
+    raise CollectiveMismatchError(
+        f"All ranks must make the same calls in the same order, but rank {rank} called {own.told},"
+        f" and {told}. Hint: call it on all ranks, not below `if rank == 0:`."
+    )
+
+
+def _place_of(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    code = frame.f_code
+    # A line break or a tab in a name would end the head of a message.
+    file = " ".join(os.path.basename(code.co_filename).split())
+    return f" ({file}:{frame.f_lineno} in {code.co_name})"
+
+
+def check_timeout(timeout_s: float) -> None:
+    if not timeout_s > 0:
+        raise ValueError(f"`timeout_s` must be above 0, but got {timeout_s}.")
+
+
+def check_place(name: str, value: int, bound_name: str, bound: int) -> None:
+    if bound < 1 or not 0 <= value < bound:
+        raise ValueError(
+            f"`{name}` must be from 0 to `{bound_name}` - 1, but got {name}={value} and"
+            f" {bound_name}={bound}."
+        )
+
+
+def check_address(chief_ip: str | None, chief_port: int | None, num_nodes: int) -> tuple[str, int]:
+    if chief_ip is None:
+        if num_nodes > 1:
+            raise ValueError(
+                f"`chief_ip` must be given with several nodes, but got None for {num_nodes} nodes."
+                " Hint: pass the address of rank 0's node, or set MASTER_ADDR."
+            )
+        chief_ip = LOOPBACK
+    if chief_port is None:
+        raise ValueError(
+            "`chief_port` must be given with several ranks, but got None. Hint: pass one free"
+            " port, the same on all ranks."
+        )
+    return chief_ip, chief_port
+
 
 T = TypeVar("T")
 

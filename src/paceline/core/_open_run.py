@@ -1,4 +1,4 @@
-"""Deciding where a process writes, which attempt it is, and what it goes on from."""
+"""Opening of a run: where a process writes, which attempt it is, and from what it resumes."""
 
 import logging
 import os
@@ -12,29 +12,41 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from paceline.core._earlier_run import run_to_resume, tell_of_earlier_run
-from paceline.core._heartbeat import sending_heartbeats
-from paceline.core._journal_history import History, read_history
-from paceline.core._live_reports import master_to_report_to, reporting
-from paceline.core._new_run_storage import (
+from paceline._base.run_directory import (
+    HEARTBEAT_LIMIT_S,
+    RUN_DIRECTORY_VARIABLE,
+    RunDirectory,
+    RunInfo,
+)
+from paceline.core._run_directories import (
     RESUME_VARIABLE,
     NewRunStart,
+    checked_run_name,
+    drawn_seed,
     is_checkpoint_url,
+    make_run_directory,
+    master_to_report_to,
+    recordable,
+    reporting,
+    run_name,
+    run_to_resume,
+    sending_heartbeats,
     starting_point,
     storage_of_new_run,
+    tell_of_changes,
+    tell_of_earlier_run,
 )
-from paceline.core._recorded_settings import drawn_seed, recordable, tell_of_changes
-from paceline.core._run_directories import checked_run_name, make_run_directory, run_name
+from paceline.core._run_storage import discard_unfinished
 from paceline.core._run_summaries import (
     RUNS_DIRECTORY,
+    History,
     is_of_master,
     newest_run_named,
     newest_whole_checkpoint,
+    read_history,
     storage_of_run,
 )
-from paceline.core._unfinished_checkpoints import discard_unfinished
-from paceline.journal import HEARTBEAT_LIMIT_S, RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo
-from paceline.storage import CheckpointStorage
+from paceline.storage._checkpoint_storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
 
@@ -355,3 +367,22 @@ def _generation_of_run(info: RunInfo) -> int:
 def _steps_up_to(history: History, steps_completed: int) -> dict[str, int]:
     """Return the last step of each group that stands for an attempt that goes on from a step."""
     return {group: min(step, steps_completed) for group, step in history.last_steps.items()}
+
+
+def join_run(opened: OpenedRun, lock: ExitStack, *, is_chief: bool) -> OpenedRun:
+    """Return what the chief has opened as this node has it, and mark the run as alive.
+
+    Each node of a master's attempt has a run directory of its own, which its runner ships. Other
+    runs are in one directory that all nodes see.
+
+    Args:
+        opened: What the chief has opened.
+        lock: Holds the lock of this rank until it is closed.
+        is_chief: Whether this process has opened it, and so holds the run's lock.
+    """
+    own = os.environ.get(RUN_DIRECTORY_VARIABLE)
+    if own and opened.info.cluster_id:
+        opened = replace(opened, path=Path(own), info=RunDirectory(Path(own)).read_info())
+    if not is_chief:
+        lock.enter_context(RunDirectory(opened.path).hold_rank_lock())
+    return opened

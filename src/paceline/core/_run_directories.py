@@ -1,10 +1,37 @@
-"""Directories of runs, and names of runs."""
+"""Directories of runs without a master: names, earlier runs, settings, heartbeats.
 
+Also: and live reports.
+"""
+
+import logging
 import os
 import re
+import secrets
+import select
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from math import isfinite
 from pathlib import Path
+from typing import IO, Any, NamedTuple
+from urllib.parse import quote
+
+from paceline._base.run_directory import NotARunDirectoryError, RunDirectory, RunInfo
+from paceline.core._run_summaries import (
+    RunState,
+    latest_checkpoint,
+    newest_run_named,
+    read_history,
+    run_state,
+    storage_of_run,
+)
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._storage_by_url import checkpoint_at, storage_from
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A directory's name has no more than 255: a time before it, and perhaps a number behind.
@@ -78,3 +105,385 @@ def local_directory(
             f" {os.fspath(path)!r}. Hint: `checkpoint_storage` takes URLs."
         )
     return Path(os.path.abspath(path))
+
+
+RUNS_VARIABLE = "PACELINE_RUNS"
+RESUME_VARIABLE = "PACELINE_RESUME"
+
+
+class NewRunStart(NamedTuple):
+    """The checkpoint of another machine's run that a new run goes on from.
+
+    `seed` is that of the training, if the checkpoint tells.
+    """
+
+    storage: CheckpointStorage
+    uuid: str
+    steps_completed: int
+    seed: int | None
+
+
+def storage_of_new_run(path: Path) -> CheckpointStorage:
+    """Return the storage of the run at a path: there, or below the URL that PACELINE_RUNS names.
+
+    Raises:
+        StorageNotInstalledError: No installed package offers the URL's scheme.
+        ValueError: PACELINE_RUNS is no URL of a storage.
+    """
+    url = os.environ.get(RUNS_VARIABLE)
+    if not url:
+        return DirectoryStorage(RunDirectory(path).checkpoints_path)
+    if "://" not in url:
+        raise ValueError(
+            f"`{RUNS_VARIABLE}` must be the URL of an object store for checkpoints, but got"
+            f" {url!r}. Hint: s3://bucket/prefix; the journals of runs stay in ./paceline_runs."
+        )
+    try:
+        # As it is first: without a bucket, the name of the run would be taken for one.
+        storage_from(url)
+        return storage_from(f"{url.rstrip('/')}/{quote(path.name)}")
+    except ValueError as error:
+        # It names the argument that the text usually comes from.
+        text = str(error).replace("`checkpoint_storage`", f"`{RUNS_VARIABLE}`")
+        raise type(error)(text) from error
+
+
+def is_storage_in_environment() -> bool:
+    """Tell whether a variable says where a new run keeps its checkpoints."""
+    return bool(os.environ.get(RUNS_VARIABLE)) or is_checkpoint_url(os.environ.get(RESUME_VARIABLE))
+
+
+def is_checkpoint_url(resume: str | os.PathLike[str] | None) -> bool:
+    """Tell whether what a run is to go on from is a checkpoint by its URL, not a run directory."""
+    return isinstance(resume, str) and "://" in resume
+
+
+def starting_point(url: str, storage: CheckpointStorage | None) -> NewRunStart:
+    """Return the checkpoint at a URL. The new run keeps its own checkpoints beside it.
+
+    Args:
+        url: The URL of the checkpoint.
+        storage: The storage that the script names, if it names one.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+        ValueError: It is in another storage than the script names.
+    """
+    found, uuid = checkpoint_at(url)
+    if storage is not None and storage.url != found.url:
+        raise ValueError(
+            f"A checkpoint to resume from must be in the `checkpoint_storage` {storage.url!r}, but"
+            f" got {url!r}. Hint: leave `checkpoint_storage` out, and the run goes on there."
+        )
+    metadata = found.manifest(uuid).metadata
+    steps, seed = metadata.get("steps_completed"), metadata.get("seed")
+    return NewRunStart(
+        found, uuid, steps if isinstance(steps, int) else 0, seed if isinstance(seed, int) else None
+    )
+
+
+logger = logging.getLogger(__name__)
+
+_resume_hint: ContextVar[str] = ContextVar(
+    "resume_hint", default=', or pass resume="auto" to init()'
+)
+
+
+@contextmanager
+def resuming_by(hint: str) -> Iterator[None]:
+    """Have a hint about an earlier run end with what the caller's users can write."""
+    token = _resume_hint.set(hint)
+    try:
+        yield
+    finally:
+        _resume_hint.reset(token)
+
+
+def run_to_resume(
+    root: Path, name: str, resume: str | os.PathLike[str] | None
+) -> RunDirectory | None:
+    """Return the run that a start goes on with; None if it begins a new one.
+
+    Args:
+        root: The directory of runs.
+        name: The name of the run.
+        resume: "auto" for the newest run of the name, unless it is completed; or a run directory.
+
+    Raises:
+        NotARunDirectoryError: There is no run at `resume`.
+    """
+    if not resume:
+        return None
+    if resume != "auto":
+        path = Path(os.path.abspath(resume))
+        if (path / "manifest.json").exists() and not (path / "run.json").exists():
+            raise NotARunDirectoryError(
+                f"`resume` must name a run directory or the URL of a checkpoint, but {str(path)!r}"
+                f" is the directory of a checkpoint. Hint: {path.as_uri()!r} is its URL."
+            )
+        return RunDirectory.open(path)
+    run = newest_run_named(root, name)
+    if run is None:
+        elsewhere = (
+            f" To go on with a run of another machine, set {RESUME_VARIABLE} to the URL of its"
+            " checkpoint."
+        )
+        hint = elsewhere if os.environ.get(RUNS_VARIABLE) else ""
+        logger.info("No earlier run %r in %s: starting a new one.%s", name, root, hint)
+        return None
+    state = run_state(run, read_history(run))
+    if state in (RunState.COMPLETED, RunState.INVALID_HP):
+        logger.info("The last run %r (%s) is %s: starting a new one.", name, run.path, state.value)
+        return None
+    return run
+
+
+def tell_of_earlier_run(run: RunDirectory, name: str) -> None:
+    """Warn if the last run of a name did not end well, as a new run begins beside it."""
+    history = read_history(run)
+    state = run_state(run, history)
+    if state not in (RunState.CRASHED, RunState.PREEMPTED):
+        return
+    uuid, steps = latest_checkpoint(storage_of_run(run, run.read_info()), history)
+    found = f"its latest checkpoint is {uuid} at step {steps}" if uuid else "it has no checkpoint"
+    logger.warning(
+        "The last run %r (%s) %s at step %d; %s. This start begins a new run. To go on with that"
+        " one instead, set %s=%s%s.",
+        name,
+        run.path,
+        "crashed" if state is RunState.CRASHED else "was preempted",
+        max(history.last_steps.values(), default=0),
+        found,
+        RESUME_VARIABLE,
+        run.path,
+        _resume_hint.get(),
+    )
+
+
+_MAX_SEED = 2**31
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+
+
+def drawn_seed() -> int:
+    """Return a new seed."""
+    return secrets.randbelow(_MAX_SEED)
+
+
+def recordable(value: Any) -> Any:
+    """Return a copy of hyperparameters for JSON; what JSON cannot hold becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): recordable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [recordable(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        # A NumPy scalar or a 0-d tensor.
+        value = value.item()
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is int and _INT64_MIN <= value <= _INT64_MAX:
+        return value
+    if type(value) is float and isfinite(value):
+        return value
+    return str(value)
+
+
+def tell_of_changes(info: RunInfo, hparams: Mapping[str, Any] | None) -> None:
+    """Warn if a run goes on with other hyperparameters than it began with."""
+    if hparams is None or info.hparams is None:
+        return
+    before, now = info.hparams, recordable(hparams)
+    changed = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if changed:
+        logger.warning(
+            "The run %r goes on with other hyperparameters than it began with, which stay on"
+            " record: %s.",
+            info.name,
+            "; ".join(changed),
+        )
+
+
+# A fraction of `HEARTBEAT_LIMIT_S`, as a file system may tell of a change late.
+_INTERVAL_S = 10.0
+# A run that is over sooner needs none.
+_FIRST_S = 1.0
+
+
+class _Heartbeats:
+    """One thread that gives signs of life for all runs of this process.
+
+    The thread ends when it finds no run. Runs that follow each other share it, because starting a
+    thread takes long compared with an empty run.
+    """
+
+    def __init__(self) -> None:
+        # Each run with the time of its next sign of life.
+        self._runs: dict[RunDirectory, float] = {}
+        # Reentrant: garbage collection may close a forgotten context within this thread's own hold.
+        self._lock = threading.RLock()
+        self._has_thread = False
+
+    def add(self, run: RunDirectory) -> None:
+        """Give signs of life of a run until it is removed."""
+        with self._lock:
+            self._runs[run] = 0.0
+            if not self._has_thread:
+                threading.Thread(
+                    target=self._beat, name="paceline-run-heartbeats", daemon=True
+                ).start()
+                self._has_thread = True
+
+    def remove(self, run: RunDirectory) -> None:
+        """Give no further sign of life of a run, if this process gave some."""
+        with self._lock:
+            if self._runs.pop(run, None) is not None:
+                run.end_heartbeat()
+
+    def forget(self) -> None:
+        """Give no further sign of life of any run, in a process that is forked."""
+        self._runs, self._has_thread = {}, False
+        self._lock = threading.RLock()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(min(_FIRST_S, _INTERVAL_S))
+            with self._lock:
+                now = time.monotonic()
+                for run in [run for run, due in self._runs.items() if due <= now]:
+                    with suppress(OSError):
+                        run.beat()
+                    if run in self._runs:
+                        self._runs[run] = now + _INTERVAL_S
+                    else:
+                        run.end_heartbeat()
+                if not self._runs:
+                    self._has_thread = False
+                    return
+
+
+_heartbeats = _Heartbeats()
+
+
+@contextmanager
+def sending_heartbeats(run: RunDirectory) -> Iterator[None]:
+    """Give signs of life of a run within the block; a full disk is no error."""
+    heartbeats = _heartbeats
+    try:
+        heartbeats.add(run)
+        yield
+    finally:
+        # A forked child may come here too; it gives none, and the run goes on.
+        heartbeats.remove(run)
+
+
+os.register_at_fork(after_in_child=lambda: _heartbeats.forget())
+
+
+REPORT_TO_VARIABLE = "PACELINE_REPORT_TO"
+
+# By its name, as `client` stands above `core`.
+_PROGRAM = "paceline.client._report_run"
+# The reporter says sooner that it has sent all, or that it goes on in the background.
+_END_LIMIT_S = 10.0
+_URL = re.compile(r"(https?://)?[A-Za-z0-9.\[\]:_-]+/?")
+
+
+def master_to_report_to(given: str | None) -> str | None:
+    """Return the URL of the master that a run reports to, None if it reports to none.
+
+    Args:
+        given: What the script says; the variable PACELINE_REPORT_TO by default.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It is no URL of a master.
+    """
+    name = "master" if given is not None else REPORT_TO_VARIABLE
+    url = os.environ.get(REPORT_TO_VARIABLE) or None if given is None else given
+    if url is None:
+        return None
+    if not isinstance(url, str):
+        raise TypeError(f"`master` must be the URL of a master, but got {url!r}.")
+    if not _URL.fullmatch(url):
+        raise ValueError(
+            f"`{name}` must be the URL of a master, such as https://head:8080, but got {url!r}."
+        )
+    return url
+
+
+@contextmanager
+def reporting(run: RunDirectory, master: str | None) -> Iterator[Callable[[], None]]:
+    """Give a function that begins to report a run; at the end of the block the rest is sent.
+
+    The run's lock must be taken and released within the block. A master that does not answer is
+    no error: the reporter goes on without the script for a while.
+
+    Args:
+        run: The run directory of this machine.
+        master: The URL of the master; None reports nothing.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    owner = os.getpid()
+
+    def start() -> None:
+        if master is not None:
+            try:
+                started.append(_start_live_reports(run.path, master))
+            except OSError as error:
+                logger.warning(
+                    "The run is not reported to %s, as no process can be started (%s)."
+                    " Hint: `paceline sync %s` sends it later.",
+                    master,
+                    error,
+                    run.path,
+                )
+
+    try:
+        yield start
+    finally:
+        # A forked child may come here too; the run goes on then.
+        if os.getpid() == owner:
+            for process in started:
+                _end_live_reports(process)
+
+
+def _start_live_reports(path: Path, master: str) -> "subprocess.Popen[bytes]":
+    source = str(Path(__file__).parents[2])
+    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, "-m", _PROGRAM, str(path), master],
+        # Its end tells the reporter that the script has ended, however it did.
+        stdin=subprocess.PIPE,
+        # Its end tells the script that the reporter needs it no more.
+        stdout=subprocess.PIPE,
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            # Files of the script's directory must not stand in for modules.
+            "PYTHONSAFEPATH": "1",
+        },
+        # Ctrl-C is for the script.
+        start_new_session=True,
+    )
+
+
+def _end_live_reports(process: "subprocess.Popen[bytes]") -> None:
+    """Let the reporter send the rest, and leave it alone if that takes long."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    _await_end(process.stdout)
+    process.stdout.close()
+    # It has left its work to a child at once, which outlives this script if need be.
+    process.wait()
+
+
+def _await_end(stream: IO[bytes]) -> None:
+    deadline = time.monotonic() + _END_LIMIT_S
+    while (left_s := deadline - time.monotonic()) > 0:
+        readable, _, _ = select.select([stream], [], [], left_s)
+        if readable and not os.read(stream.fileno(), 1024):
+            return

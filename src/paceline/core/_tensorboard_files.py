@@ -8,10 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.core._enums import TensorboardMode
-from paceline.core._metric_numbers import numbers_of
-from paceline.journal import RunInfo
-from paceline.storage import CheckpointStorage
+from paceline._base.run_directory import RunInfo
+from paceline.core._arguments import TensorboardMode, numbers_of
+from paceline.storage._checkpoint_storage import CheckpointStorage
 
 logger = logging.getLogger(__name__)
 

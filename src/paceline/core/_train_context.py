@@ -1,5 +1,6 @@
-"""Reporting what happens in training."""
+"""Reports of training: metrics, progress, status and alerts."""
 
+import logging
 import math
 import threading
 import time
@@ -12,33 +13,42 @@ from typing import Any
 import msgspec
 
 from paceline import faults
-from paceline.core._attempt_journal import record_metrics, record_time_spent
-from paceline.core._control_file import ControlFile
-from paceline.core._enums import EarlyExitReason, TensorboardMode
-from paceline.core._journal_history import last_steps, read_history, standing_metrics
-from paceline.core._plain_json import plain_json
-from paceline.core._report_checks import (
-    MAX_STEPS,
-    check_group,
-    check_judged,
-    checked_steps,
-    group_of_rank,
-    new_metrics,
-    searched_metrics,
-)
-from paceline.core._search_decision import SearchDecision
-from paceline.core._tensorboard_files import PathMangler, PathSelector, TensorboardFiles
-from paceline.core._time_account import CHECKPOINT, OTHER, VALIDATION, ScriptTimes, TimeEvent
-from paceline.journal import (
+from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_records import (
+    ALERT_LEVELS,
+    AlertRaised,
     EarlyExitReported,
-    JournalWriter,
     ProgressReported,
-    RunDirectory,
     RunMetadataSet,
     StatusReported,
     decode_value,
     encode_metrics,
 )
+from paceline._base.run_directory import RunDirectory
+from paceline.core._arguments import (
+    MAX_STEPS,
+    EarlyExitReason,
+    TensorboardMode,
+    check_group,
+    check_judged,
+    checked_steps,
+    group_of_rank,
+    new_metrics,
+    plain_json,
+    searched_metrics,
+)
+from paceline.core._attempt_journal import (
+    CHECKPOINT,
+    OTHER,
+    VALIDATION,
+    ScriptTimes,
+    TimeEvent,
+    record_metrics,
+    record_time_spent,
+)
+from paceline.core._preemption_and_search import ControlFile, SearchDecision
+from paceline.core._run_summaries import last_steps, read_history, standing_metrics
+from paceline.core._tensorboard_files import PathMangler, PathSelector, TensorboardFiles
 
 faults.register("core.report")
 
@@ -387,3 +397,41 @@ class TrainContext:
                 f"Only the chief may report this, but rank {self._rank} did."
                 " Hint: guard the call by `if context.distributed.rank == 0:`."
             )
+
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = {"title": 200, "description": 4000}
+_LOGGED_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+def alert_of(title: str, description: str, level: str) -> AlertRaised:
+    """Return the record of an alert.
+
+    Raises:
+        TypeError: A text is no string.
+        ValueError: `level` is unknown, or there is no text, or a text is too long.
+    """
+    for name, text in (("title", title), ("description", description)):
+        if not isinstance(text, str):
+            raise TypeError(f"`{name}` must be a string, but got {text!r}.")
+        if len(text) > _LONGEST[name]:
+            raise ValueError(
+                f"`{name}` must have {_LONGEST[name]} characters at most, but has {len(text)}."
+            )
+    if not title and not description:
+        raise ValueError("An alert must have a `title` or a `description`, but has neither.")
+    if level not in ALERT_LEVELS:
+        raise ValueError(f"`level` must be one of {', '.join(ALERT_LEVELS)}, but got {level!r}.")
+    return AlertRaised(time=time.time(), title=title, description=description, level=level)
+
+
+def log_alert(alert: AlertRaised, rank: int) -> None:
+    """Log an alert, for runs that have no trial's log."""
+    text = ": ".join(filter(None, (alert.title, alert.description)))
+    logger.log(_LOGGED_LEVELS[alert.level], "Alert of rank %d: %s", rank, text)

@@ -3,22 +3,22 @@
 from importlib import import_module
 from typing import Any
 
-from paceline.core import NonFiniteError
-from paceline.creators._function_parameters import HookWorker
-from paceline.creators._pytorch_trainer import PyTorchTrainer
-from paceline.creators._replica_spec import BATCH_SIZE
-from paceline.engine import Pass, StateFormatError
-from paceline.storage import CheckpointCorruptError
-from paceline.workers import (
+from paceline._training.engine.checkpoints.state_files import StateFormatError
+from paceline._training.workers.failures_and_restarts import (
     NodesDifferError,
     NotEnoughWorkersError,
-    NotSendableError,
     RanksDifferError,
     ResourcesError,
     TrainingFailedError,
     WorkerFailedError,
     WorkersLostError,
 )
+from paceline._training.workers.pickled_calls import NotSendableError
+from paceline.core._arguments import NonFiniteError
+from paceline.creators._passes import Pass
+from paceline.creators._pytorch_trainer import PyTorchTrainer
+from paceline.creators._trainer_arguments import BATCH_SIZE, HookWorker
+from paceline.storage._checkpoint_files import CheckpointCorruptError
 
 __all__ = [
     "BATCH_SIZE",

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from paceline.creators._function_parameters import GivenParameters
-from paceline.engine import LocalMeans, Measure, Pass, Precision
+from paceline._training.engine.devices import Precision
+from paceline.creators._pass_reports import LocalMeans, Measure
+from paceline.creators._passes import Pass
+from paceline.creators._trainer_arguments import GivenParameters
 
 
 def train_one_model(

@@ -1,4 +1,4 @@
-"""State of a worker between passes: created objects, and the data position."""
+"""State of a worker between passes, and functions that run in workers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -7,42 +7,47 @@ from typing import Any
 
 import torch
 
-from paceline.creators._default_functions import (
-    train_one_model,
-    validate_one_model,
-)
-from paceline.creators._function_parameters import GivenParameters, HookWorker, call_hook, call_with
-from paceline.creators._replica_data import creators_config, data_position_in, make_replica_loaders
-from paceline.creators._replica_spec import ReplicaPassOrder, ReplicaSpec, check_gpu
-from paceline.engine import (
-    MAX_SKIPPED_STEPS,
-    DataPosition,
-    GradientSync,
+from paceline._base.arguments_and_errors import mix_seed
+from paceline._training.engine.checkpoints.models_and_optimizers import ModelsAndOptimizers
+from paceline._training.engine.checkpoints.resume_differences import built_settings
+from paceline._training.engine.checkpoints.sharded_state import outline_of, whole_model
+from paceline._training.engine.devices import Precision, suitable_backend, use_own_device
+from paceline._training.engine.fsdp_and_tensor_parallel import check_whole
+from paceline._training.engine.gradient_sync import GradientSync
+from paceline._training.engine.rank_differences import RankCheck, compare_in_group
+from paceline._training.engine.tensors import all_parameters
+from paceline._training.engine.weighted_means import MAX_SKIPPED_STEPS
+from paceline._training.workers.group_recovery import read_parts, write_part
+from paceline._training.workers.processes.rank_environment import join_process_group
+from paceline.creators._default_functions import train_one_model, validate_one_model
+from paceline.creators._pass_reports import (
     LocalMeans,
-    ModelsAndOptimizers,
     NotedProgress,
-    Pass,
     PassResult,
     PassSeconds,
-    Precision,
-    RankCheck,
     StepTimes,
-    WorkerBatch,
-    all_parameters,
-    built_settings,
-    capture_pass_state,
-    check_whole,
-    compare_in_group,
-    isolated_randomness,
     measured_pass,
-    mix_seed,
-    outline_of,
-    seed_everything,
-    suitable_backend,
-    use_own_device,
-    whole_model,
 )
-from paceline.workers import join_process_group, write_part
+from paceline.creators._pass_state import capture_pass_state, join_pass_state, restore_pass_state
+from paceline.creators._passes import (
+    DataPosition,
+    Pass,
+    creators_config,
+    data_position_in,
+    make_replica_loaders,
+)
+from paceline.creators._trainer_arguments import (
+    GivenParameters,
+    HookWorker,
+    ReplicaPassOrder,
+    ReplicaSpec,
+    call_hook,
+    call_with,
+    check_gpu,
+)
+from paceline.data._batches_to_device import release_device_memory
+from paceline.data._order_and_random_generators import isolated_randomness, seed_everything
+from paceline.data._sharded_loader import WorkerBatch
 
 
 class Replica:
@@ -374,3 +379,50 @@ def _created_as_list(made: Any, kind: type, creator: str, name: str) -> list[Any
 
 def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
+
+
+_replica: list[Replica] = []
+
+
+def set_up(spec: ReplicaSpec) -> None:
+    """Make this worker's replica."""
+    # An earlier one must not take the place of the new one's state.
+    _replica.clear()
+    release_device_memory()
+    _replica.append(Replica(spec))
+
+
+def train(order: ReplicaPassOrder, state_path: str | None = None) -> PassResult:
+    """Train for a pass."""
+    return _replica[0].train(order, state_path)
+
+
+def validate(order: ReplicaPassOrder) -> PassResult:
+    """Validate."""
+    return _replica[0].validate(order)
+
+
+def state(path: str | None) -> dict[str, Any] | None:
+    """Return this rank's part of the state; None if it is in a file now."""
+    return _replica[0].state_part(path)
+
+
+def load_state(path: str | None, parts: list[Any]) -> None:
+    """Put back a state; see `read_parts`."""
+    restore_pass_state(_replica[0], join_pass_state(read_parts(path, parts)))
+
+
+def models() -> list[Any] | None:
+    """Return the models, on the chief; all ranks take part, as models may be sharded."""
+    return _replica[0].whole_models()
+
+
+def update_schedulers(metric: float) -> None:
+    """Step all schedulers with a metric."""
+    for scheduler in _replica[0].schedulers:
+        scheduler.step(metric)
+
+
+def call(function: Callable[[], Any]) -> Any:
+    """Call a function of the user's."""
+    return function()

@@ -3,17 +3,15 @@
 Importing this loads no torch.
 """
 
-from paceline.data._dataset import Dataset
-from paceline.data._default_batches import collate_samples
-from paceline.data._errors import (
+from paceline.data._dataset import Dataset, Fold, read, read_images, write_index
+from paceline.data._default_batches import (
     DataChangedError,
     DataError,
     DataFormatError,
     DataNotFoundError,
+    collate_samples,
 )
-from paceline.data._folds import Fold
-from paceline.data._open_datasets import read, read_images, write_index
-from paceline.data._stream_pieces import StreamPieces, stream_pieces
+from paceline.data._streams import StreamPieces, stream_pieces
 
 __all__ = [
     "DataChangedError",

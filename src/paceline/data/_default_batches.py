@@ -1,4 +1,4 @@
-"""Batches of samples where the user gives no `collate`."""
+"""Batches of samples without a `collate`; exceptions of data sets."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -80,3 +80,19 @@ def _first_of(texts: Iterable[str]) -> str:
 
 def _named(name: str, key: Any) -> str:
     return f"`{key}`" if name == "a sample" else f"{name}[{key!r}]"
+
+
+class DataError(Exception):
+    """The base of all errors about files of data; the message names the file."""
+
+
+class DataChangedError(DataError):
+    """Raised when a file is not the one that it was when the data set was made."""
+
+
+class DataFormatError(DataError):
+    """Raised when a file is damaged, cut off, or has other columns than the files before it."""
+
+
+class DataNotFoundError(DataError, FileNotFoundError):
+    """Raised when there is no file."""

@@ -1,33 +1,194 @@
-"""Where files lie: in a directory, or in a store of objects."""
+"""Where files lie: directory or store of objects; hedged requests, pieces kept on disk."""
 
 import glob
+import hashlib
+import logging
 import os
+import queue
 import re
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from paceline._atomic_files import replacing_below
-from paceline._regular_files import opened_directory
-from paceline._waiting import sleep
-from paceline.data._disk_cache import DiskCache
-from paceline.data._errors import DataChangedError, DataError, DataNotFoundError
-from paceline.data._hedged_calls import HedgedCalls
-from paceline.storage import (
+from paceline._base.files import open_regular_below, opened_directory, read_limited, replacing_below
+from paceline._base.process_and_network import sleep, wait_until
+from paceline.data._default_batches import DataChangedError, DataError, DataNotFoundError
+from paceline.storage._checkpoint_files import (
     CheckpointCorruptError,
     CheckpointError,
-    ObjectStorage,
     StorageNotInstalledError,
-    storage_from,
 )
+from paceline.storage._object_storage import ObjectStorage
+from paceline.storage._storage_by_url import storage_from
 
 T = TypeVar("T")
+
+_FIRST_DELAY_S = 5.0
+# A request is slow if it takes so many times as long as the slowest one that was answered.
+_FACTOR = 3.0
+_MOST_CALLS = 3
+
+# How long a call took, what it returned, and what it raised instead.
+_Ended: TypeAlias = "queue.SimpleQueue[tuple[float, Any, BaseException | None]]"
+
+
+class HedgedCalls:
+    """Call functions that may hang; the first answer of several equal calls counts.
+
+    A call that takes three times as long as the slowest answer so far, and 5 seconds at least, is
+    repeated beside it, twice at most. A call that hangs keeps a thread until its own time limit;
+    the thread does not keep the process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._slowest_s = 0.0
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the first answer.
+
+        Raises:
+            Exception: What the last of the calls has raised, if none had an answer.
+        """
+        ended: _Ended = queue.SimpleQueue()
+        delay_s = max(_FIRST_DELAY_S, _FACTOR * self._slowest_s)
+        num_running = 0
+        for number in range(1, _MOST_CALLS + 1):
+            if _start(function, ended):
+                num_running += 1
+            elif not num_running:
+                return function()
+            is_last = number == _MOST_CALLS
+            while num_running and (first := _first(ended, None if is_last else delay_s)):
+                [(seconds, answer, error)] = first
+                num_running -= 1
+                if error is None:
+                    self._slowest_s = max(self._slowest_s, seconds)
+                    return answer  # type: ignore[no-any-return]
+                if not num_running:
+                    raise error
+            delay_s *= 2
+        raise AssertionError("the last wait has no end")
+
+
+def _start(function: Callable[[], Any], ended: _Ended) -> bool:
+    """Call a function in a thread of its own; return False at the limit of threads."""
+
+    def run() -> None:
+        begun = time.monotonic()
+        answer, error = None, None
+        try:
+            answer = function()
+        except BaseException as raised:  # raised in the thread that waits
+            error = raised
+        ended.put((time.monotonic() - begun, answer, error))
+
+    try:
+        threading.Thread(target=run, name="paceline-store-read", daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _first(ended: _Ended, timeout_s: float | None) -> list[tuple[float, Any, BaseException | None]]:
+    """Return the call that ends next, in a list; an empty one if none does in time."""
+
+    def wait(slice_s: float | None) -> list[tuple[float, Any, BaseException | None]]:
+        try:
+            return [ended.get(timeout=slice_s)]
+        except queue.Empty:
+            return []
+
+    return wait_until(wait, timeout_s)
+
+
+logger = logging.getLogger(__name__)
+
+# So much is left of the limit when the oldest pieces are removed.
+_SHARE_LEFT = 0.9
+
+
+class DiskCache:
+    """A directory of pieces that the processes of a machine share.
+
+    The pieces that were used longest ago are removed.
+
+    Args:
+        directory: The directory.
+        limit_bytes: How much it may hold.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self._directory = directory
+        self._limit_bytes = limit_bytes
+        self._num_bytes: int | None = None
+        self._has_warned = False
+
+    def get(self, *key: object) -> bytes | None:
+        """Return what was kept under a key, or None."""
+        try:
+            with (
+                opened_directory(self._directory) as directory,
+                open_regular_below(directory, _name(key)) as file,
+            ):
+                data = read_limited(file, self._limit_bytes)
+                os.utime(file.fileno())
+        except OSError:
+            return None
+        return data
+
+    def put(self, data: bytes, *key: object) -> None:
+        """Keep a piece, unless it is larger than the limit or the disk does not take it."""
+        if len(data) > self._limit_bytes:
+            return
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with opened_directory(self._directory) as directory:
+                if self._num_bytes is None:
+                    self._num_bytes = sum(size for _, size, _ in _pieces(directory))
+                with replacing_below(directory, _name(key)) as file:
+                    file.write(data)
+                self._num_bytes += len(data)
+                if self._num_bytes > self._limit_bytes:
+                    self._remove_oldest(directory)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("Pieces of files are not kept in %s: %s.", self._directory, error)
+
+    def _remove_oldest(self, directory: int) -> None:
+        # Other processes add and remove as well.
+        pieces = sorted(_pieces(directory))
+        total = sum(size for _, size, _ in pieces)
+        for _, size, name in pieces:
+            if total <= _SHARE_LEFT * self._limit_bytes:
+                break
+            with suppress(OSError):
+                os.unlink(name, dir_fd=directory)
+            total -= size
+        self._num_bytes = total
+
+
+def _pieces(directory: int) -> list[tuple[int, int, str]]:
+    """Return when each was used last, its size and its name."""
+    found = []
+    for name in os.listdir(directory):
+        with suppress(OSError):
+            facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            found.append((facts.st_mtime_ns, facts.st_size, name))
+    return found
+
+
+def _name(key: tuple[object, ...]) -> str:
+    text = "\0".join(map(str, key))
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
 
 READ_TIMEOUT_VARIABLE = "PACELINE_DATA_TIMEOUT_S"
 _READ_TIMEOUT_S = 300.0

@@ -1,12 +1,227 @@
-"""How a data set is read: its order, its windows, and the part of a worker."""
+"""How a data set is read: order, windows, the part of a worker."""
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
-from paceline._argument_checks import check_count
-from paceline.data._partitioned_order import OrderShards, PartitionedOrder
-from paceline.data._sample_source import Source
+from paceline._base.arguments_and_errors import check_count, mix_seed
+from paceline.data._sample_sources import Numbers, Source
+
+_PIECES, _WINDOW = 0, 1
+_WINDOWS_KEPT = 4
+
+
+class PartitionedOrder:
+    """The samples of one epoch in partitions.
+
+    Args:
+        sizes: The number of samples of each piece, as an array.
+        num_partitions: The shards of a global batch.
+        window: The number of samples that are mixed with each other; 0 keeps their order, and that
+            of the pieces.
+        seed: The seed of the run.
+        epoch: The epoch.
+        expect: Called with the first numbers of the pieces that are in use, and of those that are
+            needed next.
+        ahead: How many windows are needed next.
+    """
+
+    def __init__(
+        self,
+        sizes: Numbers,
+        num_partitions: int,
+        *,
+        window: int,
+        seed: int,
+        epoch: int,
+        expect: Callable[[Numbers, Numbers], None] | None = None,
+        ahead: int = 1,
+    ) -> None:
+        import numpy as np
+
+        starts = np.cumsum(sizes) - sizes
+        if window:
+            order = _generator(seed, epoch, _PIECES).permutation(len(sizes))
+            starts, sizes = starts[order], sizes[order]
+        self._starts, self._sizes = starts, sizes
+        self._ends = np.cumsum(sizes)
+        self.num_samples = int(self._ends[-1]) if len(sizes) else 0
+        self._num_partitions = num_partitions
+        self._window = window
+        self._span = window or max(1, int(sizes.max(initial=1)))
+        self._seed, self._epoch = seed, epoch
+        self._expect = expect
+        self._ahead = ahead
+        # The pieces in use in each partition that this process reads.
+        self._in_use: dict[int, Numbers] = {}
+        self._kept: OrderedDict[tuple[int, int], Numbers] = OrderedDict()
+
+    def partition_size(self, partition: int) -> int:
+        """Return the number of samples of a partition; the first ones may have one more."""
+        whole, rest = divmod(self.num_samples, self._num_partitions)
+        return whole + (partition < rest)
+
+    def numbers(self, partition: int, begin: int, end: int) -> list[int]:
+        """Return the samples between two places of a partition."""
+        found: list[int] = []
+        for index in range(begin // self._span, (end - 1) // self._span + 1):
+            start = index * self._span
+            window = self._window_of(partition, index)
+            found += window[max(begin - start, 0) : end - start].tolist()
+        return found
+
+    def _window_of(self, partition: int, index: int) -> Numbers:
+        key = (partition, index)
+        if key not in self._kept:
+            firsts, numbers = self._pieces_of(partition, index)
+            if self._window:
+                generator = _generator(self._seed, self._epoch, _WINDOW, partition, index)
+                numbers = numbers[generator.permutation(len(numbers))]
+            self._kept[key] = numbers
+            if self._expect is not None:
+                self._tell(partition, index, firsts)
+            while len(self._kept) > max(_WINDOWS_KEPT, 2 * self._num_partitions):
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _tell(self, partition: int, index: int, firsts: Numbers) -> None:
+        import numpy as np
+
+        assert self._expect is not None
+        self._in_use[partition] = firsts
+        later = [
+            self._pieces_of(partition, ahead, only_firsts=True)[0]
+            for ahead in range(index + 1, index + 1 + self._ahead)
+        ]
+        nothing = np.empty(0, np.int64)
+        self._expect(np.concatenate(list(self._in_use.values())), np.concatenate([nothing, *later]))
+
+    def _pieces_of(
+        self, partition: int, index: int, *, only_firsts: bool = False
+    ) -> tuple[Numbers, Numbers]:
+        """Return the first sample of each piece of a window, and all its samples in order."""
+        import numpy as np
+
+        whole, rest = divmod(self.num_samples, self._num_partitions)
+        partition_start = partition * whole + min(partition, rest)
+        begin = partition_start + min(index * self._span, self.partition_size(partition))
+        end = partition_start + min((index + 1) * self._span, self.partition_size(partition))
+        if begin >= end:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        first = int(np.searchsorted(self._ends, begin, side="right"))
+        last = int(np.searchsorted(self._ends, end, side="left"))
+        ends = self._ends[first : last + 1]
+        begins = ends - self._sizes[first : last + 1]
+        low, high = np.maximum(begins, begin), np.minimum(ends, end)
+        firsts = self._starts[first : last + 1] + low - begins
+        if only_firsts:
+            return firsts, firsts
+        counts = high - low
+        places = np.arange(end - begin) + np.repeat(firsts - (low - begin), counts)
+        return firsts, places
+
+
+class OrderShard(Sequence[int]):
+    """The samples of one shard, found when they are asked for."""
+
+    def __init__(self, order: PartitionedOrder, partition: int, begin: int, end: int) -> None:
+        self._order = order
+        self._place = partition, begin, end
+
+    def __len__(self) -> int:
+        _, begin, end = self._place
+        return end - begin
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order.numbers(*self._place))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._order.numbers(*self._place)[index]
+
+
+class OrderShards(Sequence[Sequence[int]]):
+    """The shards of an epoch: shard s of global batch b is the one with index b * partitions + s.
+
+    Args:
+        order: The samples.
+        num_partitions: The shards of a global batch.
+        shard_size: The samples of a shard; fewer at the end of a partition.
+        drop_last: Whether smaller ones are left out.
+        num_shards: How many of the shards there are; None for all.
+    """
+
+    def __init__(
+        self,
+        order: PartitionedOrder,
+        num_partitions: int,
+        shard_size: int,
+        *,
+        drop_last: bool,
+        num_shards: int | None = None,
+    ) -> None:
+        self._order = order
+        self._num_partitions = num_partitions
+        self._size = shard_size
+        self._drop_last = drop_last
+        whole = sum(
+            order.partition_size(partition) // shard_size for partition in range(num_partitions)
+        )
+        parts = sum(
+            order.partition_size(partition) % shard_size > 0 for partition in range(num_partitions)
+        )
+        total = whole + (0 if drop_last else parts)
+        self._num_shards = total if num_shards is None else num_shards
+
+    def __len__(self) -> int:
+        return self._num_shards
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples that are in a shard."""
+        batches, rest = divmod(self._num_shards, self._num_partitions)
+        return sum(
+            min(self._order.partition_size(partition), (batches + (partition < rest)) * self._size)
+            for partition in range(self._num_partitions)
+        )
+
+    def first(self, num_shards: int) -> "OrderShards":
+        """Return the first shards."""
+        return OrderShards(
+            self._order,
+            self._num_partitions,
+            self._size,
+            drop_last=self._drop_last,
+            num_shards=num_shards,
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence[int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sequence[int]]: ...
+    def __getitem__(self, index: int | slice) -> Sequence[int] | list[Sequence[int]]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self._num_shards))]
+        if not 0 <= index < self._num_shards:
+            raise IndexError(index)
+        batch, partition = divmod(index, self._num_partitions)
+        begin = batch * self._size
+        end = min(begin + self._size, self._order.partition_size(partition))
+        return OrderShard(self._order, partition, begin, end)
+
+
+def _generator(*parts: int) -> Any:
+    """Return a generator whose numbers NumPy promises to keep in later versions."""
+    import numpy as np
+
+    seed = mix_seed(*parts)
+    return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32])
+
 
 _PIPELINE_OPTIONS = ("length", "window")
 

@@ -1,12 +1,155 @@
-"""Samples that come one after the other and have no numbers."""
+"""Samples without numbers, and streams that can be read in pieces."""
 
+import copy
 import logging
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from paceline.data._stream_pieces import StreamPieces, stream_pieces
+_SPLITTERS = ("split_by_node", "split_by_worker", "single_node_only", "check_empty")
+_OPENERS = ("StreamingOpen", "FileCache")
+
+
+class StreamPieces(ABC):
+    """A stream in pieces, each of which can be read by itself.
+
+    Together the pieces have each sample of an epoch once.
+
+    Attributes:
+        num_pieces: The number of pieces.
+        is_shuffled: Whether the pieces may come in any order.
+        name: What messages call the stream.
+    """
+
+    num_pieces: int
+    is_shuffled: bool = False
+    name: str = "the stream"
+
+    @abstractmethod
+    def read(self, piece: int, epoch: int) -> Iterable[Any]:
+        """Return the samples of one piece; the same ones each time for the same epoch.
+
+        Args:
+            piece: The piece, from 0.
+            epoch: The epoch, for streams whose order depends on it.
+        """
+
+
+def stream_pieces(data: Any) -> StreamPieces | None:
+    """Return an iterable data set in pieces, or None if it can only be read whole.
+
+    Pieces are had of streams of Hugging Face and of all others that have `num_shards` and
+    `shard(num_shards=, index=)`, and of WebDataset's pipelines over a list of shards.
+
+    Args:
+        data: The iterable data set.
+
+    Raises:
+        ValueError: It was split for the workers already.
+    """
+    tell = getattr(data, "stream_pieces", None)
+    if callable(tell):
+        own: StreamPieces | None = tell()
+        return own
+    if callable(getattr(data, "shard", None)) and isinstance(
+        getattr(data, "num_shards", None), int
+    ):
+        return _Shards(data)
+    if _is_webdataset(data):
+        return _WebDatasetShards(data)
+    return None
+
+
+class _Shards(StreamPieces):
+    """The shards of a stream that can give one of them, as those of Hugging Face do."""
+
+    def __init__(self, data: Any) -> None:
+        split = getattr(data, "_distributed", None)
+        if split is not None and split.world_size > 1:
+            raise ValueError(
+                "A stream must be whole, as Paceline deals its shards among the workers, but got"
+                f" part {split.rank} of {split.world_size}. Hint: leave out"
+                " `split_dataset_by_node`."
+            )
+        self.num_pieces = int(data.num_shards)
+        self.is_shuffled = _mixes_samples(data)
+        self.name = f"the {type(data).__name__}"
+        self._data = data
+
+    def read(self, piece: int, epoch: int) -> Iterable[Any]:
+        shard: Iterable[Any] = self._data.shard(num_shards=self.num_pieces, index=piece)
+        set_epoch = getattr(shard, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        return shard
+
+
+def _mixes_samples(data: Any) -> bool:
+    """Tell whether a stream of Hugging Face was shuffled, which it does not tell itself."""
+    step = getattr(data, "_ex_iterable", None)
+    while step is not None:
+        if "Shuffle" in type(step).__name__:
+            return True
+        step = getattr(step, "ex_iterable", None)
+    return False
+
+
+def _is_webdataset(data: Any) -> bool:
+    """Tell whether a data set is a pipeline of WebDataset that reads each of its shards once."""
+    stages = getattr(data, "pipeline", None)
+    if not isinstance(stages, list) or not stages or getattr(data, "repetitions", 1) != 1:
+        return False
+    kind = type(stages[0])
+    return kind.__module__.startswith("webdataset.") and kind.__name__ == "SimpleShardList"
+
+
+class _WebDatasetShards(StreamPieces):
+    """The shards of a pipeline of WebDataset; what deals them among workers is left out."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        shards, *stages = data.pipeline
+        # What comes before the shards are opened deals with their URLs alone.
+        opener = next((n for n, stage in enumerate(stages) if type(stage).__name__ in _OPENERS), 0)
+        self._stages = [stage for stage in stages[opener:] if not _is_splitter(stage)]
+        self.num_pieces = len(shards.urls)
+        self.is_shuffled = any(map(_is_shuffle, stages)) or shards.seed is not None
+        self.name = f"the {type(data).__name__}"
+
+    def read(self, piece: int, epoch: int) -> Iterable[Any]:
+        pipeline = copy.copy(self._data)
+        shards = copy.copy(self._data.pipeline[0])
+        shards.urls = [shards.urls[piece]]
+        pipeline.pipeline = [shards, *(_exact(stage, epoch) for stage in self._stages)]
+        samples: Iterable[Any] = pipeline
+        return samples
+
+
+def _exact(stage: Any, epoch: int) -> Any:
+    """Return a stage that mixes samples in the same way each time that a shard is read."""
+    if type(stage).__name__ == "detshuffle":
+        stage = copy.copy(stage)
+        stage.epoch = epoch - 1
+        return stage
+    options = getattr(stage, "kw", {})
+    if _is_shuffle(stage) and not {"seed", "rng"} & set(options):
+        # Its own seed is the time. The process's generator is seeded for each piece.
+        seed = random.getrandbits(32)
+        return lambda samples: stage.f(samples, *stage.args, **options, seed=seed)
+    return stage
+
+
+def _is_splitter(stage: Any) -> bool:
+    return getattr(stage, "__name__", "") in _SPLITTERS
+
+
+def _is_shuffle(stage: Any) -> bool:
+    function = getattr(stage, "f", stage)
+    name = getattr(function, "__name__", type(stage).__name__)
+    return "shuffle" in name.lower()
+
 
 logger = logging.getLogger(__name__)
 

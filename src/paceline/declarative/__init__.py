@@ -10,16 +10,15 @@ from paceline.declarative._config_classes import (
     TrainingConfig,
 )
 from paceline.declarative._config_object import OptionContainer
-from paceline.declarative._declarative_trainer import Trainer
-from paceline.declarative._loss_classes import (
+from paceline.declarative._losses import (
+    LossTracker,
     MarginLoss,
     NegativeCosineSimilarity,
     SymmetricNegativeCosineSimilarity,
     TotalVariationLoss,
 )
-from paceline.declarative._loss_history import LossTracker
 from paceline.declarative._run_yaml import RunFileError, load_run
-from paceline.declarative._tester import Tester
+from paceline.declarative._trainer_and_tester import Tester, Trainer
 
 __all__ = [
     "Config",

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from paceline import _argument_checks as arguments
-from paceline._argument_checks import optional
+from paceline._base import arguments_and_errors as arguments
+from paceline._base.arguments_and_errors import optional
 from paceline.declarative import _config_field_checks as checks
 from paceline.declarative._config_object import OptionContainer, new_option, option
-from paceline.declarative._loss_classes import SymmetricNegativeCosineSimilarity
+from paceline.declarative._losses import SymmetricNegativeCosineSimilarity
 
 _BEST = "best_model.pth"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from paceline._argument_checks import Check, number, one_of, positive, text, wrong
-from paceline.engine import check_plan
+from paceline._base.arguments_and_errors import Check, number, one_of, positive, text, wrong
+from paceline._training.engine.fsdp_and_tensor_parallel import check_plan
 
 _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 

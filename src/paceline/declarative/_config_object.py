@@ -1,20 +1,99 @@
-"""Config objects: typed fields, checked whenever they are set, and written as JSON."""
+"""Config objects: typed fields, hyperparameters, files of generic_trainer."""
 
 import dataclasses
 import difflib
 import inspect
 import json
+import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline._argument_checks import Check
-from paceline._atomic_files import replacing_atomically
-from paceline.declarative._earlier_configs import is_earlier, taken_over
-from paceline.engine import JsonReader, JsonWriter, ObjectFinder
+from torch import nn
 
-_CHECK, _LEFT_OUT, _SOURCES = "check", "left_out", "_sources"
+from paceline._base.arguments_and_errors import Check
+from paceline._base.files import replacing_atomically
+from paceline.declarative import _losses as _loss_classes
+from paceline.declarative._objects_as_json import JsonReader, JsonWriter, ObjectFinder
+
+logger = logging.getLogger(__name__)
+
+_CLASS = re.compile(r"<class '([\w.]+)'>")
+_CALL = re.compile(r"([A-Za-z_]\w*)\(.*\)", re.DOTALL)
+_OBJECT = re.compile(r"<.* at 0x[0-9a-f]+>", re.DOTALL)
+_CONFIG_CLASS, _LEFT_OUT = "config_class", "left_out"
+
+
+def is_earlier(data: Any) -> bool:
+    """Tell whether a config is one that generic_trainer has written."""
+    if not isinstance(data, Mapping):
+        return False
+    inner = [value for value in data.values() if isinstance(value, Mapping)]
+    names = [value[_CONFIG_CLASS] for value in inner if _CONFIG_CLASS in value]
+    texts = [value for value in data.values() if isinstance(value, str)]
+    has_plain_names = any("." not in str(name) for name in names)
+    return has_plain_names or any(_CLASS.fullmatch(t) or _OBJECT.fullmatch(t) for t in texts)
+
+
+def taken_over(data: Mapping[str, Any], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config of generic_trainer as this package writes it.
+
+    Args:
+        data: What generic_trainer has written.
+        namespace: Where classes are looked for that it names without a module.
+
+    Raises:
+        ValueError: A loss cannot be found.
+    """
+    left_out: dict[str, str] = {}
+    found: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, str) and _OBJECT.fullmatch(value):
+            left_out[name] = value
+        elif name == "loss_function":
+            found[name] = _losses(value, namespace)
+        elif name != _CONFIG_CLASS:
+            found[name] = _plain(value, namespace)
+    return {**found, _LEFT_OUT: left_out} if left_out else found
+
+
+def _plain(value: Any, namespace: Mapping[str, Any]) -> Any:
+    if isinstance(value, str) and (match := _CLASS.fullmatch(value)):
+        return {"class": match[1]}
+    if isinstance(value, list):
+        return [_plain(item, namespace) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    plain = {k: _plain(each, namespace) for k, each in value.items() if k != _CONFIG_CLASS}
+    # Without the class at hand, parameters need none.
+    kind = namespace.get(value.get(_CONFIG_CLASS, ""))
+    if isinstance(kind, type):
+        plain[_CONFIG_CLASS] = f"{kind.__module__}:{kind.__qualname__}"
+    return plain
+
+
+def _losses(value: Any, namespace: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_losses(item, namespace) for item in value]
+    match = _CALL.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return _plain(value, namespace)
+    kind = namespace.get(match[1]) or getattr(nn, match[1], getattr(_loss_classes, match[1], None))
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ValueError(
+            f"`loss_function` is {value!r} in the file of generic_trainer, but no class"
+            f" {match[1]!r} is known. Hint: pass namespace=globals() where it is imported, or set"
+            " `loss_function`."
+        )
+    logger.warning(
+        "`loss_function`: %s has its default arguments, as generic_trainer writes none.", match[1]
+    )
+    return {"object": f"{kind.__module__}:{kind.__qualname__}"}
+
+
+_CHECK, _LEFT_OUT_KEY, _SOURCES = "check", "left_out", "_sources"
 _PACKAGE = "paceline.declarative"
 # Fields that hold a class may name it by its import path alone.
 _CLASS_FIELDS = ("model_class", "optimizer", "scheduler")
@@ -134,12 +213,12 @@ class OptionContainer:
     def get_serializable_dict(self) -> dict[str, Any]:
         """Return the fields as plain data for JSON, as `dump_to_json` writes them."""
         data = JsonWriter().fields_of(self)
-        left_out = data.pop(_LEFT_OUT, {})
+        left_out = data.pop(_LEFT_OUT_KEY, {})
         for name, (value, source) in vars(self).get(_SOURCES, {}).items():
             if name in left_out and value is getattr(self, name):
                 data[name] = source
                 del left_out[name]
-        return {**data, _LEFT_OUT: left_out} if left_out else data
+        return {**data, _LEFT_OUT_KEY: left_out} if left_out else data
 
     def dump_to_json(self, filename: str | os.PathLike[str]) -> None:
         """Write the fields to a file; what cannot be written is named under "left_out".
@@ -236,3 +315,49 @@ def _like(field: "dataclasses.Field[Any]") -> Any:
     return dataclasses.field(
         **{name: getattr(field, name) for name in names}, metadata=field.metadata
     )
+
+
+def with_hyperparameters(configs: Any, hparams: Mapping[str, Any]) -> Any:
+    """Return a copy of a config in which hyperparameters take the place of fields.
+
+    A map changes the fields of a config object, and the entries of a dict, that it names.
+
+    Args:
+        configs: The config; it stays as it is.
+        hparams: Values by field; a name with dots, such as `model_params.width`, leads into a map.
+
+    Raises:
+        ValueError: A hyperparameter is no field.
+        TypeError: A value has the wrong type.
+    """
+    changed = dataclasses.replace(configs)
+    for name, value in hparams.items():
+        first, *rest = name.split(".")
+        for part in reversed(rest):
+            value = {part: value}
+        current = getattr(changed, first, None)
+        if isinstance(current, dict) and isinstance(value, Mapping):
+            value = {**current, **value}
+        elif isinstance(current, OptionContainer) and isinstance(value, Mapping):
+            value = _with_fields(first, current, value)
+        try:
+            changed.load_dict({first: value} if _is_plain(value) else {})
+        except ValueError as error:
+            raise ValueError(f"The hyperparameter {name!r} must be a field: {error}") from error
+        if not _is_plain(value):
+            setattr(changed, first, value)
+    return changed
+
+
+def _with_fields(name: str, current: OptionContainer, value: Mapping[str, Any]) -> OptionContainer:
+    known = current.values()
+    if unknown := sorted(value.keys() - known.keys()):
+        raise ValueError(
+            f"The hyperparameter '{name}.{unknown[0]}' must be a field, but"
+            f" {type(current).__name__} has only {', '.join(sorted(known))}."
+        )
+    return dataclasses.replace(current, **value)
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, (OptionContainer, dict))

@@ -13,17 +13,12 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, ReduceLROnPlateau
 
 from paceline import core, pytorch
+from paceline._training.engine.checkpoints.export_weights import require_onnx
+from paceline._training.engine.gradient_accumulation import clipping
+from paceline._training.engine.stepper import ClipGrads
 from paceline.declarative._config_classes import ParallelizationConfig, TrainingConfig
-from paceline.declarative._loss_classes import MarginLoss
-from paceline.engine import (
-    ClipGrads,
-    LossPlan,
-    Prediction,
-    clipping,
-    require_onnx,
-    searched_length,
-    searcher_of,
-)
+from paceline.declarative._losses import LossPlan, MarginLoss, Prediction
+from paceline.pytorch._fit_arguments import searched_length, searcher_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import paceline
 from paceline import LOG_FORMAT
-from paceline.config import ConfigError, apply_overrides, parse_yaml
-from paceline.core import launched_place, run_name
+from paceline.config._fields_and_problems import ConfigError
+from paceline.config._read_yaml import apply_overrides, parse_yaml
+from paceline.core._launcher_place import launched_place
+from paceline.core._run_directories import run_name
 from paceline.declarative._config_classes import PretrainingConfig, TrainingConfig
-from paceline.declarative._declarative_trainer import Trainer
-from paceline.engine import ObjectFinder
+from paceline.declarative._objects_as_json import ObjectFinder
+from paceline.declarative._trainer_and_tester import Trainer
 
 _PACKAGE = "paceline.declarative"
 _HINT = "--allow {module} if you trust it."

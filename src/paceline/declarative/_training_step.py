@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline import pytorch
+from paceline._training.engine.stepper import ClipGrads
 from paceline.declarative._config_classes import TrainingConfig
-from paceline.engine import ClipGrads, LossPlan, Prediction
+from paceline.declarative._losses import LossPlan, Prediction
 
 _OF_CONFIG = object()
 

@@ -5,36 +5,34 @@ Importing this loads none of them.
 
 from typing import TYPE_CHECKING
 
-from paceline._late_names import late_names
+from paceline._base.imports import late_names
 
 if TYPE_CHECKING:
-    from paceline.integrations._huggingface_accelerate import (
+    from paceline.integrations._accelerate import (
         AccelerateReports,
         load_accelerator,
         save_accelerator,
     )
     from paceline.integrations._lightning import lightning_trainer, prepare_lightning
-    from paceline.integrations._mlflow import MLflowTracker
     from paceline.integrations._ray_tune import TrainTrainable, to_trainable
     from paceline.integrations._ray_tune_creators import PyTorchTrainable, as_trainable
-    from paceline.integrations._tensorboard import TensorBoardTracker
+    from paceline.integrations._trackers import MLflowTracker, TensorBoardTracker, WandbTracker
     from paceline.integrations._transformers import prepare_transformers
-    from paceline.integrations._wandb import WandbTracker
 
 # The module of each name.
 _PLACES = {
-    "AccelerateReports": "_huggingface_accelerate",
-    "MLflowTracker": "_mlflow",
+    "AccelerateReports": "_accelerate",
+    "MLflowTracker": "_trackers",
     "PyTorchTrainable": "_ray_tune_creators",
-    "TensorBoardTracker": "_tensorboard",
+    "TensorBoardTracker": "_trackers",
     "TrainTrainable": "_ray_tune",
-    "WandbTracker": "_wandb",
+    "WandbTracker": "_trackers",
     "as_trainable": "_ray_tune_creators",
     "lightning_trainer": "_lightning",
-    "load_accelerator": "_huggingface_accelerate",
+    "load_accelerator": "_accelerate",
     "prepare_lightning": "_lightning",
     "prepare_transformers": "_transformers",
-    "save_accelerator": "_huggingface_accelerate",
+    "save_accelerator": "_accelerate",
     "to_trainable": "_ray_tune",
 }
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import train
-from paceline.workers.runs import current_session
+from paceline.train._run_protocol import current_session
 
 
 def report_of_library(

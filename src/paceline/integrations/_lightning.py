@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import train
+from paceline._base.imports import required_library
 from paceline.integrations._library_reports import report_of_library
-from paceline.integrations._required_library import required_library
 
 required_library("lightning.pytorch", "prepare_lightning", "lightning")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from ray import tune
 
-from paceline.creators import PyTorchTrainer
+from paceline._training.workers.worker_resources import WorkerResources, WorkerSettings
+from paceline.creators._pytorch_trainer import PyTorchTrainer
 from paceline.integrations._ray_tune import name_of, resources_of
-from paceline.workers import WorkerResources, WorkerSettings
 
 _STATE_FILE = "trainer.pt"
 

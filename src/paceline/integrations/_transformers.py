@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import train
+from paceline._base.imports import required_library
 from paceline.integrations._library_reports import report_of_library
-from paceline.integrations._required_library import required_library
 
 required_library("transformers", "prepare_transformers", "transformers")
 

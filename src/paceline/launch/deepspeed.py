@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.launch._backend_variables import Backend, check_installed
-from paceline.launch._launcher_arguments import LaunchOptions
+from paceline._training.workers.process_pools import WorkerVariables
+from paceline._training.workers.processes.rank_environment import NodeLayout
+from paceline.launch._launcher_arguments import Backend, LaunchOptions, check_installed
 from paceline.launch.torch_distributed import launch
-from paceline.workers import NodeLayout, WorkerVariables
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where shm_open makes its files
 

@@ -8,10 +8,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from paceline.launch._backend_variables import Backend, check_installed
-from paceline.launch._launcher_arguments import LaunchArgumentError, LaunchOptions
+from paceline._training.workers.process_pools import WorkerVariables
+from paceline._training.workers.processes.rank_environment import HorovodRendezvous
+from paceline.launch._launcher_arguments import (
+    Backend,
+    LaunchArgumentError,
+    LaunchOptions,
+    check_installed,
+)
 from paceline.launch.torch_distributed import launch
-from paceline.workers import HorovodRendezvous, WorkerVariables
 
 
 class HorovodBackend(Backend):

@@ -1,52 +1,160 @@
-"""Start one worker per slot, as ``python3 -m paceline.launch.torch_distributed``.
-
-The workers find their place in the variables that torch.distributed reads (RANK, WORLD_SIZE,
-MASTER_ADDR and so on), so scripts written for torchrun run unchanged.
-"""
+"""Start one worker per slot, as ``python3 -m paceline.launch.torch_distributed``."""
 
 import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from paceline.gpus import num_visible_gpus
-from paceline.launch._attempt_nodes import AttemptNodes, attempt_nodes, info_of_attempt, tell_runner
-from paceline.launch._backend_variables import Backend
+from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._base.gpus import num_visible_gpus
+from paceline._base.process_and_network import LOOPBACK, PortReservation, num_cores
+from paceline._training.workers.elastic_group import ElasticLimits
+from paceline._training.workers.failures_and_restarts import (
+    OUTPUT_IS,
+    NodesDifferError,
+    NotEnoughWorkersError,
+    ResourcesError,
+    RestartPolicy,
+    WorkerFailedError,
+    WorkerStartError,
+)
+from paceline._training.workers.launch_nodes import LaunchNodes
+from paceline._training.workers.launch_run import LaunchGroup, LaunchRun
+from paceline._training.workers.process_pools import ProgramPool, WorkerCommand, WorkerVariables
+from paceline._training.workers.processes.rank_environment import (
+    SHARDS_VARIABLE,
+    NodeLayout,
+    is_port_free,
+)
+from paceline._training.workers.processes.signals_and_leftovers import sweeping_after_kill
+from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.worker_resources import check_crowd
 from paceline.launch._launcher_arguments import (
     USAGE,
+    Backend,
     LaunchArgumentError,
     LaunchOptions,
     parse_arguments,
+    worker_command,
 )
-from paceline.launch._line_writer import RankLineWriter
-from paceline.launch._worker_command import worker_command
-from paceline.workers import (
-    LOOPBACK,
-    OUTPUT_IS,
-    SHARDS_VARIABLE,
-    CollectiveMismatchError,
-    ElasticLimits,
-    LaunchGroup,
-    LaunchNodes,
-    LaunchRun,
-    NodeLayout,
-    NodesDifferError,
-    NotEnoughWorkersError,
-    PortReservation,
-    ProgramPool,
-    ResourcesError,
-    RestartPolicy,
-    WorkerCommand,
-    WorkerFailedError,
-    WorkerStartError,
-    WorkerVariables,
-    check_crowd,
-    is_port_free,
-    num_cores,
-    sweeping_after_kill,
-)
+
+if TYPE_CHECKING:
+    from paceline._base.run_directory import RunInfo
+
+
+_RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
+_MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptNodes:
+    """The nodes of an attempt, and this one among them.
+
+    Attributes:
+        rank: The number of this node.
+        address: The address of node 0.
+        port: Where the launchers meet, on node 0.
+        num_slots: The slots of the attempt on each node.
+    """
+
+    rank: int
+    address: str
+    port: int
+    num_slots: tuple[int, ...]
+
+    def place(self, options: LaunchOptions) -> LaunchOptions:
+        """Return options with the place of this node, unless they name one themselves."""
+        if options.num_nodes > 1:
+            return options
+        return replace(
+            options,
+            num_nodes=len(self.num_slots),
+            node_rank=self.rank,
+            master_address=self.address,
+            master_port=self.port,
+        )
+
+    def sizes_for(self, options: LaunchOptions) -> tuple[int, ...]:
+        """Return the number of workers of each node; empty if the options say it for all."""
+        return self.num_slots if options.num_workers is None else ()
+
+
+def attempt_nodes() -> AttemptNodes | None:
+    """Return the nodes of the attempt of this process; None if there is one at most."""
+    port = os.environ.get(_MEETING_PORT_VARIABLE)
+    info = info_of_attempt() if port else None
+    if port is None or info is None or len(info.container_slot_counts) < 2:
+        return None
+    return AttemptNodes(
+        rank=info.container_rank,
+        address=info.container_addrs[0],
+        port=int(port),
+        num_slots=tuple(info.container_slot_counts),
+    )
+
+
+def tell_runner(text: str) -> None:
+    """Tell the runner of this node why the workers have ended, if this is an attempt of a trial."""
+    if path := os.environ.get(_RUN_DIRECTORY_VARIABLE):
+        from paceline._base.run_directory import (
+            NotARunDirectoryError,
+            RunDirectory,
+            RunVersionError,
+        )
+
+        with suppress(OSError, NotARunDirectoryError, RunVersionError):
+            RunDirectory.open(Path(path)).write_launch_error(text)
+
+
+def info_of_attempt() -> "RunInfo | None":
+    """Return the facts of the attempt of this process, None if it is none of a master's.
+
+    Raises:
+        LaunchArgumentError: They cannot be read.
+    """
+    path = os.environ.get(_RUN_DIRECTORY_VARIABLE)
+    if not path:
+        return None
+    # The journal's reader costs a good part of the launcher's start.
+    from paceline._base.run_directory import NotARunDirectoryError, RunDirectory, RunVersionError
+
+    try:
+        return RunDirectory(Path(path)).read_info()
+    except (NotARunDirectoryError, RunVersionError) as error:
+        raise LaunchArgumentError(str(error)) from error
+
+
+class RankLineWriter:
+    """Write each line as a whole, with its rank, to the stream that it came from."""
+
+    def __init__(self) -> None:
+        self._broken: set[int] = set()
+
+    def __call__(self, line: OutputLine) -> None:
+        """Write one line."""
+        descriptor = 1 if line.stream == "stdout" else 2
+        data = f"[rank={line.rank}] {line.text}\n".encode()
+        # Training goes on when nobody reads any more, as with `| head`.
+        if descriptor not in self._broken and not _write_all(descriptor, data):
+            self._broken.add(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> bool:
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
+        except OSError:
+            return False
+    return True
+
 
 logger = logging.getLogger("paceline.launch")
 

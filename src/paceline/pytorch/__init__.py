@@ -1,42 +1,39 @@
 """The Trial class front door: the trainer takes over the loop; model and step stay yours."""
 
-from paceline.core import NonFiniteError
-from paceline.engine import (
-    Batch,
-    CheckpointMismatchError,
-    Epoch,
+from paceline._training.engine.checkpoints.export_weights import (
     ExportedWeights,
-    KeySetError,
-    LRScheduler,
-    MetricReducer,
-    Record,
-    Reducer,
-    TrainUnit,
-    clip_grad_norm_,
     export_dcp,
     export_weights,
-    is_test_mode,
-    load_optimizer_state,
-    load_weights,
 )
-from paceline.pytorch import samplers
-from paceline.pytorch._batch_inference import torch_batch_process
-from paceline.pytorch._batch_processor import TorchBatchProcessor, TorchBatchProcessorContext
-from paceline.pytorch._batches_and_loaders import DataLoader, TorchData, data_length, to_device
+from paceline._training.engine.checkpoints.load_weights import load_optimizer_state, load_weights
+from paceline._training.engine.gradient_accumulation import clip_grad_norm_
+from paceline._training.engine.metric_reducers import MetricReducer, Reducer
+from paceline._training.engine.schedules import Batch, Epoch, LRScheduler, Record, TrainUnit
+from paceline._training.engine.weighted_means import KeySetError
+from paceline._training.workers.failures_and_restarts import RanksDifferError
+from paceline.core._arguments import NonFiniteError
+from paceline.data._batches_to_device import TorchData, data_length, to_device
+from paceline.pytorch._batch_inference import (
+    TorchBatchProcessor,
+    TorchBatchProcessorContext,
+    torch_batch_process,
+)
+from paceline.pytorch._fit_arguments import is_test_mode
 from paceline.pytorch._from_checkpoint import (
     CheckpointLoadContext,
     load_trial_from_checkpoint_path,
     load_weights_from_checkpoint_path,
 )
-from paceline.pytorch._launch import launch
-from paceline.pytorch._pytorch_callback import PyTorchCallback
-from paceline.pytorch._pytorch_trial import PyTorchTrial
-from paceline.pytorch._result import Result
-from paceline.pytorch._trial_context import PyTorchTrialContext
-from paceline.pytorch._trial_init import init
-from paceline.pytorch._trial_trainer import Preempted, Trainer
+from paceline.pytorch._init_and_launch import init, launch
+from paceline.pytorch._trainer import Preempted, Result, Trainer
+from paceline.pytorch._trial_and_context import (
+    DataLoader,
+    PyTorchCallback,
+    PyTorchTrial,
+    PyTorchTrialContext,
+)
 from paceline.pytorch.samplers import adapt_batch_sampler
-from paceline.workers import RanksDifferError
+from paceline.storage._checkpoint_files import CheckpointMismatchError
 
 __all__ = [
     "Batch",

@@ -10,17 +10,12 @@ from typing import Any, cast
 import torch
 
 from paceline import core
-from paceline.engine import (
-    is_on_meta,
-    load_models,
-    materialize,
-    models_in,
-    read_training,
-    read_weights,
-)
-from paceline.pytorch._pytorch_trial import PyTorchTrial
-from paceline.pytorch._trial_context import PyTorchTrialContext
-from paceline.storage import directory_of_checkpoint
+from paceline._training.engine.checkpoints.models_and_optimizers import load_models
+from paceline._training.engine.checkpoints.state_files import read_training, read_weights
+from paceline._training.engine.model_preparation import is_on_meta, materialize
+from paceline.pytorch._training_state import models_in
+from paceline.pytorch._trial_and_context import PyTorchTrial, PyTorchTrialContext
+from paceline.storage._storage_by_url import directory_of_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,390 @@
-"""Training of one trial: what a `PyTorchTrial` gives to the engine's loop."""
+"""Training and validation of one trial: its facts in checkpoints, resume checks.
 
+Also: validation over ranks.
+"""
+
+import inspect
 import logging
-from collections.abc import Mapping
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.engine import Position, ResumableTraining, ShardedData, TrainingCallbacks, TrainsShard
-from paceline.pytorch._pytorch_callback import PyTorchCallback
-from paceline.pytorch._pytorch_trial import PyTorchTrial
-from paceline.pytorch._resume_checks import facts_changed_on_resume
-from paceline.pytorch._trial_checkpoint_facts import trial_checkpoint_facts
-from paceline.pytorch._trial_context import PyTorchTrialContext
-from paceline.pytorch._trial_validator import Validator
+from paceline import faults
+from paceline._training.engine.fsdp_and_tensor_parallel import RankGrid, unsharded
+from paceline._training.engine.metric_reducers import Reducer
+from paceline._training.engine.schedules import Position
+from paceline._training.engine.stepper import Stepper
+from paceline._training.engine.weighted_means import KeySetError
+from paceline.core._distributed_context import DistributedContext
+from paceline.data._order_and_random_generators import shards_of_worker
+from paceline.data._sharded_loader import ShardedData
+from paceline.pytorch._loop_agreement_and_reports import TrainsShard
+from paceline.pytorch._resumable_training import ResumableTraining, TrainingCallbacks
+from paceline.pytorch._trial_and_context import PyTorchCallback, PyTorchTrial, PyTorchTrialContext
+from paceline.storage._checkpoint_files import CheckpointMismatchError
+
+
+def trial_checkpoint_facts(trial: object, context: PyTorchTrialContext) -> dict[str, Any]:
+    """Return what `load_trial_from_checkpoint_path` needs to build the trial again."""
+    kind = type(trial)
+    module, source = kind.__module__, None
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        source = Path(getattr(main, "__file__", None) or "a notebook").name
+        # A program that was started by `python -m` can be imported by that name.
+        module = getattr(getattr(main, "__spec__", None), "name", None) or module
+    hparams, unstored = checkpoint_hparams(context)
+    return {
+        "trial": {"class": f"{module}:{kind.__qualname__}", "source": source},
+        "hparams": hparams,
+        "unstored_hparams": unstored,
+        "data_config": context.get_data_config(),
+    }
+
+
+def checkpoint_hparams(context: PyTorchTrialContext) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the hyperparameters that a checkpoint holds, and the names of the others."""
+    try:
+        given = context.get_hparams()
+    except ValueError:
+        return None, []
+    plain = {name: value for name, value in given.items() if _is_plain(value)}
+    return plain, sorted(given.keys() - plain.keys())
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a hyperparameter can be stored."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    is_scalar = hasattr(value, "item") and getattr(value, "shape", None) == ()
+    return value is None or isinstance(value, (bool, int, float, str)) or is_scalar
+
+
+def facts_changed_on_resume(
+    training: Mapping[str, Any], context: PyTorchTrialContext
+) -> list[tuple[str, Any, Any]]:
+    """Return the changed hyperparameters, with their values in a checkpoint and now.
+
+    Args:
+        training: The checkpoint's state that all ranks share.
+        context: The context of the training that goes on.
+
+    Raises:
+        CheckpointMismatchError: The seed was changed.
+    """
+    _check_seed(training["seed"], context.given_seed)
+    # One run's hyperparameters are compared when it goes on.
+    is_same_run = context.core.latest_checkpoint is not None
+    return [] if is_same_run else _changed_hparams(training, context)
+
+
+def _check_seed(stored: int, given: int | None) -> None:
+    if given not in (None, stored):
+        raise CheckpointMismatchError(
+            f"`seed` must be {stored}, as the checkpoint's order of samples depends on it, but got"
+            f" {given}. Hint: leave it out; or begin a new training with the checkpoint's weights"
+            " (`pytorch.load_weights_from_checkpoint_path`)."
+        )
+
+
+def _changed_hparams(
+    training: Mapping[str, Any], context: PyTorchTrialContext
+) -> list[tuple[str, Any, Any]]:
+    before, (now, unstored) = training.get("hparams"), checkpoint_hparams(context)
+    if before is None or now is None:
+        return []
+    left_out = {*unstored, *training.get("unstored_hparams", ())}
+    return [
+        (f"hyperparameter {name}", before.get(name), now.get(name))
+        for name in sorted((before.keys() | now.keys()) - left_out)
+        if before.get(name) != now.get(name)
+    ]
+
+
+def evaluate_batches(
+    data: ShardedData,
+    evaluate: Callable[[Any, int], object],
+    stepper: Stepper,
+    distributed: DistributedContext,
+    limit: int | None = None,
+) -> None:
+    """Evaluate this rank's batches of a validation set; all ranks call it.
+
+    Args:
+        data: The data in shards.
+        evaluate: Takes a batch and its index among those of this rank.
+        stepper: What knows the models.
+        distributed: Where the ranks meet.
+        limit: At most so many batches of this rank; None for all.
+    """
+    batches = _own_batches(data)
+    with ExitStack() as stack:
+        if stepper.is_sharded:
+            counts = batches_by_rank(data, limit, stepper.grid.data_size)
+            batches = _with_whole_models(batches, counts, data, stepper, stack)
+        for index, batch in enumerate(batches):
+            if limit is not None and index >= limit:
+                break
+            faults.reach("engine.validation")
+            evaluate(batch, index)
+
+
+def evaluate_on_chief(
+    evaluate: Callable[[], Mapping[str, Any]], stepper: Stepper, distributed: DistributedContext
+) -> dict[str, Any]:
+    """Return what `evaluate` returns on the chief, on all ranks; they all call it.
+
+    The ranks of the chief's tensor-parallel group evaluate with it, as they hold one model.
+    """
+    metrics: dict[str, Any] = {}
+    with ExitStack() as stack:
+        if stepper.is_sharded:
+            stack.enter_context(unsharded(stepper.models))
+        if stepper.grid.data_rank == 0:
+            metrics = dict(evaluate())
+    timeout_s = distributed.timeout_s
+    # The chief may be at it for hours; its death is noticed all the same.
+    distributed.timeout_s = math.inf
+    try:
+        return distributed.broadcast(metrics)
+    finally:
+        distributed.timeout_s = timeout_s
+
+
+def _with_whole_models(
+    batches: Iterator[Any],
+    counts: list[int],
+    data: ShardedData,
+    stepper: Stepper,
+    stack: ExitStack,
+) -> Iterator[Any]:
+    """Yield the batches; sharded models are whole from where the first rank has none left.
+
+    Until then all ranks gather each unit of a model together.
+    """
+    if len(set(counts)) > 1 or data.is_iterable:
+        yield from islice(batches, min(counts))
+        stack.enter_context(unsharded(stepper.models))
+    yield from batches
+
+
+def batches_by_rank(data: ShardedData, limit: int | None, world_size: int) -> list[int]:
+    """Return how many batches each rank validates; 0 where nobody can tell in advance.
+
+    Args:
+        data: The data.
+        limit: At most so many batches of a rank; None for all.
+        world_size: The number of ranks that have other samples each.
+    """
+    order = None if data.is_iterable else data.order(0)
+    if order is None:
+        return [0]
+    whole, rest = divmod(len(order.shards), data.num_shards)
+    counts = []
+    for rank in range(world_size):
+        own = shards_of_worker(data.num_shards, rank, world_size)
+        count = whole * len(own) + sum(shard < rest for shard in own)
+        counts.append(count if limit is None else min(count, limit))
+    return counts
+
+
+def _own_batches(data: ShardedData) -> Iterator[Any]:
+    """Return this rank's batches of the whole validation set."""
+    if data.is_iterable:
+        return chain.from_iterable(data.iterate_stream(agrees=False))
+    return data.iterate(0)
+
+
+class MetricSums:
+    """Combine the metrics of batches, each by its reducer.
+
+    Args:
+        reducers: One reducer for all metrics, or one per metric.
+        grid: Which ranks have the same samples; by default each has others.
+    """
+
+    def __init__(
+        self, reducers: Reducer | dict[str, Reducer], grid: RankGrid | None = None
+    ) -> None:
+        self._reducers = reducers
+        self._grid = grid
+        self._values: dict[str, Any] = {}
+        self._weight = 0
+
+    def add(self, metrics: Mapping[str, Any], num_samples: int) -> None:
+        """Add one batch.
+
+        Raises:
+            KeySetError: The names differ from those of the batches before.
+            TypeError: A value is no number, tensor or array; the message names it.
+            ValueError: The reducers do not name exactly the metrics.
+        """
+        if self._values and metrics.keys() != self._values.keys():
+            raise KeySetError(
+                "All batches must return the same validation metrics, but one returned"
+                f" {sorted(metrics)} and those before {sorted(self._values)}."
+            )
+        if isinstance(self._reducers, dict) and self._reducers.keys() != metrics.keys():
+            raise ValueError(
+                "`evaluation_reducer` must name exactly the metrics, but names"
+                f" {sorted(self._reducers)} while `evaluate_batch` returned {sorted(metrics)}."
+            )
+        for name, value in metrics.items():
+            number = _number_of_metric(name, value)
+            reducer = self._reducer(name)
+            if reducer is Reducer.AVG:
+                number = number * num_samples
+            held = self._values.get(name)
+            self._values[name] = (
+                number if held is None else _combine_validation_values(reducer, held, number)
+            )
+        self._weight += num_samples
+
+    def reduce(self, distributed: DistributedContext) -> dict[str, Any]:
+        """Return the metrics over all ranks.
+
+        Raises:
+            KeySetError: Ranks hold different names.
+            ValueError: There was no batch on any rank.
+        """
+        own = ({name: float(value) for name, value in self._values.items()}, self._weight)
+        by_rank: Sequence[Any] = distributed.allgather(own)
+        if self._grid is not None:
+            by_rank = self._grid.one_per_group(by_rank)
+        shares = [share for share in by_rank if share[0]]
+        if not shares:
+            raise ValueError("The validation loader must give at least one batch, but gave none.")
+        names = shares[0][0].keys()
+        for values, _ in shares:
+            if values.keys() != names:
+                raise KeySetError(
+                    "All ranks must return the same validation metrics, but one returned"
+                    f" {sorted(names)} and another {sorted(values)}."
+                )
+        total = sum(weight for _, weight in shares)
+        reduced: dict[str, Any] = {}
+        for name in names:
+            reducer = self._reducer(name)
+            value = shares[0][0][name]
+            for values, _ in shares[1:]:
+                value = _combine_validation_values(reducer, value, values[name])
+            reduced[name] = value / total if reducer is Reducer.AVG else value
+        return reduced
+
+    def _reducer(self, name: str) -> Reducer:
+        return self._reducers[name] if isinstance(self._reducers, dict) else self._reducers
+
+
+def _number_of_metric(name: str, value: Any) -> Any:
+    """Return a number, or the mean of the elements of a tensor or an array."""
+    try:
+        if not isinstance(value, torch.Tensor):
+            if not getattr(value, "shape", ()):
+                return float(value)
+            value = torch.as_tensor(value)
+        return value.detach().double().mean()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`evaluate_batch` must return numbers, tensors or arrays, but {name!r} is"
+            f" {value!r:.60} ({type(value).__name__}). Hint: collect other values by"
+            " `context.wrap_reducer`."
+        ) from error
+
+
+def _combine_validation_values(reducer: Reducer, left: Any, right: Any) -> Any:
+    if reducer in (Reducer.AVG, Reducer.SUM):
+        return left + right
+    if isinstance(left, float) and isinstance(right, float):
+        return max(left, right) if reducer is Reducer.MAX else min(left, right)
+    left, right = torch.as_tensor(left), torch.as_tensor(right)
+    return torch.maximum(left, right) if reducer is Reducer.MAX else torch.minimum(left, right)
+
+
+class Validator:
+    """Run a trial's validation.
+
+    Raises:
+        ValueError: Neither or both of the evaluate methods are overridden.
+    """
+
+    def __init__(self, trial: PyTorchTrial, context: PyTorchTrialContext) -> None:
+        has_batch = type(trial).evaluate_batch is not PyTorchTrial.evaluate_batch
+        has_full = type(trial).evaluate_full_dataset is not PyTorchTrial.evaluate_full_dataset
+        if has_batch == has_full:
+            found = "both" if has_batch else "neither"
+            raise ValueError(
+                "A trial must override exactly one of `evaluate_batch` and `evaluate_full_dataset`,"
+                f" but {type(trial).__name__} overrides {found}."
+            )
+        self._trial = trial
+        self._context = context
+        self.is_by_batch = has_batch
+        self.keeps_outputs = True
+        self._takes_index = len(inspect.signature(trial.evaluate_batch).parameters) > 1
+
+    def run(
+        self, data: ShardedData | None, loader: Any, limit: int | None
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return the metrics, the same on every rank, and this rank's metrics of each batch.
+
+        Args:
+            data: The data in shards, for `evaluate_batch`.
+            loader: The user's loader, for `evaluate_full_dataset`.
+            limit: At most so many batches of this rank; None for all.
+        """
+        with torch.no_grad(), self._context.stepper.autocast():
+            if self.is_by_batch:
+                assert data is not None
+                outputs, sums = self._run_batches(data, limit)
+                metrics = sums.reduce(self._context.distributed)
+            else:
+                outputs = []
+                metrics = evaluate_on_chief(
+                    lambda: self._trial.evaluate_full_dataset(loader),
+                    self._context.stepper,
+                    self._context.distributed,
+                )
+            metrics |= self._context.reducers.reduce(self._context.distributed, for_training=False)
+        return metrics, outputs
+
+    def _run_batches(self, data: ShardedData, limit: int | None) -> tuple[list[Any], MetricSums]:
+        context = self._context
+        sums = MetricSums(self._trial.evaluation_reducer(), context.stepper.grid)
+        outputs: list[Any] = []
+
+        def evaluate(batch: Any, index: int) -> None:
+            context.reducers.batch = index // len(data.own_shards)
+            if context.moves_data:
+                batch = context.to_device(batch)
+            metrics = self._evaluate(batch, index)
+            sums.add(metrics, self._trial.get_batch_length(batch))
+            if self.keeps_outputs:
+                outputs.append(metrics)
+
+        evaluate_batches(data, evaluate, context.stepper, context.distributed, limit)
+        return outputs, sums
+
+    def _evaluate(self, batch: Any, index: int) -> Mapping[str, Any]:
+        metrics = (
+            self._trial.evaluate_batch(batch, index)
+            if self._takes_index
+            else self._trial.evaluate_batch(batch)
+        )
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                "`evaluate_batch` must return a dictionary of metrics, but returned a"
+                f' {type(metrics).__name__}. Hint: return {{"validation_loss": value}}.'
+            )
+        return metrics
+
 
 logger = logging.getLogger(__name__)
 

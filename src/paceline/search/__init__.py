@@ -6,46 +6,44 @@ Nothing here does I/O. `Search` takes inputs (what happened to trials) and retur
 
 from __future__ import annotations
 
-from paceline.search._bracket_views import (
+from paceline.search._adaptive_asha import AdaptiveAshaConfig, AsyncHalvingConfig, Mode
+from paceline.search._hyperparameter_space import Rng, Space, SpaceError, parse_space
+from paceline.search._random_and_grid import GridConfig, RandomConfig, SingleConfig
+from paceline.search._search import (
+    Preview,
+    PreviewRow,
+    Search,
+    SimulationResult,
+    preview,
+    replay,
+    simulate,
+)
+from paceline.search._search_method import (
     BracketPlan,
     BracketView,
-    Decision,
-    RungEntry,
-    RungView,
-    TrialView,
-)
-from paceline.search._hyperparameter_kinds import SpaceError
-from paceline.search._hyperparameter_space import Space, parse_space
-from paceline.search._inputs_and_operations import (
     Create,
+    Decision,
     Exited,
     ExitReason,
     Input,
     Operation,
     Progressed,
     Reported,
+    RungEntry,
+    RungView,
+    SearchConfig,
+    SearchMethod,
+    SearchMethodError,
     Shutdown,
     Started,
     Stop,
     Train,
+    TrialMaker,
+    TrialView,
     input_from_json,
     message_to_json,
+    method_errors,
     operation_from_json,
-)
-from paceline.search._method_base import SearchMethod, TrialMaker
-from paceline.search._method_config import SearchConfig
-from paceline.search._method_errors import SearchMethodError, method_errors
-from paceline.search._preview import Preview, PreviewRow, preview
-from paceline.search._random_stream import Rng
-from paceline.search._search import Search, replay
-from paceline.search._simulate import SimulationResult, simulate
-from paceline.search.methods import (
-    AdaptiveAshaConfig,
-    AsyncHalvingConfig,
-    GridConfig,
-    Mode,
-    RandomConfig,
-    SingleConfig,
 )
 
 __all__ = [

@@ -1,22 +1,466 @@
-"""The hyperparameter space: parsing, random samples, grid points."""
+"""Hyperparameter space: kinds of hyperparameters, parsing, grid points.
+
+Also: and samples from the search's random stream.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from paceline.search._hyperparameter_kinds import (
-    Categorical,
-    Const,
-    DoubleRange,
-    IntRange,
-    Leaf,
-    LogRange,
-    SpaceError,
-)
-from paceline.search._random_stream import Rng
+from paceline._base.arguments_and_errors import PicklableError
+
+if TYPE_CHECKING:
+    from numpy.random import RandomState
+
+
+_MAX_SEED = 2**32 - 1
+_TRIAL_SEEDS = 2**31
+_NUM_WORDS = 624
+
+
+class Rng:
+    """Draw from the stream of `numpy.random.RandomState(seed)`, a Mersenne Twister.
+
+    NumPy has frozen this stream, so that a seed gives the same search in every later version.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self, seed: int) -> None:
+        """Start the stream.
+
+        Raises:
+            ValueError: If the seed is not an integer from 0 to 2**32 - 1.
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED:
+            raise ValueError(
+                f"`seed` must be an integer from 0 to {_MAX_SEED}, but got {seed!r}.\n"
+                "Hint: set `reproducibility.experiment_seed` to such a number or leave it out."
+            )
+        # NumPy takes a tenth of a second to load, and most users of the package never draw.
+        from numpy.random import RandomState
+
+        self._state: RandomState = RandomState(seed)
+
+    def real(self) -> float:
+        """Draw a float from 0 (inclusive) to 1 (exclusive)."""
+        return float(self._state.random_sample())
+
+    def integer(self, low: int, high: int) -> int:
+        """Draw an integer from `low` to `high`, both inclusive; one choice draws nothing."""
+        return low + int(self._state.randint(0, high - low + 1)) if high > low else low
+
+    def request_id(self) -> str:
+        """Draw a version-4 UUID, which names a trial before the master has numbered it."""
+        return str(uuid.UUID(bytes=self._state.bytes(16), version=4))
+
+    def trial_seed(self) -> int:
+        """Draw a trial's own seed, from 0 to 2**31 - 1."""
+        return int(self._state.randint(_TRIAL_SEEDS))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the stream's position as JSON-able data."""
+        state: Any = self._state.get_state(legacy=False)
+        return {
+            "algorithm": "mt19937",
+            "words": [int(word) for word in state["state"]["key"]],
+            "position": int(state["state"]["pos"]),
+        }
+
+    @classmethod
+    def from_snapshot(cls, snapshot: dict[str, Any]) -> Rng:
+        """Continue a stream where `snapshot` left it.
+
+        Raises:
+            ValueError: If the data is not a snapshot of this kind of stream.
+        """
+        words = snapshot.get("words")
+        if snapshot.get("algorithm") != "mt19937" or len(words or ()) != _NUM_WORDS:
+            raise ValueError(
+                "A random stream's snapshot must hold the `mt19937` algorithm and its "
+                f"{_NUM_WORDS} words, but got {snapshot.get('algorithm')!r} and "
+                f"{len(words or ())} words.\n"
+                "Hint: restore from a snapshot that `Rng.snapshot()` made."
+            )
+        from numpy import array, uint32
+
+        rng = cls(0)
+        position = int(snapshot["position"])
+        rng._state.set_state(("MT19937", array(words, dtype=uint32), position, 0, 0.0))
+        return rng
+
+
+# The width of a range must fit NumPy's signed 64-bit draws.
+_INT_LIMIT = 2**61
+
+
+class SpaceError(PicklableError, ValueError):
+    """Raised when a hyperparameter space is not valid; `path` is the dotted name at fault."""
+
+    def __init__(self, path: str, problem: str, hint: str) -> None:
+        super().__init__(f"{problem}\nHint: {hint}")
+        self.path = path
+
+
+class Leaf(ABC):
+    """One hyperparameter. Implementations draw from it and count and make its grid points."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def sample(self, rng: Rng) -> Any:
+        """Draw a value."""
+
+    @abstractmethod
+    def num_points(self) -> int:
+        """Return how many values the grid has along this axis.
+
+        Raises:
+            SpaceError: If the axis has no `count`.
+        """
+
+    @abstractmethod
+    def point(self, index: int) -> Any:
+        """Return the value at `index` (from 0) of the grid's axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Const(Leaf):
+    """Always the same value."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, path: str, value: Any) -> Const:
+        """Make a constant of a bare value.
+
+        Raises:
+            SpaceError: If the value is not JSON.
+        """
+        _check_json(path, value)
+        return cls(deepcopy(value))
+
+    @classmethod
+    def parse(cls, path: str, fields: dict[str, Any]) -> Const:
+        """Parse `{type: const, val: ...}`.
+
+        Raises:
+            SpaceError: If `val` is missing or not JSON.
+        """
+        _check_fields(path, fields, required=("val",))
+        return cls.of(f"{path}.val", fields["val"])
+
+    def sample(self, rng: Rng) -> Any:
+        """Return the value; a constant draws nothing."""
+        return _fresh(self.value)
+
+    def num_points(self) -> int:
+        """Return 1."""
+        return 1
+
+    def point(self, index: int) -> Any:
+        """Return the value."""
+        return _fresh(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Categorical(Leaf):
+    """One of several values."""
+
+    values: tuple[Any, ...]
+
+    @classmethod
+    def parse(cls, path: str, fields: dict[str, Any]) -> Categorical:
+        """Parse `{type: categorical, vals: [...]}`.
+
+        Raises:
+            SpaceError: If `vals` is not a list of at least one JSON value.
+        """
+        _check_fields(path, fields, required=("vals",))
+        values = fields["vals"]
+        if not isinstance(values, list) or not values:
+            raise SpaceError(
+                f"{path}.vals",
+                f"`{path}.vals` must be a list of at least one value, but got {values!r}.",
+                "write for example `vals: [16, 32, 64]`.",
+            )
+        for index, value in enumerate(values):
+            _check_json(f"{path}.vals[{index}]", value)
+        return cls(tuple(values))
+
+    def sample(self, rng: Rng) -> Any:
+        """Draw one of the values, all equally likely."""
+        return _fresh(self.values[rng.integer(0, len(self.values) - 1)])
+
+    def num_points(self) -> int:
+        """Return the number of values."""
+        return len(self.values)
+
+    def point(self, index: int) -> Any:
+        """Return the value at `index`."""
+        return _fresh(self.values[index])
+
+
+@dataclass(frozen=True, slots=True)
+class _Range(Leaf):
+    path: str
+    minval: Any
+    maxval: Any
+    count: int | None
+
+    def num_points(self) -> int:
+        """Return the count.
+
+        Raises:
+            SpaceError: If there is none.
+        """
+        if self.count is None:
+            raise SpaceError(
+                f"{self.path}.count",
+                f"`{self.path}.count` must be given for a grid search, but it is missing.",
+                f"add for example `count: 4` to `{self.path}`.",
+            )
+        return self.count
+
+
+@dataclass(frozen=True, slots=True)
+class IntRange(_Range):
+    """An integer from `minval` to `maxval`, both inclusive."""
+
+    @classmethod
+    def parse(cls, path: str, fields: dict[str, Any]) -> IntRange:
+        """Parse `{type: int, minval, maxval, count?}`.
+
+        Raises:
+            SpaceError: If a field is missing, unknown or wrong.
+        """
+        _check_fields(path, fields, required=("minval", "maxval"), optional=("count",))
+        for name in ("minval", "maxval"):
+            value = fields[name]
+            if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _INT_LIMIT:
+                raise SpaceError(
+                    f"{path}.{name}",
+                    f"`{path}.{name}` must be an integer of at most 2**61 in size, "
+                    f"but got {value!r}.",
+                    "use `type: double` for real numbers.",
+                )
+        return cls(path, *_check_bounds(path, fields), _parse_count(path, fields))
+
+    def sample(self, rng: Rng) -> int:
+        """Draw an integer, all equally likely."""
+        return rng.integer(self.minval, self.maxval)
+
+    def num_points(self) -> int:
+        """Return the count, or how many integers there are if these are fewer.
+
+        Raises:
+            SpaceError: If there is no count.
+        """
+        num_integers: int = self.maxval - self.minval + 1
+        return min(_Range.num_points(self), num_integers)
+
+    def point(self, index: int) -> int:
+        """Return the integer nearest to the point of an even spacing, halves away from zero."""
+        last = self.num_points() - 1
+        if last == 0:
+            numerator, denominator = self.minval + self.maxval, 2
+        else:
+            numerator = self.minval * last + index * (self.maxval - self.minval)
+            denominator = last
+        rounded: int = (2 * abs(numerator) + denominator) // (2 * denominator)
+        return rounded if numerator >= 0 else -rounded
+
+
+@dataclass(frozen=True, slots=True)
+class DoubleRange(_Range):
+    """A real number from `minval` (inclusive) to `maxval` (exclusive, but part of a grid)."""
+
+    @classmethod
+    def parse(cls, path: str, fields: dict[str, Any]) -> DoubleRange:
+        """Parse `{type: double, minval, maxval, count?}`.
+
+        Raises:
+            SpaceError: If a field is missing, unknown or wrong.
+        """
+        _check_fields(path, fields, required=("minval", "maxval"), optional=("count",))
+        for name in ("minval", "maxval"):
+            _check_number(f"{path}.{name}", fields[name])
+        return cls(path, *_check_real_bounds(path, fields), _parse_count(path, fields))
+
+    def sample(self, rng: Rng) -> float:
+        """Draw a real number, uniformly."""
+        value: float = self.minval + rng.real() * (self.maxval - self.minval)
+        return value
+
+    def point(self, index: int) -> float:
+        """Return a point of an even spacing; a single point lies in the middle."""
+        last = self.num_points() - 1
+        if last == 0:
+            return float((self.minval + self.maxval) / 2)
+        return float(self.minval + index * (self.maxval - self.minval) / last)
+
+
+@dataclass(frozen=True, slots=True)
+class LogRange(DoubleRange):
+    """`base` to a real power from `minval` (inclusive) to `maxval` (exclusive, but on a grid)."""
+
+    base: float
+
+    @classmethod
+    def parse(cls, path: str, fields: dict[str, Any]) -> LogRange:
+        """Parse `{type: log, base, minval, maxval, count?}`; the bounds are exponents.
+
+        Raises:
+            SpaceError: If a field is missing, unknown or wrong.
+        """
+        _check_fields(path, fields, required=("base", "minval", "maxval"), optional=("count",))
+        for name in ("base", "minval", "maxval"):
+            _check_number(f"{path}.{name}", fields[name])
+        base = fields["base"]
+        if base <= 0:
+            raise SpaceError(
+                f"{path}.base",
+                f"`{path}.base` must be greater than 0, but got {base!r}.",
+                "10 is the usual base.",
+            )
+        bounds = _check_real_bounds(path, fields)
+        for exponent in bounds:
+            _check_power(path, float(base), exponent)
+        return cls(path, *bounds, _parse_count(path, fields), float(base))
+
+    def sample(self, rng: Rng) -> float:
+        """Draw a number whose logarithm is uniform."""
+        return float(self.base ** DoubleRange.sample(self, rng))
+
+    def point(self, index: int) -> float:
+        """Return the base to a point of an even spacing of the exponents."""
+        return float(self.base ** DoubleRange.point(self, index))
+
+
+def _fresh(value: Any) -> Any:
+    # A trial that changes its hyperparameters must not change those of the next one.
+    return deepcopy(value) if isinstance(value, dict | list) else value
+
+
+def _check_fields(
+    path: str,
+    fields: dict[str, Any],
+    *,
+    required: tuple[str, ...],
+    optional: tuple[str, ...] = (),
+) -> None:
+    allowed = required + optional
+    for name in fields:
+        if name not in allowed:
+            raise SpaceError(
+                f"{path}.{name}",
+                f"`{path}` must have no other fields than `type`, "
+                f"{', '.join(f'`{field}`' for field in allowed)}, but got {name!r}.",
+                f"remove `{name}` or correct its spelling.",
+            )
+    for name in required:
+        if name not in fields:
+            raise SpaceError(
+                f"{path}.{name}",
+                f"`{path}.{name}` must be given, but it is missing.",
+                f"add `{name}` to `{path}`.",
+            )
+
+
+def _check_number(path: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Comparing tells NaN and infinities, and integers too large for a float, without overflow.
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise SpaceError(
+            path,
+            f"`{path}` must be a finite number, but got {value!r}.",
+            "YAML reads `1e-3` as text; write `1.0e-3` or `0.001`.",
+        )
+
+
+def _check_bounds(path: str, fields: dict[str, Any]) -> tuple[Any, Any]:
+    minval, maxval = fields["minval"], fields["maxval"]
+    if not minval < maxval:
+        raise SpaceError(
+            f"{path}.minval",
+            f"`{path}.minval` must be less than `{path}.maxval` ({maxval!r}), but got {minval!r}.",
+            "exchange the two, or use `type: const` for a single value.",
+        )
+    return minval, maxval
+
+
+def _check_real_bounds(path: str, fields: dict[str, Any]) -> tuple[float, float]:
+    minval, maxval = _check_bounds(path, fields)
+    if not math.isfinite(float(maxval) - float(minval)):
+        raise SpaceError(
+            f"{path}.maxval",
+            f"`{path}.maxval` minus `{path}.minval` must be a finite number, "
+            f"but got {maxval!r} and {minval!r}.",
+            "use `type: log` for values of very different size.",
+        )
+    return minval, maxval
+
+
+def _check_power(path: str, base: float, exponent: float) -> None:
+    try:
+        is_usable = base**exponent > 0
+    except OverflowError:
+        is_usable = False
+    if not is_usable:
+        raise SpaceError(
+            path,
+            f"`{path}` must stay a positive, finite number, but got {base!r} ** {exponent!r}.",
+            "`minval` and `maxval` are exponents: -5 with base 10 stands for 0.00001.",
+        )
+
+
+def _parse_count(path: str, fields: dict[str, Any]) -> int | None:
+    count = fields.get("count")
+    if count is None:
+        return None
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise SpaceError(
+            f"{path}.count",
+            f"`{path}.count` must be an integer of at least 1 or null, but got {count!r}.",
+            "it is the number of grid points; leave it out for other searches.",
+        )
+    return count
+
+
+def _check_json(path: str, value: Any) -> None:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_json(f"{path}[{index}]", item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise SpaceError(
+                    path,
+                    f"The names in `{path}` must be strings, but got {name!r}.",
+                    "put the name in quotes.",
+                )
+            _check_json(f"{path}.{name}", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise SpaceError(
+            path,
+            f"`{path}` must be a value that JSON knows, but got {value!r}.",
+            'write it as text, as in "inf", and convert it with `float()` in the script.',
+        )
+    elif not (value is None or isinstance(value, str | bool | int | float)):
+        raise SpaceError(
+            path,
+            f"`{path}` must be a value that JSON knows, but got {value!r} of type "
+            f"{type(value).__name__}.",
+            "use text, numbers, booleans, null, lists and maps; quote dates.",
+        )
+
 
 _KINDS: dict[str, Callable[[str, dict[str, Any]], Leaf]] = {
     "categorical": Categorical.parse,

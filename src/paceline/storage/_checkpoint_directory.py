@@ -1,29 +1,46 @@
-"""The directory of one checkpoint, opened once: whatever others put in its place is not touched."""
+"""Directories of checkpoints: opened once without links, marks of unfinished ones.
+
+Also: and deletion while reading.
+"""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from paceline._regular_files import (
+from paceline._base.files import (
     NotRegularFileError,
+    open_directory_below,
     open_regular_below,
     opened_below,
     opened_directory,
     read_limited,
 )
-from paceline.storage import _durable_files
-from paceline.storage._errors import CheckpointCorruptError
-from paceline.storage._manifest import (
+from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage._checkpoint_files import (
     MANIFEST_NAME,
     MAX_TEXT_BYTES,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
     FileEntry,
     Manifest,
     ShardDone,
+    check_file_names,
     decode_done,
     decode_manifest,
     done_name,
+)
+from paceline.storage._checkpoint_storage import UUID_FORM, CheckpointStorage, check_uuid
+from paceline.storage._directory_trees import (
+    empty_directory,
+    made_below,
+    newest_change,
+    no_regular_file,
+    walk_below,
 )
 
 
@@ -148,3 +165,258 @@ def refusing_links(path: Path) -> Iterator[None]:
             f" {error.filename!r} is something else ({error.strerror}). Hint: copy what it is to"
             " hold, and see who can write there."
         ) from error
+
+
+OPEN_NAME = ".open"
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+
+def mark_open(root: Path, uuid: str) -> None:
+    """Note that a directory is ours and not whole."""
+    check_uuid(uuid)
+    while True:
+        with opened_directory(root) as above:
+            with suppress(FileExistsError):
+                os.mkdir(OPEN_NAME, dir_fd=above)
+            # Another process may just have removed the empty directory.
+            with suppress(FileNotFoundError), opened_below(above, OPEN_NAME) as markers:
+                _write_mark(markers, uuid)
+                return
+
+
+def _write_mark(markers: int, uuid: str) -> None:
+    try:
+        descriptor = os.open(uuid, _NEW, 0o666, dir_fd=markers)
+    except FileExistsError:
+        # That of another rank, perhaps of another user.
+        with suppress(PermissionError):
+            os.utime(uuid, dir_fd=markers, follow_symlinks=False)
+        return
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(uuid.encode())
+
+
+def mark_closed(root: Path, uuid: str) -> None:
+    """Take a mark back."""
+    with _missing_is_fine(), opened_directory(root) as above:
+        with opened_below(above, OPEN_NAME) as markers, suppress(FileNotFoundError):
+            os.unlink(uuid, dir_fd=markers)
+        with suppress(OSError):  # there are others
+            os.rmdir(OPEN_NAME, dir_fd=above)
+
+
+def marked(root: Path) -> list[str]:
+    """Return the UUIDs that have a mark, sorted."""
+    names: list[str] = []
+    with _missing_is_fine(), opened_directory(root) as above, opened_below(above, OPEN_NAME) as one:
+        names = [name for name in os.listdir(one) if UUID_FORM.fullmatch(name)]
+    return sorted(names)
+
+
+def remove_leftover(
+    root: Path, uuid: str, is_old: Callable[[float], bool], *, has_one_owner: bool
+) -> bool:
+    """Remove what is there of a marked checkpoint without a manifest, and its mark.
+
+    Args:
+        root: The directory of the storage.
+        uuid: The checkpoint.
+        is_old: Tells by the time of the last change, in seconds since the epoch, whether to.
+        has_one_owner: Whether to only if the mark says this UUID, and belongs to the user of the
+            directory.
+
+    Returns:
+        Whether nothing is left of it.
+    """
+    try:
+        with opened_directory(root) as above, opened_below(above, OPEN_NAME) as markers:
+            marked_s = os.stat(uuid, dir_fd=markers, follow_symlinks=False).st_mtime
+            try:
+                with opened_below(above, uuid) as directory:
+                    if _has_manifest(directory):
+                        mark_closed(root, uuid)
+                        return False
+                    if has_one_owner and not _is_mark_of_owner(markers, uuid, directory):
+                        return False
+                    if not is_old(newest_change(directory)):
+                        return False
+                    empty_directory(directory)
+                os.rmdir(uuid, dir_fd=above)
+            except FileNotFoundError:
+                if not is_old(marked_s):
+                    return False
+    except OSError:
+        # Something in it cannot be removed now, or a link is there.
+        return False
+    mark_closed(root, uuid)
+    return True
+
+
+def _has_manifest(directory: int) -> bool:
+    try:
+        os.stat(MANIFEST_NAME, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_mark_of_owner(markers: int, uuid: str, directory: int) -> bool:
+    owner = os.fstat(directory).st_uid
+    try:
+        with open_regular_below(markers, uuid, owners=[owner]) as file:
+            is_alone = os.fstat(file.fileno()).st_nlink == 1
+            return is_alone and read_limited(file, len(uuid)) == uuid.encode()
+    except OSError:
+        return False
+
+
+@contextmanager
+def _missing_is_fine() -> Iterator[None]:
+    with suppress(FileNotFoundError, NotADirectoryError, NotRegularFileError):
+        yield
+
+
+@contextmanager
+def restored(storage: CheckpointStorage, uuid: str) -> Iterator[Path]:
+    """Yield a directory with the verified files of a checkpoint, to read only.
+
+    Raises:
+        CheckpointCorruptError: Files are missing or altered.
+        CheckpointNotFoundError: There is no such checkpoint, or it was deleted meanwhile.
+    """
+    try:
+        with storage.restore_path(uuid) as path:
+            yield path
+    except CheckpointNotFoundError:
+        raise
+    except (CheckpointError, ValueError, FileNotFoundError) as error:
+        if storage.exists(uuid):
+            raise
+        raise _gone(f"{uuid} in {storage.url!r}", "it was deleted meanwhile") from error
+
+
+@contextmanager
+def telling_of_deletion(path: Path) -> Iterator[None]:
+    """Have errors of reading a checkpoint say that it was deleted, if it was.
+
+    Args:
+        path: The checkpoint's directory, or another place of weights.
+
+    Raises:
+        CheckpointNotFoundError: The body has failed, and the checkpoint is no longer there.
+    """
+    was_whole, was_there = (path / MANIFEST_NAME).exists(), path.exists()
+    try:
+        yield
+    except CheckpointNotFoundError:
+        raise
+    except (CheckpointError, ValueError, FileNotFoundError) as error:
+        is_whole = (path / MANIFEST_NAME).exists()
+        # A deletion takes the manifest first.
+        is_unfinished = not is_whole and (path.parent / OPEN_NAME / path.name).exists()
+        if (was_whole and not is_whole) or (was_there and not path.exists()):
+            happened = "it was deleted meanwhile"
+        elif is_unfinished:
+            happened = "it is being deleted, or is not whole yet"
+        else:
+            raise
+        raise _gone(f"in {str(path)!r}", happened) from error
+
+
+def _gone(place: str, happened: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"The checkpoint {place} must be there while it is read, but {happened}. Hint: take a newer"
+        " one; a run deletes the checkpoints that its rules do not keep."
+    )
+
+
+class NewDirectory(CheckpointDirectory):
+    """The directory of a new checkpoint, or of a rank's part of it.
+
+    Args:
+        descriptor: The descriptor; the caller closes it.
+        path: Where the directory is. A script writes to it by this path.
+        parent: The descriptor of the directory that it is in.
+    """
+
+    def __init__(self, descriptor: int, path: Path, parent: int) -> None:
+        super().__init__(descriptor, path, has_one_owner=False)
+        self._parent = parent
+
+    def check_place(self) -> None:
+        """Refuse what was written if it may be elsewhere.
+
+        Raises:
+            CheckpointWriteError: Something else is in the place of the directory.
+        """
+        with suppress(OSError):
+            found = os.stat(self.path.name, dir_fd=self._parent, follow_symlinks=False)
+            if os.path.samestat(found, self.facts):
+                return
+        raise CheckpointWriteError(
+            f"The directory {str(self.path)!r} must stay in its place while a checkpoint is written"
+            " to it, but was moved or replaced. Hint: see who can write there; the sticky bit"
+            f" (chmod +t {self.path.parent}) forbids it to other users."
+        )
+
+    def copy_in(self, source: Path, name: str) -> FileEntry:
+        """Copy a file durably."""
+        folder, _, last = name.rpartition("/")
+        with source.open("rb") as file, made_below(self.descriptor, folder) as parent:
+            return _durable_files.copy_stream(file, Path(last), durable=True, directory=parent)
+
+    def sealed(self) -> dict[str, FileEntry]:
+        """Force the files to disk, and return their entries.
+
+        Raises:
+            CheckpointWriteError: Something else is in the place of the directory.
+            ValueError: There is a link or a special file, or a name is one of the commit protocol.
+        """
+        self.check_place()
+        with _durable_files.naming_files_below(self.path):
+            names = []
+            for found in walk_below(self.descriptor):
+                if stat.S_ISREG(found.facts.st_mode):
+                    names.append(found.path)
+                elif not stat.S_ISDIR(found.facts.st_mode):
+                    raise no_regular_file(found.path)
+            return _durable_files.seal_files(self.descriptor, check_file_names(sorted(names)))
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it, as far as possible."""
+        with suppress(OSError):
+            empty_directory(self.descriptor)
+            os.rmdir(self.path.name, dir_fd=self._parent)
+
+
+@contextmanager
+def made_directory(parent: int, path: Path, *, exist_ok: bool = False) -> Iterator[NewDirectory]:
+    """Yield a directory in another one; it is made.
+
+    Args:
+        parent: The descriptor of the other one.
+        path: The path of the directory.
+        exist_ok: Whether another process may have made it.
+
+    Raises:
+        CheckpointWriteError: A link is there.
+        FileExistsError: It exists.
+    """
+    with _durable_files.naming_files_below(path.parent):
+        try:
+            os.mkdir(path.name, dir_fd=parent)
+        except FileExistsError:
+            if not exist_ok:
+                raise
+        try:
+            descriptor = open_directory_below(parent, path.name)
+        except NotRegularFileError as error:
+            raise CheckpointWriteError(
+                f"The directory of checkpoint {path.name} must be no link, but {str(path)!r} is"
+                " one. Hint: see who can write there."
+            ) from error
+    try:
+        yield NewDirectory(descriptor, path, parent)
+    finally:
+        os.close(descriptor)

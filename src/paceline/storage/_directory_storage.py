@@ -9,25 +9,22 @@ from pathlib import Path
 from typing import IO
 
 from paceline import faults
-from paceline._atomic_files import sync_directory
-from paceline._regular_files import opened_below, opened_directory
-from paceline.storage import _durable_files
-from paceline.storage._begun_checkpoints import mark_closed, mark_open, marked, remove_leftover
-from paceline.storage._checkpoint_directory import CheckpointDirectory, opened_checkpoint
-from paceline.storage._checkpoint_storage import (
-    UUID_FORM,
-    CheckpointStorage,
-    UuidList,
-    check_uuid,
-    raise_if_damaged,
+from paceline._base.files import opened_below, opened_directory, sync_directory
+from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage._checkpoint_directory import (
+    CheckpointDirectory,
+    NewDirectory,
+    made_directory,
+    mark_closed,
+    mark_open,
+    marked,
+    opened_checkpoint,
+    remove_leftover,
 )
-from paceline.storage._directory_trees import empty_directory, sync_directories
-from paceline.storage._errors import (
+from paceline.storage._checkpoint_files import (
+    MANIFEST_NAME,
     CheckpointCorruptError,
     CheckpointNotFoundError,
-)
-from paceline.storage._manifest import (
-    MANIFEST_NAME,
     FileEntry,
     Manifest,
     Selector,
@@ -36,7 +33,14 @@ from paceline.storage._manifest import (
     done_name,
     encode_with_checksum,
 )
-from paceline.storage._new_directory import NewDirectory, made_directory
+from paceline.storage._checkpoint_storage import (
+    UUID_FORM,
+    CheckpointStorage,
+    UuidList,
+    check_uuid,
+    raise_if_damaged,
+)
+from paceline.storage._directory_trees import empty_directory, sync_directories
 
 
 class DirectoryStorage(CheckpointStorage):

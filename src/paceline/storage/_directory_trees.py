@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from paceline._regular_files import NotRegularFileError, open_directory_below, opened_below
+from paceline._base.files import NotRegularFileError, open_directory_below, opened_below
 
 # More than checkpoints have. Each level takes a descriptor while it is walked through.
 _MAX_DEPTH = 64

@@ -10,9 +10,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from paceline import faults
-from paceline._atomic_files import sync_directory
-from paceline._regular_files import NotRegularFileError, opened_below, opened_directory
-from paceline.storage import _durable_files
+from paceline._base.files import NotRegularFileError, opened_below, opened_directory, sync_directory
+from paceline.storage import _checkpoint_files as _durable_files
+from paceline.storage._checkpoint_files import (
+    MANIFEST_NAME,
+    MAX_TEXT_BYTES,
+    CheckpointWriteError,
+    FileEntry,
+    Manifest,
+    check_file_names,
+    decode_done,
+    decode_manifest,
+    done_name,
+)
 from paceline.storage._checkpoint_storage import check_uuid
 from paceline.storage._directory_storage import DirectoryStorage
 from paceline.storage._directory_trees import (
@@ -20,17 +30,6 @@ from paceline.storage._directory_trees import (
     made_below,
     remove_below,
     sync_directories,
-)
-from paceline.storage._errors import CheckpointWriteError
-from paceline.storage._manifest import (
-    MANIFEST_NAME,
-    MAX_TEXT_BYTES,
-    FileEntry,
-    Manifest,
-    check_file_names,
-    decode_done,
-    decode_manifest,
-    done_name,
 )
 
 faults.register("storage.piece_written", "storage.before_moved_in")

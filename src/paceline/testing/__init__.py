@@ -4,30 +4,29 @@ from typing import TYPE_CHECKING
 
 # The points stand in Paceline's own code, so this must load nothing else.
 from paceline import faults
-from paceline._late_names import late_names
+from paceline._base.imports import late_names
 
 if TYPE_CHECKING:
-    from paceline.testing._compare_runs import Difference
-    from paceline.testing._errors import (
+    from paceline.testing._compare_runs import (
+        Difference,
         FaultMissedError,
         NotResumableError,
         ScriptFailedError,
         VerificationError,
     )
-    from paceline.testing._fault_steps import Fault
+    from paceline.testing._run_script import Fault
     from paceline.testing._search_method import check_search_method
-    from paceline.testing._verdict import FaultOutcome, Verdict
-    from paceline.testing._verify_resume import verify_resume
+    from paceline.testing._verify_resume import FaultOutcome, Verdict, verify_resume
 
 _PLACES = {
     "Difference": "_compare_runs",
-    "Fault": "_fault_steps",
-    "FaultMissedError": "_errors",
-    "FaultOutcome": "_verdict",
-    "NotResumableError": "_errors",
-    "ScriptFailedError": "_errors",
-    "Verdict": "_verdict",
-    "VerificationError": "_errors",
+    "Fault": "_run_script",
+    "FaultMissedError": "_compare_runs",
+    "FaultOutcome": "_verify_resume",
+    "NotResumableError": "_compare_runs",
+    "ScriptFailedError": "_compare_runs",
+    "Verdict": "_verify_resume",
+    "VerificationError": "_compare_runs",
     "check_search_method": "_search_method",
     "verify_resume": "_verify_resume",
 }

@@ -1,15 +1,233 @@
-"""Comparing two runs: their final checkpoints bit by bit, and their metrics."""
+"""Comparison of two runs: facts from their directories, checkpoints bit by bit, metrics."""
 
 import filecmp
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from paceline.storage import storage_from
-from paceline.testing._checkpoint_contents import read_contents
-from paceline.testing._run_results import RunFacts
+from paceline._base.journal_records import (
+    AttemptFinished,
+    AttemptStarted,
+    CheckpointDeleted,
+    CheckpointFilesDeleted,
+    CheckpointStored,
+    MetricsReported,
+)
+from paceline._base.run_directory import RunDirectory
+from paceline.core._run_summaries import RUNS_DIRECTORY, read_metrics
+from paceline.storage._storage_by_url import storage_from
+
+_ZIP_START = b"PK\x03\x04"
+# How the engine writes dictionaries whose keys may be integers, and tuples.
+_ITEMS, _TUPLE = "$items", "$tuple"
+
+
+def read_contents(path: Path) -> Any:
+    """Return what a JSON, safetensors or torch file holds, None for any other kind of file."""
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix == ".json":
+        return _read_json(path)
+    with path.open("rb") as file:
+        is_zip = file.read(len(_ZIP_START)) == _ZIP_START
+    return _read_torch(path) if is_zip else None
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors: dict[str, Any] = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            return {**tensors, "__metadata__": file.metadata()}
+    except SafetensorError:
+        return None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return _plain_contents(json.loads(path.read_bytes()))
+    except ValueError:
+        return None
+
+
+def _read_torch(path: Path) -> Any:
+    import pickle
+
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError):
+        # Other zip files, and torch files with classes in them: their bytes are compared.
+        return None
+
+
+def _plain_contents(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_ITEMS}:
+            return {key: _plain_contents(item) for key, item in value[_ITEMS]}
+        if value.keys() == {_TUPLE}:
+            return [_plain_contents(item) for item in value[_TUPLE]]
+        return {key: _plain_contents(item) for key, item in value.items()}
+    return [_plain_contents(item) for item in value] if isinstance(value, list) else value
+
+
+class VerificationError(RuntimeError):
+    """Raised when it cannot be told whether a script resumes exactly."""
+
+
+class ScriptFailedError(VerificationError):
+    """Raised when the straight run fails or takes too long."""
+
+
+class NotResumableError(VerificationError):
+    """Raised when a script does not use Paceline, or had stored no checkpoint to go on from."""
+
+
+class FaultMissedError(VerificationError):
+    """Raised when a run ended before its fault came."""
+
+
+# What tells of time, which no two runs share.
+_TIMING_GROUPS = frozenset({"profiling", "system"})
+
+
+@dataclass(slots=True, kw_only=True)
+class RunAttempt:
+    """One attempt as its chief's journal tells it; `outcome` is None if it did not say its end."""
+
+    start_step: int = 0
+    resumed_from: str | None = None
+    checkpoints: list[CheckpointStored] = field(default_factory=list)
+    reported_steps: list[int] = field(default_factory=list)
+    outcome: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """A run that has ended.
+
+    Attributes:
+        path: The run directory.
+        attempts: Its attempts, in order.
+        groups: The metric groups that are compared.
+        deleted: The UUIDs of the checkpoints that the script deleted again.
+        points: The fault points that it reached.
+        threads: The number of torch's threads by rank.
+    """
+
+    path: Path
+    attempts: list[RunAttempt]
+    groups: frozenset[str]
+    deleted: frozenset[str]
+    points: frozenset[str] = frozenset()
+    threads: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str | None:
+        """How the last attempt ended."""
+        return self.attempts[-1].outcome if self.attempts else None
+
+    @property
+    def final_checkpoint(self) -> CheckpointStored | None:
+        """The last checkpoint that was stored and kept."""
+        kept = [
+            stored
+            for attempt in self.attempts
+            for stored in attempt.checkpoints
+            if stored.uuid not in self.deleted
+        ]
+        return kept[-1] if kept else None
+
+    @property
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of the checkpoints, as they were stored."""
+        return [one.steps_completed for attempt in self.attempts for one in attempt.checkpoints]
+
+    @property
+    def reported_steps(self) -> list[int]:
+        """The step of each report of metrics, in order."""
+        return [step for attempt in self.attempts for step in attempt.reported_steps]
+
+    @property
+    def steps_completed(self) -> int:
+        """The last step that was reported or stored."""
+        return max([*self.checkpoint_steps, *self.reported_steps], default=0)
+
+    def metrics(self, group: str, *, first_attempt: bool = False) -> dict[int, dict[str, Any]]:
+        """Return a group's metrics by step.
+
+        Args:
+            group: The metric group.
+            first_attempt: Return all that the first attempt reported, instead of what stands in
+                the end.
+        """
+        rows: dict[int, dict[str, Any]] = {}
+        for row in read_metrics(RunDirectory(self.path), group):
+            if row.attempt == 0 if first_attempt else not row.is_superseded:
+                rows.setdefault(row.steps_completed, {}).update(row.metrics)
+        return rows
+
+
+def find_run(directory: Path) -> Path | None:
+    """Return the run directory of the run that a script made in `directory`, None without any.
+
+    Raises:
+        NotResumableError: There are several runs.
+    """
+    paths = [path.parent for path in (directory / RUNS_DIRECTORY).glob("*/run.json")]
+    if len(paths) > 1:
+        raise NotResumableError(
+            f"The script must make one run, but made {len(paths)}:"
+            f" {', '.join(sorted(path.name for path in paths))}. Hint: verify a script that calls"
+            " `init` once."
+        )
+    return paths[0] if paths else None
+
+
+def read_run_facts(
+    path: Path, points: frozenset[str] = frozenset(), threads: Mapping[int, int] | None = None
+) -> RunFacts:
+    """Read all journals of a run's chief."""
+    run = RunDirectory.open(path)
+    attempts: dict[int, RunAttempt] = {}
+    groups: set[str] = set()
+    deleted: set[str] = set()
+    for key in run.journal_keys():
+        if key.rank:
+            continue
+        attempt = attempts.setdefault(key.attempt, RunAttempt())
+        for entry in run.reader(key):
+            record = entry.decode()
+            _take_in(attempt, record)
+            if isinstance(record, MetricsReported):
+                groups.add(record.group)
+            elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
+                deleted.add(record.uuid)
+    return RunFacts(
+        path=path,
+        attempts=[attempts[number] for number in sorted(attempts)],
+        groups=frozenset(groups - _TIMING_GROUPS),
+        deleted=frozenset(deleted),
+        points=points,
+        threads=threads or {},
+    )
+
+
+def _take_in(attempt: RunAttempt, record: object) -> None:
+    if isinstance(record, AttemptStarted):
+        attempt.start_step, attempt.resumed_from = record.steps_completed, record.resumed_from
+    elif isinstance(record, CheckpointStored):
+        attempt.checkpoints.append(record)
+    elif isinstance(record, MetricsReported):
+        attempt.reported_steps.append(record.steps_completed)
+    elif isinstance(record, AttemptFinished):
+        attempt.outcome = record.outcome
+
 
 _STRAIGHT, _RESUMED = "the straight run", "the resumed one"
 # A list of numbers longer than this counts its differing elements instead of naming each.

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from paceline.config import Searcher
-from paceline.search import (
+from paceline.config._searcher_section import Searcher
+from paceline.search._search import Search, preview, replay
+from paceline.search._search_method import (
     Create,
     Exited,
     ExitReason,
@@ -15,7 +16,6 @@ from paceline.search import (
     Operation,
     Progressed,
     Reported,
-    Search,
     SearchConfig,
     SearchMethodError,
     Shutdown,
@@ -23,8 +23,6 @@ from paceline.search import (
     Stop,
     Train,
     method_errors,
-    preview,
-    replay,
 )
 
 T = TypeVar("T")

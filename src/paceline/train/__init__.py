@@ -5,37 +5,50 @@ Importing this loads no torch.
 
 from typing import TYPE_CHECKING
 
-from paceline._late_names import late_names
-from paceline.train._accelerate import (
-    accelerate,
-    backward,
-    enable_reproducibility,
-    full_state_dict,
-    prepare_data_loader,
-    prepare_model,
-    prepare_optimizer,
+from paceline._base.imports import late_names
+from paceline._training.workers.failures_and_restarts import (
+    NodesDifferError,
+    NotEnoughWorkersError,
+    RanksDifferError,
+    ResourcesError,
+    RunDirectoryError,
+    TrainingFailedError,
+    WorkerFailedError,
+    WorkersLostError,
 )
-from paceline.train._checkpoint import Checkpoint
+from paceline._training.workers.pickled_calls import NotSendableError
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._dataset_functions import get_dataset, get_dataset_shard, get_datasets
-from paceline.train._errors import IncompleteCheckpointError, RunDirectoryError
-from paceline.train._results import Report, Results
-from paceline.train._run_callbacks import (
+from paceline.train._results_and_checkpoints import (
+    Checkpoint,
+    IncompleteCheckpointError,
+    Report,
+    Results,
+)
+from paceline.train._run_reports import (
     JsonLinesCallback,
     PrintCallback,
     ProgressCallback,
     TensorBoardCallback,
     TrainingCallback,
 )
-from paceline.train._run_iterator import RunIterator
-from paceline.train._stepwise_run import StepwiseRun
+from paceline.train._stepwise_and_class_runs import RunIterator, StepwiseRun
 from paceline.train._train_functions import (
+    accelerate,
+    backward,
     cross_rank,
+    enable_reproducibility,
+    full_state_dict,
+    get_dataset,
+    get_dataset_shard,
+    get_datasets,
     get_device,
     in_worker,
     load_checkpoint,
     local_rank,
     node_rank,
+    prepare_data_loader,
+    prepare_model,
+    prepare_optimizer,
     report,
     restore_random_state,
     save_checkpoint,
@@ -45,20 +58,9 @@ from paceline.train._train_functions import (
 )
 from paceline.train._trainer import Trainer
 from paceline.train._trainer_workers import ClassWorkers
-from paceline.workers import (
-    NodesDifferError,
-    NotEnoughWorkersError,
-    NotSendableError,
-    RanksDifferError,
-    ResourcesError,
-    TrainingFailedError,
-    WorkerFailedError,
-    WorkersLostError,
-)
 
 if TYPE_CHECKING:
-    from paceline.train._search_function import search
-    from paceline.train._search_results import SearchResults, TrialResult
+    from paceline.train._search import SearchResults, TrialResult, search
 
 __all__ = [
     "Checkpoint",
@@ -117,9 +119,9 @@ __all__ = [
 __getattr__ = late_names(
     __name__,
     {
-        "SearchResults": "_search_results",
-        "TrialResult": "_search_results",
-        "search": "_search_function",
+        "SearchResults": "_search",
+        "TrialResult": "_search",
+        "search": "_search",
     },
 )
 

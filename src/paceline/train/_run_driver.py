@@ -1,30 +1,78 @@
-"""One run, as its driver conducts it: call, follow, recover, and collect what is left."""
+"""One run, as its driver conducts it: call, follow, recover, collect."""
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline import core
-from paceline.journal import JournalKey, RunDirectory
-from paceline.storage import CheckpointStorage
-from paceline.train._checkpoint import Checkpoint
-from paceline.train._errors import IncompleteCheckpointError
-from paceline.train._outcome_checks import check_saves, warn_of_reports, warn_of_tuples
-from paceline.train._results import Report, Results
-from paceline.train._run_follower import RunFollower
-from paceline.train._run_request import RunRequest
-from paceline.workers import (
-    GroupRun,
-    PendingCall,
-    RestartPolicy,
-    WorkerOutput,
-    dealt,
+from paceline._base.run_directory import JournalKey, RunDirectory
+from paceline._training.workers.failures_and_restarts import RestartPolicy
+from paceline._training.workers.group_recovery import GroupRun
+from paceline._training.workers.processes.worker_output import WorkerOutput
+from paceline._training.workers.ray.cluster import dealt
+from paceline._training.workers.worker_pools import PendingCall
+from paceline.core._trackers import Tracker
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.train._config import CheckpointStrategy
+from paceline.train._results_and_checkpoints import (
+    Checkpoint,
+    IncompleteCheckpointError,
+    Report,
+    Results,
+    check_saves,
+    warn_of_reports,
+    warn_of_tuples,
 )
-from paceline.workers.runs import Job, PreemptionWatch, RankOutcome, RunSpec, StoredAt, TrainGroup
+from paceline.train._run_protocol import (
+    Instance,
+    Job,
+    PreemptionWatch,
+    RankOutcome,
+    RunSpec,
+    StoredAt,
+)
+from paceline.train._run_reports import RunFollower, TrainingCallback
+from paceline.train._run_workers import TrainGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """Arguments of `Trainer.run`.
+
+    Attributes:
+        function: The train function, or the instance of a class to make.
+        config: What it is given.
+        dataset: What `get_dataset` returns in it.
+        has_dataset: Whether there is one.
+        checkpoint: What to go on from, if it is stored.
+        state: The same, if it is a state in memory.
+        strategy: Which checkpoints to keep.
+        callbacks: Who follows the run.
+        trackers: What else shows the run.
+        max_retries: How often workers may be lost.
+        is_seed_given: Whether the user has asked for a seed.
+        check_ranks: Whether workers are compared, see `Trainer`.
+        is_stepwise: Whether the function waits at each report until it may go on.
+    """
+
+    function: Callable[..., Any] | Instance
+    config: dict[str, Any] | None
+    dataset: Any
+    has_dataset: bool
+    checkpoint: Checkpoint | None
+    state: Any
+    strategy: CheckpointStrategy
+    callbacks: Sequence[TrainingCallback]
+    trackers: Sequence[Tracker]
+    max_retries: float
+    is_seed_given: bool = False
+    check_ranks: bool | tuple[str, ...] = True
+    is_stepwise: bool = False
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,29 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from paceline import core
-from paceline._argument_checks import check_dictionary, integer, optional, ranks_to_check
-from paceline.train._checkpoint import Checkpoint
-from paceline.train._chosen_settings import chosen_settings
-from paceline.train._class_run import ClassRun
+from paceline._base.arguments_and_errors import check_dictionary, integer, optional, ranks_to_check
+from paceline._training.workers.processes.worker_output import WorkerOutput
+from paceline._training.workers.ray.cluster import check_ray_data
+from paceline._training.workers.worker_resources import checked_resources
 from paceline.train._config import CheckpointStrategy, ElasticConfig, TorchConfig
-from paceline.train._given_dataset import given_dataset
-from paceline.train._results import Results
-from paceline.train._run_callbacks import TrainingCallback
-from paceline.train._run_driver import RunDriver
-from paceline.train._run_iterator import RunIterator, as_ranks
-from paceline.train._run_request import RunRequest
-from paceline.train._stepwise_run import StepwiseRun
+from paceline.train._results_and_checkpoints import Checkpoint, Results
+from paceline.train._run_driver import RunDriver, RunRequest
+from paceline.train._run_protocol import Instance
+from paceline.train._run_reports import TrainingCallback
+from paceline.train._run_workers import make_group
+from paceline.train._stepwise_and_class_runs import ClassRun, RunIterator, StepwiseRun, as_ranks
 from paceline.train._trainer_arguments import (
     NOT_GIVEN,
     check_train_function,
+    chosen_settings,
+    given_dataset,
     given_num_workers,
     split_callbacks,
     stored_or_state,
     trainer_torch_config,
 )
 from paceline.train._trainer_workers import TrainerWorkers
-from paceline.workers import WorkerOutput, check_ray_data, checked_resources
-from paceline.workers.runs import Instance, make_group
 
 
 class Trainer(TrainerWorkers):

@@ -1,18 +1,26 @@
-"""Checks of the arguments of a trainer's methods."""
+"""Checks of a trainer's arguments, settings chosen from them, data sets given to `run`."""
 
 import inspect
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from os import PathLike
 from typing import Any
 
 from paceline import core
-from paceline._argument_checks import count
-from paceline.gpus import num_visible_gpus
-from paceline.train._checkpoint import Checkpoint
-from paceline.train._config import ElasticConfig, TorchConfig, backend_config
-from paceline.train._run_callbacks import TrainingCallback
-from paceline.workers import ElasticLimits
-from paceline.workers.runs import Instance, current_session
+from paceline._base.arguments_and_errors import count
+from paceline._base.gpus import num_visible_gpus
+from paceline._training.workers.elastic_group import ElasticLimits
+from paceline._training.workers.ray.cluster import RayShards, is_ray_dataset
+from paceline._training.workers.worker_resources import WorkerResources, chosen_cluster
+from paceline.core._arguments import NotOfferedError
+from paceline.core._launcher_place import launched_place
+from paceline.data._dataset import Dataset, Fold, read
+from paceline.train._config import ElasticConfig, GroupSettings, TorchConfig, backend_config
+from paceline.train._results_and_checkpoints import Checkpoint
+from paceline.train._run_protocol import Instance, current_session, is_pool_worker
+from paceline.train._run_reports import TrainingCallback
 
 NOT_GIVEN: Any = object()
 
@@ -151,3 +159,149 @@ def check_trainer_alone(*, is_joined: bool) -> None:
             "A Trainer must be used in a process that works alone, but this is a worker"
             " itself. Hint: call the train function directly here."
         )
+
+
+# By its name, as it loads torch.
+_WORKER_FUNCTIONS = "paceline.train._worker_jobs"
+# What train functions use: each new worker would load it otherwise, before its first batch.
+_FUNCTIONS_USE = ("paceline.train",)
+
+
+def chosen_settings(
+    num_workers: Any,
+    config: TorchConfig,
+    resources: WorkerResources,
+    *,
+    cluster: str,
+    heartbeat_timeout_s: float,
+    elastic: ElasticConfig,
+    uses_horovod: bool = False,
+) -> GroupSettings:
+    """Return how workers are started and set up; see `Trainer` for the arguments.
+
+    Raises:
+        ImportError: Ray or Horovod is wanted, but not installed.
+        NotOfferedError: Horovod is to work on a Ray cluster.
+        ResourcesError: The workers want more than this machine has.
+        TypeError: A value has another type.
+        ValueError: A value is unknown or out of range.
+    """
+    limits = trainer_worker_limits(num_workers, elastic)
+    if not heartbeat_timeout_s > 0:
+        raise ValueError(f"`heartbeat_timeout_s` must be above 0, but got {heartbeat_timeout_s!r}.")
+    resources.check_backend(config.backend)
+    can_join = launched_place() is not None and not is_pool_worker()
+    cluster = chosen_cluster(cluster, can_join=can_join)
+    if cluster == "local":
+        resources.check_machine(0 if limits is None else limits.least)
+    if uses_horovod:
+        _check_horovod(cluster)
+    return GroupSettings(
+        functions=_WORKER_FUNCTIONS,
+        preload=_FUNCTIONS_USE,
+        num_workers=0 if limits is None else limits.num_asked_for,
+        limits=limits,
+        elastic=elastic,
+        uses_horovod=uses_horovod,
+        config=config,
+        resources=resources,
+        cluster=cluster,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )
+
+
+def _check_horovod(cluster: str) -> None:
+    if cluster == "ray":
+        raise NotOfferedError(
+            '`backend="horovod"` is not offered on a Ray cluster. Hint: cluster="local", or the'
+            ' backend "torch", which computes the same.'
+        )
+    if find_spec("horovod") is None:
+        raise ImportError(
+            '`backend="horovod"` needs Horovod, but it is not installed. Hint: docs/backends.md'
+            " shows how to build it."
+        )
+
+
+def is_data_set(value: Any) -> bool:
+    """Tell whether a value can only be a data set, and no sample."""
+    if isinstance(value, (Dataset, RayShards)) or is_ray_dataset(value):
+        return True
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(value, data.Dataset)
+
+
+def is_pair(value: Any) -> bool:
+    """Tell whether a value is what to train on and what to validate on."""
+    return isinstance(value, tuple) and len(value) == 2 and all(map(is_data_set, value))
+
+
+def is_several(value: Any) -> bool:
+    """Tell whether a value is several data sets; a sequence of samples is one."""
+    if isinstance(value, Mapping):
+        return True
+    is_sequence = isinstance(value, (list, tuple)) and len(value) > 0
+    return is_sequence and all(is_data_set(each) or is_pair(each) for each in value)
+
+
+def is_made(value: Any) -> bool:
+    """Tell whether a value is a function that makes data sets."""
+    return callable(value) and not is_data_set(value) and not hasattr(value, "__getitem__")
+
+
+def made_dataset(function: Any, config: dict[str, Any] | None) -> Any:
+    """Return what a function of the config, or of nothing, makes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        # What is written in C has no signature.
+        return function()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in parameters if each.kind in kinds]
+    if positional and (positional[0].default is inspect.Parameter.empty):
+        return function(config or {})
+    return function()
+
+
+def given_dataset(data: Any, name: str = "dataset") -> Any:
+    """Return data with what lies at paths and URLs in place of these.
+
+    Raises:
+        TypeError: One is bytes.
+        ValueError: A dictionary is empty, or one of several has no samples.
+        DataError: See `paceline.data.read`.
+    """
+    if isinstance(data, bytes):
+        raise TypeError(f"`{name}` must be a data set, a path or a URL, but got bytes.")
+    if isinstance(data, (str, PathLike)):
+        return read(data)
+    if isinstance(data, Mapping):
+        if not data:
+            raise ValueError(f"`{name}` must have a data set for each name, but got {data!r}.")
+        return {key: given_dataset(each, f"{name}[{key!r}]") for key, each in data.items()}
+    for path, each in _parts_of_dataset(data, name) if is_several(data) else ():
+        if _is_empty(each):
+            raise ValueError(
+                f"Each of several data sets must have samples, but `{path}` has none. Hint: fewer"
+                " folds."
+            )
+    return data
+
+
+def _parts_of_dataset(data: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the data sets of several, with the text that leads to each."""
+    names = data._fields if isinstance(data, Fold) else range(len(data))
+    for key, each in zip(names, data, strict=True):
+        path = f"{name}.{key}" if isinstance(data, Fold) else f"{name}[{key}]"
+        if is_pair(each):
+            yield from _parts_of_dataset(each, path)
+        else:
+            yield path, each
+
+
+def _is_empty(data: Any) -> bool:
+    try:
+        return len(data) == 0
+    except (AttributeError, TypeError):
+        # A stream, or a data set of Ray.
+        return False

@@ -1,4 +1,4 @@
-"""The workers of a trainer: started and ended, described, and called by the class API."""
+"""The workers of a trainer: start, end, description, class API."""
 
 import random
 import threading
@@ -8,22 +8,84 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from paceline import core
-from paceline.storage import CheckpointStorage
-from paceline.train._class_run import ClassRun
-from paceline.train._config import CheckpointStrategy
-from paceline.train._run_callbacks import TrainingCallback
-from paceline.train._run_driver import RunDriver
-from paceline.train._run_iterator import RunIterator
-from paceline.train._run_request import RunRequest
+from paceline._base.notebook_tables import html_table
+from paceline._training.workers.processes.worker_output import WorkerOutput
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.train._config import CheckpointStrategy, GroupSettings
+from paceline.train._run_driver import RunDriver, RunRequest
+from paceline.train._run_protocol import Instance
+from paceline.train._run_reports import TrainingCallback
+from paceline.train._run_workers import TrainGroup
+from paceline.train._stepwise_and_class_runs import ClassRun, RunIterator
 from paceline.train._trainer_arguments import (
     check_class_callbacks,
     check_trainer_alone,
     instance_of_arguments,
     split_callbacks,
 )
-from paceline.train._trainer_table import html_of, table_of, title_of
-from paceline.workers import WorkerOutput
-from paceline.workers.runs import GroupSettings, Instance, TrainGroup
+
+_HEADER = ("rank", "node", "pid", "device", "CPU cores", "GPUs")
+
+
+def table_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+    """Return a table of workers, nodes, devices and resources.
+
+    Args:
+        settings: What was asked for.
+        num_workers: How many workers there are, or are to be started.
+        facts: What the workers told; empty before they are started.
+    """
+    title = title_of(settings, num_workers, facts)
+    if settings.limits is None:
+        return title
+    rows = _table_rows_of(settings, num_workers, facts)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([title, *lines])
+
+
+def html_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+    """Return the table of `table_of` for a notebook."""
+    title = title_of(settings, num_workers, facts)
+    if settings.limits is None:
+        return html_table(title, (), ())
+    header, *rows = _table_rows_of(settings, num_workers, facts)
+    return html_table(title, header, rows)
+
+
+def _table_rows_of(
+    settings: GroupSettings, num_workers: int, facts: Sequence[Any]
+) -> list[Sequence[str]]:
+    """Return the header and a row for each worker."""
+    cores = "shared" if settings.resources.cpus is None else str(settings.resources.cpus)
+    gpus = "auto" if settings.resources.gpus is None else f"{settings.resources.gpus:g}"
+    more = {name: f"{amount:g}" for name, amount in settings.resources.others.items()}
+    rows: list[Sequence[str]] = [(*_HEADER, *more)]
+    for rank in range(num_workers):
+        fact = facts[rank] if rank < len(facts) else None
+        key = (fact.node, str(fact.pid), fact.device) if fact is not None else ("-", "-", "-")
+        rows.append((str(rank), *key, cores, gpus, *more.values()))
+    return rows
+
+
+def title_of(settings: GroupSettings, num_workers: int, facts: Sequence[Any]) -> str:
+    """Return the line above the table of `table_of`."""
+    limits = settings.limits
+    if limits is None:
+        return "Trainer without workers: functions run in this process."
+    # Several nodes of a Ray cluster may be on one machine.
+    nodes = {(fact.node, fact.node_rank) for fact in facts}
+    where = f"running on {len(nodes)} node(s)" if nodes else "not started"
+    backend = settings.config.backend or "gloo, or nccl with GPUs"
+    if facts and not settings.config.backend:
+        backend = "nccl" if facts[0].device.startswith("cuda") else "gloo"
+    bounds = "" if limits.least == limits.most else f" ({limits.least} to {limits.most})"
+    return f"Trainer: {num_workers} worker(s){bounds}, {where}, backend {backend}."
+
 
 _Self = TypeVar("_Self", bound="TrainerWorkers")
 

@@ -13,7 +13,7 @@ import psutil
 
 from fault_lab.machines import Machine
 from fault_lab.processes import end_all
-from paceline.runner import AttemptDirectory
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
 
 
 def can_mount() -> bool:

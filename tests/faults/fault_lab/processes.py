@@ -63,7 +63,7 @@ def _kind(text: str, is_child_of_training: bool) -> str:
         ("paceline.cli runner", "node"),
         ("runner-", "runner"),
         ("--host", "host"),
-        ("paceline.runner", "runner"),
+        ("paceline._cluster.runner", "runner"),
         ("paceline.launch", "launcher"),
         ("sleep", "helper"),
     ):

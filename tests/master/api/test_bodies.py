@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from paceline.master.api._body_limits import LARGE_BODIES
+from paceline._cluster.master.api.request_limits import LARGE_BODIES
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.master.api._scopes import PREFIX, ROUTES
+from paceline._cluster.master.api.route_scopes import PREFIX, ROUTES
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,6 @@ def test_a_client_that_goes_away_leaves_nothing_in_the_log(
         time.sleep(0.5)
         assert master.http.get("/slots").status_code == 200
     # A busy machine may answer slowly, which is told.
-    slow = "paceline.master.api._request_counts"
+    slow = "paceline._cluster.master.api.request_limits"
     assert [record.getMessage() for record in caplog.records if record.name != slow] == []
     assert [path.name for path in master.home.contexts_path.iterdir()] == [large.name]

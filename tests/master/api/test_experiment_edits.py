@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
-from paceline.master.api import _checkpoint_routes
-from paceline.master.store import tables
+from paceline._cluster.master.api import checkpoint_routes as _checkpoint_routes
+from paceline._cluster.master.store import tables
 from paceline.storage import DirectoryStorage
 
 MARKUP = "<img src=x onerror=alert(1)>"

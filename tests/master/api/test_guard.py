@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from paceline.master.api._access_guard import PUBLIC_PATHS
+from paceline._cluster.master.api.access_guard import PUBLIC_PATHS
 
 ROUTES = [
     "DELETE /api/v1/attempts/{attempt_id}/checkpoints/{uuid}",

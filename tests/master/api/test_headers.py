@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.master.api._scopes import PREFIX
+from paceline._cluster.master.api.route_scopes import PREFIX
 
 
 @pytest.fixture(scope="module")

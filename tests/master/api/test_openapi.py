@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from paceline import __version__
-from paceline.master.api import describe
-from paceline.messages.node_runners import PROTOCOL
+from paceline._cluster.master.api.application import describe
+from paceline._cluster.messages.runner_messages import PROTOCOL
 from paceline.storage import DirectoryStorage
 
 WEBUI = Path(__file__).parents[3] / "webui"
@@ -205,7 +205,7 @@ def test_the_types_of_the_web_ui_are_those_of_the_description(tmp_path: Path) ->
         [*npm, *command, "--check"], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, (
-        f"{checked.stderr}Hint: python -m paceline.master.openapi webui/openapi.json, and"
+        f"{checked.stderr}Hint: python -m paceline._cluster.master.openapi webui/openapi.json, and"
         " `npm run api` in webui/, renew them."
     )
 

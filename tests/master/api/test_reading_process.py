@@ -17,12 +17,12 @@ import httpx
 import psutil
 import pytest
 
-from paceline.master.api import _readers, _reading_process
-from paceline.master.api._experiment_routes import read_experiment
-from paceline.master.api._readers import Readers
-from paceline.master.api._reading_process import READY
-from paceline.master.api._row_helpers import records_parameter
-from paceline.master.api._slot_routes import list_slots
+from paceline._cluster.master.api import readers as _readers
+from paceline._cluster.master.api import readers as _reading_process
+from paceline._cluster.master.api.experiment_routes import read_experiment
+from paceline._cluster.master.api.node_and_slot_routes import list_slots
+from paceline._cluster.master.api.readers import READY, Readers
+from paceline._cluster.master.api.requests_and_answers import records_parameter
 
 MANY = _readers._MANY
 # One for each function of a route that a second process may answer, and what it refuses.

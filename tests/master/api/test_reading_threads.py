@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.master.api import _readers
-from paceline.master.api._readers import Readers
+from paceline._cluster.master.api import readers as _readers
+from paceline._cluster.master.api.readers import Readers
 
 
 def slow(make: Callable[[], Any]) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.master.api import _master_routes
-from paceline.master.store import encode_cursor
+from paceline._cluster.master.api import master_routes as _master_routes
+from paceline._cluster.master.store.messages_from_rows import encode_cursor
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 

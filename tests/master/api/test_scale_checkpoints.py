@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from sqlalchemy import insert
 
-from paceline.master.store import tables
-from paceline.storage import DirectoryStorage, _durable_files
+from paceline._cluster.master.store import tables
+from paceline.storage import DirectoryStorage
+from paceline.storage import _checkpoint_files as _durable_files
 
 NUM_CHECKPOINTS = 200
 BEST_FIRST = [97, 53, 11, 180]

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.master.store.series_writer import MAX_NAMES
 from paceline.client import Client
-from paceline.master.store._metric_names import MAX_NAMES
 
 
 def report_names(master: Any, number: int) -> None:
@@ -45,7 +45,7 @@ def test_a_trial_with_fewer_metrics_shows_all(master: Any) -> None:
 def test_a_page_of_rows_with_many_metrics_ends_earlier(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.master.api._trial_routes._MAX_VALUES", 100)
+    monkeypatch.setattr("paceline._cluster.master.api.trial_and_series_routes._MAX_VALUES", 100)
     master.create(searcher={"name": "single", "metric": "loss"}, hyperparameters={})
     master.schedule()
     names = {f"a{key}": float(key) for key in range(20)}
@@ -65,7 +65,7 @@ def test_a_page_of_rows_with_many_metrics_ends_earlier(
 def test_names_of_metrics_come_in_pages_and_a_client_reads_the_groups_of_all(
     master: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.master.store._metric_names.MAX_GROUPS", 2)
+    monkeypatch.setattr("paceline._cluster.master.store.series_writer.MAX_GROUPS", 2)
     report_names(master, 30)
     path, names, cursor = "/experiments/1/metric-names", [], None
     while not names or cursor is not None:

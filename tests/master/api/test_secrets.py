@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.master._secret_store import SecretStore
-from paceline.master.api._scopes import ROUTES
-from paceline.master.experiments._attempt_launch import build_launch
-from paceline.runner import SecretFileError
+from paceline._cluster.master.api.route_scopes import ROUTES
+from paceline._cluster.master.experiments.attempts import build_launch
+from paceline._cluster.master.home_directory import SecretStore
+from paceline._cluster.runner.attempt_directory import SecretFileError
 
 SECRET, TOKEN = "hunter2-secret", "hunter2-token"
 SUBMITTED = f"""\

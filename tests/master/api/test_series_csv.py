@@ -8,9 +8,9 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from paceline.master.api._series_csv_route import _csv_lines, _csv_selection
-from paceline.master.store._point_encoding import Points
-from paceline.master.store._series_writer import store_columns
+from paceline._cluster.master.api.trial_and_series_routes import _csv_lines, _csv_selection
+from paceline._cluster.master.store.metric_series import Points
+from paceline._cluster.master.store.series_writer import store_columns
 
 NUM_POINTS = 250_000
 Rows = list[list[str]]

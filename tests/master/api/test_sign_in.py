@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from paceline.master.auth import Throttle, sender_at
+from paceline._cluster.master.authentication import Throttle, sender_at
 
 PASSWORD = "correct horse"
 
@@ -158,7 +158,7 @@ def test_a_throttle_forgets_after_its_window_and_keeps_to_its_size(
 ) -> None:
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("paceline.master.auth._sign_in_throttle.time", clock)
+    monkeypatch.setattr("paceline._cluster.master.authentication.time", clock)
     throttle = Throttle(2, window_s=60.0)
     throttle.fail("a")
     throttle.fail("a")

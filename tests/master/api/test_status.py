@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.master._measurements import Histogram
+from paceline._cluster.master.master import Histogram
 
 _LINE = re.compile(
     r"(# (HELP|TYPE) \w+ .+)"
@@ -91,7 +91,7 @@ def test_a_slow_request_is_logged_without_its_query_and_counted(
     make_master: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     master = make_master()
-    with caplog.at_level(logging.WARNING, "paceline.master.api._request_counts"):
+    with caplog.at_level(logging.WARNING, "paceline._cluster.master.api.request_limits"):
         # Longer than on a busy machine.
         master.core.measurements.slow_request_s = 60.0
         master.http.get("/slots?secret=one")

@@ -12,9 +12,9 @@ import pytest
 from fastapi.routing import iter_route_contexts
 from sqlalchemy import update
 
-from paceline.master.api._scopes import PREFIX, ROUTES, RouteScope, Scopes
-from paceline.master.store import tables
-from paceline.messages.tokens import TokenScope, make_new_token
+from paceline._cluster.master.api.route_scopes import PREFIX, ROUTES, RouteScope, Scopes
+from paceline._cluster.master.store import tables
+from paceline._cluster.messages.master_models import TokenScope, make_new_token
 
 # What each kind of sender may use, besides the public routes.
 MAY_USE = {

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.master.api._web_ui_files import WebUi
+from paceline._cluster.master.api.master_routes import WebUi
 
 PAGE = b"<!doctype html><script>let a=1</script><script src=/assets/app-1a.js></script>"
 SCRIPT = b"console.log('paceline');" * 100
@@ -111,6 +111,6 @@ def test_no_file_of_the_ui_needs_a_token_and_every_path_of_the_api_does(master: 
 
 def test_the_description_is_printed_without_a_master(tmp_path: Path) -> None:
     target = tmp_path / "openapi.json"
-    command = [sys.executable, "-m", "paceline.master.openapi", str(target)]
+    command = [sys.executable, "-m", "paceline._cluster.master.openapi", str(target)]
     subprocess.run(command, check=True)
     assert '"/api/v1/experiments"' in target.read_text()

@@ -9,6 +9,22 @@ from typing import Any
 import pytest
 from sqlalchemy import Row, select
 
+from paceline._cluster.master.executors import LocalExecutor
+from paceline._cluster.master.experiments.attempt_end import end_attempt
+from paceline._cluster.master.experiments.attempts import Leases, Node
+from paceline._cluster.master.experiments.experiment_commands import Commands
+from paceline._cluster.master.experiments.reconciler import Reconciler
+from paceline._cluster.master.experiments.record_ingest import RecordIngest
+from paceline._cluster.master.experiments.retention import Retention
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.stored_searches import Searches
+from paceline._cluster.master.home_directory import SecretStore
+from paceline._cluster.master.scheduling.pools import NodeSlots
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.messages.runner_messages import AttemptEnd, Mark, RecordBatch
+from paceline._cluster.messages.states import ErrorKind, ExitReason
 from paceline.config import validate_config
 from paceline.journal import (
     AnyRecord,
@@ -17,23 +33,6 @@ from paceline.journal import (
     PreemptionAcknowledged,
     encode_metrics,
 )
-from paceline.master._secret_store import SecretStore
-from paceline.master.executors import LocalExecutor
-from paceline.master.experiments import (
-    Commands,
-    Leases,
-    Node,
-    Reconciler,
-    RecordIngest,
-    Retention,
-    Searches,
-    StateChanges,
-    end_attempt,
-)
-from paceline.master.scheduling import NodeSlots
-from paceline.master.store import Database, LogStore, Transaction, tables
-from paceline.messages.attempts import AttemptEnd, Mark, RecordBatch
-from paceline.messages.states import ErrorKind, ExitReason
 from paceline.search import input_from_json, message_to_json, replay
 
 CONFIGS: dict[str, dict[str, Any]] = {

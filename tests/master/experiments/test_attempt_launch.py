@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.master.experiments.attempts import Node, build_launch
 from paceline.journal import RunMetadataSet
-from paceline.master.experiments import Node
-from paceline.master.experiments._attempt_launch import build_launch
 
 
 def launch_of(bench: Any, attempt_id: int, devices: tuple[str, ...]) -> Any:

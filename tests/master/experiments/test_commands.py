@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.master.experiments.state_transitions import (
+    NotFoundError,
+    RefusedError,
+    TransitionError,
+)
+from paceline._cluster.master.store import tables
+from paceline._cluster.messages.states import ExitReason
 from paceline.config import ConfigError
 from paceline.journal import EarlyExitReported
-from paceline.master.experiments import NotFoundError, RefusedError, TransitionError
-from paceline.master.store import tables
-from paceline.messages.states import ExitReason
 
 # How to bring a `random` experiment of three trials, two at a time, into each state.
 STATES = [
@@ -33,7 +37,7 @@ def in_state(bench: Any) -> Callable[[str], int]:
             name = "cancel" if state == "STOPPING_CANCELED" else "kill"
             bench.command(name, experiment_id)
         elif state in ("STOPPING_COMPLETED", "STOPPING_ERROR"):
-            from paceline.messages.states import ExperimentState
+            from paceline._cluster.messages.states import ExperimentState
 
             bench.start(1)
             wanted = ExperimentState(state)

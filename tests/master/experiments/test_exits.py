@@ -7,18 +7,16 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from paceline.journal import (
-    AttemptFinished,
-    EarlyExitReported,
-    OperationsRequested,
-    StoreChecked,
+from paceline._cluster.master.experiments import failures as _pauses
+from paceline._cluster.master.experiments.failures import start_delay_after
+from paceline._cluster.master.experiments.state_transitions import (
+    MAX_SHORTAGES,
+    MAX_STORE_FAILURES,
+    NotFoundError,
 )
-from paceline.master.experiments import NotFoundError
-from paceline.master.experiments import _start_delays as _pauses
-from paceline.master.experiments._exit_decisions import MAX_SHORTAGES, MAX_STORE_FAILURES
-from paceline.master.experiments._start_delays import start_delay_after
-from paceline.master.store import tables
-from paceline.messages.states import ErrorKind, ExitReason
+from paceline._cluster.master.store import tables
+from paceline._cluster.messages.states import ErrorKind, ExitReason
+from paceline.journal import AttemptFinished, EarlyExitReported, OperationsRequested, StoreChecked
 
 
 def invalid(bench: Any, attempt_id: int) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.master.experiments.failures import comparable
 from paceline.journal import AttemptFinished
-from paceline.master.experiments._failure_causes import comparable
 
 MISSING = (
     "exited with code 1 (ModuleNotFoundError: No module named 'nothere'), the first of 8 to fail."

@@ -5,24 +5,22 @@ from typing import Any
 
 import pytest
 
-from paceline.master.experiments._exit_decisions import (
+from paceline._cluster.master.experiments.state_transitions import (
+    EXPERIMENT_TRANSITIONS,
     MAX_RUNNERS_LOST,
     MAX_SHORTAGES,
-    AttemptFacts,
-    judge_exit,
-)
-from paceline.master.experiments._state_transitions import (
-    EXPERIMENT_TRANSITIONS,
     TRIAL_TRANSITIONS,
+    AttemptFacts,
     SearchEnd,
     TransitionError,
     check_transition,
     end_of_experiment,
     end_of_trial,
+    judge_exit,
     search_exit,
     stopping_state,
 )
-from paceline.messages.states import (
+from paceline._cluster.messages.states import (
     ErrorKind,
     ExitReason,
     ExperimentState,

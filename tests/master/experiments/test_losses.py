@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.messages.runner_messages import RecordBatch
 from paceline.journal import AttemptFinished, RecordLost, RecordsDropped
-from paceline.master.experiments import RefusedError
-from paceline.messages.attempts import RecordBatch
 
 
 def send(bench: Any, attempt_id: int, *numbers: int, rank: int = 0, generation: int = 0) -> None:

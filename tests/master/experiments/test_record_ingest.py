@@ -5,6 +5,13 @@ import msgspec
 import pytest
 from sqlalchemy import update
 
+from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
+from paceline._cluster.master.experiments.state_transitions import NotFoundError, RefusedError
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.metric_rows_and_times import read_rows, time_shares
+from paceline._cluster.master.store.series_writer import read_summary
+from paceline._cluster.messages.runner_messages import Mark, RecordBatch
 from paceline.journal import (
     AlertRaised,
     AttemptFinished,
@@ -20,10 +27,6 @@ from paceline.journal import (
     TimeSpent,
     encode_float,
 )
-from paceline.master.experiments import NotFoundError, RefusedError
-from paceline.master.experiments._start_checkpoints import check_checkpoint, latest_checkpoint
-from paceline.master.store import Transaction, read_rows, read_summary, tables, time_shares
-from paceline.messages.attempts import Mark, RecordBatch
 
 
 @pytest.fixture
@@ -291,7 +294,7 @@ def test_a_repeated_report_after_a_restart_is_not_decided_again(bench: Any, halv
     bench.validate(second, 2, loss=0.4)
     bench.check_replay(halving)
     with bench.database.read() as connection:
-        from paceline.master.experiments import load_search
+        from paceline._cluster.master.experiments.stored_searches import load_search
 
         search = load_search(connection, halving).search
         assert search is not None

@@ -4,7 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.master.experiments import Candidate, RetentionPolicy, plan_retention
+from paceline._cluster.master.experiments.retention import (
+    Candidate,
+    RetentionPolicy,
+    plan_retention,
+)
 
 # Checkpoint number -> (trial, metric), as the table of the platform that Paceline follows has it.
 TABLE: dict[int, tuple[int, float | None]] = {

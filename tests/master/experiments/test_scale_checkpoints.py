@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.master.store import tables
+from paceline._cluster.master.store import tables
 
 
 def metrics(bench: Any) -> dict[int, float | None]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.master.executors import AttemptStatus, Executor, Launch
+from paceline._cluster.master.executors import AttemptStatus, Executor, Launch
 
 
 class Stillborn(Executor):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.master.experiments import StorageCalls, StoragePendingError, _storage_calls
+from paceline._cluster.master.experiments import storage_calls as _storage_calls
+from paceline._cluster.master.experiments.storage_calls import StorageCalls, StoragePendingError
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from sqlalchemy import func, insert, select
 
-from paceline.master.experiments import Searches, load_search
-from paceline.master.store import Transaction, tables
+from paceline._cluster.master.experiments.stored_searches import Searches, load_search
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
 from paceline.search import Exited, ExitReason, Input, Reported
 
 ALL = ["single", "random", "grid", "halving", "adaptive"]

@@ -6,11 +6,14 @@ from uuid import uuid4
 import msgspec
 import pytest
 
+from paceline._cluster.master.experiments import retention as _sweep
+from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, delete_files
+from paceline._cluster.master.experiments.retention import sweep_checkpoints
+from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.storage_calls import StorageCalls
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import settle_cluster_id
 from paceline.journal import CheckpointStored
-from paceline.master.experiments import CheckpointPlace, RefusedError, StorageCalls, delete_files
-from paceline.master.experiments import _checkpoint_sweep as _sweep
-from paceline.master.experiments._checkpoint_sweep import sweep_checkpoints
-from paceline.master.store import settle_cluster_id, tables
 from paceline.storage import DirectoryStorage, origin_of, storage_from
 
 

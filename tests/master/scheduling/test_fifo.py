@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.master.scheduling import Holding, NodeSlots, SlotAssignment, Waiting, schedule
+from paceline._cluster.master.scheduling.pools import Holding, NodeSlots, SlotAssignment, Waiting
+from paceline._cluster.master.scheduling.schedule import schedule
 
 
 def waiting(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.master.scheduling import (
+from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
     PolicyName,
@@ -12,10 +12,9 @@ from paceline.master.scheduling import (
     Reason,
     SlotAssignment,
     Waiting,
-    decide,
-    fits_nodes,
-    schedule,
 )
+from paceline._cluster.master.scheduling.schedule import decide, schedule
+from paceline._cluster.master.scheduling.slot_placement import fits_nodes
 
 
 def nodes(*sizes: int, can_join: bool = True) -> list[NodeSlots]:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.master.scheduling import (
+from paceline._cluster.master.scheduling.pool_policies import moved
+from paceline._cluster.master.scheduling.pools import (
     Holding,
     NodeSlots,
     PolicyName,
@@ -16,12 +17,10 @@ from paceline.master.scheduling import (
     Reason,
     SchedulingResult,
     Waiting,
-    decide,
     in_pools,
-    moved,
     needs_of,
-    schedule,
 )
+from paceline._cluster.master.scheduling.schedule import decide, schedule
 
 FIFO, PRIORITY, FAIR_SHARE = PolicyName.FIFO, PolicyName.PRIORITY, PolicyName.FAIR_SHARE
 

@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 from starter_contract import Cluster, Pool, StarterContract, attempts_of
 
-from paceline.master.starters import RunnerOrder, StarterError, _kubernetes_watch, read_pool_file
-from paceline.master.starters._kubernetes_starter import KubernetesOptions, KubernetesStarter
+from paceline._cluster.master.starters import kubernetes_api as _kubernetes_watch
+from paceline._cluster.master.starters.kubernetes_starter import (
+    KubernetesOptions,
+    KubernetesStarter,
+)
+from paceline._cluster.master.starters.pool_runners import read_pool_file
+from paceline._cluster.master.starters.starter_base import RunnerOrder, StarterError
 
 pytest.importorskip("kubernetes", reason="NOT TESTED: needs pip install 'paceline[kubernetes]'")
 pytest.importorskip("jsonschema", reason="NOT TESTED: jsonschema is not installed")
@@ -336,7 +341,7 @@ def test_objects_that_may_not_be_watched_are_listed(
 def test_a_starter_without_its_package_is_told_with_what_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.master.starters import _pool_file
+    from paceline._cluster.master.starters import pool_runners as _pool_file
 
     monkeypatch.setattr(_pool_file, "find_spec", lambda _: None)
     path = tmp_path / "pools.yaml"

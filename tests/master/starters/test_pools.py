@@ -11,21 +11,19 @@ import msgspec
 import pytest
 
 import paceline
-from paceline.config import ConfigError, Section
-from paceline.master.executors._executor_registry import STARTERS
-from paceline.master.scheduling import PoolNeed
-from paceline.master.starters import (
+from paceline._cluster.master.executors import STARTERS
+from paceline._cluster.master.scheduling.pools import PoolNeed
+from paceline._cluster.master.starters import pool_runners as _starter_registry
+from paceline._cluster.master.starters.pool_runners import (
     PoolDefinition,
     PoolRunners,
-    RunnerOrder,
-    Starter,
-    StarterError,
-    _starter_registry,
+    missing_runners,
     read_pool_file,
+    runner_groups,
 )
-from paceline.master.starters._missing_runners import missing_runners, runner_groups
-from paceline.messages.attempts import MasterAddress
-from paceline.messages.node_runners import PROTOCOL, NodeFacts, NodePoll
+from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
+from paceline._cluster.messages.runner_messages import PROTOCOL, MasterAddress, NodeFacts, NodePoll
+from paceline.config import ConfigError, Section
 
 FILE = """
 pools:
@@ -53,7 +51,7 @@ def test_a_file_gives_pools_and_their_starters(tmp_path: Path) -> None:
 
 
 def test_the_files_of_the_guide_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.master.starters import _pool_file
+    from paceline._cluster.master.starters import pool_runners as _pool_file
 
     # Its packages need not be installed here.
     monkeypatch.setattr(_pool_file, "find_spec", lambda name: name)

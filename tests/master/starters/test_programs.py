@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.master.starters import StarterError, _ray_guard
-from paceline.master.starters._cluster_programs import RequestProgram
+from paceline._cluster.master.starters import ray_guard as _ray_guard
+from paceline._cluster.master.starters.starter_base import RequestProgram, StarterError
 
 PROGRAM = """
 import json, sys, time

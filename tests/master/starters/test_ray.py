@@ -9,7 +9,7 @@ import psutil
 import pytest
 from starter_contract import Cluster, Pool, StarterContract, attempts_of
 
-from paceline.master.starters._ray_runners import RayRunners
+from paceline._cluster.master.starters.ray_runners import RayRunners
 
 
 @pytest.fixture(autouse=True)

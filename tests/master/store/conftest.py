@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert
 
-from paceline.master.store import Database, LogStore, Transaction, tables
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.trial_logs import LogStore
 
 
 @pytest.fixture

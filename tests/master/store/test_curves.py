@@ -5,17 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.journal import MetricsReported
-from paceline.master.store import (
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.metric_rows_and_times import add_metrics, read_series
+from paceline._cluster.master.store.metric_series import (
     Curve,
-    Database,
     Selection,
-    add_metrics,
     cut_curve,
     read_curve,
-    read_series,
     sample_curve,
 )
+from paceline.journal import MetricsReported
 
 
 def store(database: Database, trial: int, attempt: int, resumed: int, rows: list[Any]) -> None:

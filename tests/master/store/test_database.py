@@ -15,13 +15,13 @@ import psutil
 import pytest
 from sqlalchemy import func, insert, select
 
-from paceline.master.store import (
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import (
     Database,
     DatabaseLostError,
     DatabaseUnavailableError,
     DatabaseVersionError,
     Transaction,
-    tables,
 )
 
 

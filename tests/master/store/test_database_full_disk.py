@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, insert, select
 
-from paceline.master.store import Database, Transaction, tables
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction
 
 
 @pytest.mark.root

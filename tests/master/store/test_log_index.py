@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.master.store import LogFilter, LogStore, StoredLine, _log_file, merge_lines
-from paceline.messages.attempts import LogEntry
+from paceline._cluster.master.store import log_files as _log_file
+from paceline._cluster.master.store.log_search import LogFilter, StoredLine
+from paceline._cluster.master.store.trial_logs import LogStore, merge_lines
+from paceline._cluster.messages.runner_messages import LogEntry
 
 # Letters whose small ones depend on what follows, are two, or lie within ASCII; and what JSON
 # writes in another way.

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.master.store import LogFilter, LogStore, StoredLine, log_levels
-from paceline.messages.attempts import LogEntry
+from paceline._cluster.master.store.log_search import LogFilter, StoredLine, log_levels
+from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.messages.runner_messages import LogEntry
 
 
 def entry(sequence: int, text: str = "", **changed: object) -> LogEntry:

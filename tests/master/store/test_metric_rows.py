@@ -9,19 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select, update
 
-from paceline.journal import MetricsReported, decode_value, encode_metrics, same_value
-from paceline.master.store import (
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.metric_rows_and_times import (
     Conflict,
-    Database,
-    Summary,
     add_metrics,
     has_points_beyond,
     read_rows,
     read_series,
-    read_summary,
-    tables,
-    trim_summaries,
 )
+from paceline._cluster.master.store.series_writer import Summary, read_summary, trim_summaries
+from paceline.journal import MetricsReported, decode_value, encode_metrics, same_value
 
 AddTrial = Callable[..., int]
 

@@ -7,21 +7,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, delete, insert, select, update
 
-from paceline.master.store import (
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.row_ids_and_counts import (
     ARCHIVED,
     ATTEMPTS,
     CHECKPOINTS,
     EXPERIMENTS,
     POINTS,
     TRIALS,
-    Database,
-    all_metric_names,
     checkpoint_sizes,
-    metric_names,
     number_by_state,
     numbers_of,
-    tables,
 )
+from paceline._cluster.master.store.series_writer import all_metric_names, metric_names
 
 _TABLES: dict[str, Any] = {
     TRIALS: tables.trials, ATTEMPTS: tables.attempts, CHECKPOINTS: tables.checkpoints,

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.master.store import LogStore, StoredLine, merge_lines
-from paceline.messages.attempts import LogEntry
+from paceline._cluster.master.store.log_search import StoredLine
+from paceline._cluster.master.store.trial_logs import LogStore, merge_lines
+from paceline._cluster.messages.runner_messages import LogEntry
 
 
 class CountingStore(LogStore):

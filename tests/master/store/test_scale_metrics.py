@@ -8,8 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.metric_rows_and_times import (
+    add_metrics,
+    metric_at,
+    read_rows,
+    read_series,
+)
 from paceline.journal import MetricsReported, encode_metrics
-from paceline.master.store import Database, add_metrics, metric_at, read_rows, read_series, tables
 
 AddTrial = Callable[..., int]
 CHUNK = 1024

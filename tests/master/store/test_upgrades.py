@@ -14,30 +14,31 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, select, text
 
-from paceline.journal import TimeSpent
-from paceline.master._home_directory import Home, HomeInUseError
-from paceline.master.auth import Tokens
-from paceline.master.store import (
+from paceline._cluster.master.authentication import Tokens
+from paceline._cluster.master.home_directory import Home, HomeInUseError
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store import upgrades as _upgrades
+from paceline._cluster.master.store.database import (
+    Database,
+    DatabaseDamagedError,
+    DatabaseVersionError,
+    copy_of_version,
+)
+from paceline._cluster.master.store.messages_from_rows import attempt_views, slots_by_node
+from paceline._cluster.master.store.metric_rows_and_times import add_time_mark, read_series
+from paceline._cluster.master.store.row_ids_and_counts import (
     ATTEMPTS,
     CHECKPOINTS,
     EXPERIMENTS,
     POINTS,
     TRIALS,
-    Database,
-    DatabaseDamagedError,
-    DatabaseVersionError,
-    _upgrades,
-    add_time_mark,
-    attempt_views,
-    metric_names,
     number_by_state,
-    read_series,
-    slots_by_node,
-    tables,
 )
-from paceline.master.store._database import copy_of_version
-from paceline.master.upkeep import BackupError, restore_copy
-from paceline.messages.tokens import TokenScope
+from paceline._cluster.master.store.series_writer import metric_names
+from paceline._cluster.master.upkeep.backup_snapshots import BackupError
+from paceline._cluster.master.upkeep.home_restore import restore_copy
+from paceline._cluster.messages.master_models import TokenScope
+from paceline.journal import TimeSpent
 
 
 def load(path: Path, version: int) -> Path:

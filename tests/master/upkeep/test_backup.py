@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from sqlalchemy import insert
 
-from paceline.master import DatabaseVersionError, LostDatabaseError
-from paceline.master._home_directory import Home
-from paceline.master.store import Database, Transaction, tables
-from paceline.master.upkeep import Backup, BackupError, BackupResult, find_backup, restore
-from paceline.master.upkeep import _following_backups as following
-from paceline.master.upkeep import _home_restore as restoring
-from paceline.master.upkeep._backup_snapshots import whole_backups
-from paceline.master.upkeep._following_backups import follow_home
+from paceline._cluster.master.home_directory import Home, LostDatabaseError
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, DatabaseVersionError, Transaction
+from paceline._cluster.master.upkeep import home_backup as following
+from paceline._cluster.master.upkeep import home_restore as restoring
+from paceline._cluster.master.upkeep.backup_snapshots import BackupError, find_backup, whole_backups
+from paceline._cluster.master.upkeep.home_backup import Backup, BackupResult, follow_home
+from paceline._cluster.master.upkeep.home_restore import restore
 
 DieAt = Callable[[str, Callable[[], object]], None]
 

@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, update
 
+from paceline._cluster.master.home_directory import Home, HomeInUseError
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.store.recovery_rows import begin_records
+from paceline._cluster.master.upkeep import home_check as _check
+from paceline._cluster.master.upkeep.backup_snapshots import BackupError
+from paceline._cluster.master.upkeep.home_check import check, fix
+from paceline._cluster.master.upkeep.home_file_checks import Finding
+from paceline._cluster.master.upkeep.recovery_records import (
+    record_path,
+    recorded_experiments,
+    write_some,
+)
 from paceline.journal import MetricsReported, encode_record, frame_line
-from paceline.master import HomeInUseError
-from paceline.master._home_directory import Home
-from paceline.master.store import Database, begin_records, tables
-from paceline.master.upkeep import BackupError, Finding, check, fix
-from paceline.master.upkeep import _home_check as _check
-from paceline.master.upkeep._recovery_records import record_path, recorded_experiments
-from paceline.master.upkeep._recovery_writer import write_some
 
 DieAt = Callable[[str, Callable[[], object]], None]
 RECORDED = (

@@ -14,21 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from paceline._sealed_json import seal
-from paceline.master import HomeUnusableError, LostDatabaseError
-from paceline.master._home_directory import Home
-from paceline.master._master import Master
-from paceline.master.auth import Tokens
-from paceline.master.store import (
+from paceline._base.sealed_json import seal
+from paceline._cluster.master.authentication import Tokens
+from paceline._cluster.master.home_directory import Home, HomeUnusableError, LostDatabaseError
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store.database import (
     Database,
     DatabaseVersionError,
-    begin_records,
     settle_cluster_id,
 )
-from paceline.master.upkeep import Backup, BackupError, check, fix, restore
-from paceline.master.upkeep._recovery_writer import write_some
-from paceline.messages.tokens import TokenScope
-from paceline.runner import SecretFileError
+from paceline._cluster.master.store.recovery_rows import begin_records
+from paceline._cluster.master.upkeep.backup_snapshots import BackupError
+from paceline._cluster.master.upkeep.home_backup import Backup
+from paceline._cluster.master.upkeep.home_check import check, fix
+from paceline._cluster.master.upkeep.home_restore import restore
+from paceline._cluster.master.upkeep.recovery_records import write_some
+from paceline._cluster.messages.master_models import TokenScope
+from paceline._cluster.runner.attempt_directory import SecretFileError
 
 STORED = Path(__file__).parents[2] / "stored"
 # A part of the text that is told; "" if nothing is wrong with that, None if anything may be said.

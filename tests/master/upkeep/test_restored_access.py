@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
-from paceline.master._home_directory import Home
-from paceline.master.auth import Passwords, SignIns, Tokens
-from paceline.master.store import Database
-from paceline.master.store import _database as database_module
-from paceline.master.upkeep import Backup, BackupError, Recorder, RestoreResult, restore
-from paceline.messages.tokens import TokenScope
+from paceline._cluster.master.authentication import Passwords, SignIns, Tokens
+from paceline._cluster.master.home_directory import Home
+from paceline._cluster.master.store import database as database_module
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.master.upkeep.backup_snapshots import BackupError
+from paceline._cluster.master.upkeep.home_backup import Backup
+from paceline._cluster.master.upkeep.home_restore import RestoreResult, restore
+from paceline._cluster.master.upkeep.recovery_records import Recorder
+from paceline._cluster.messages.master_models import TokenScope
 
 
 class Doors:

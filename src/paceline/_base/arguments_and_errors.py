@@ -1,0 +1,262 @@
+"""Checks of arguments, quantities as people write them, combined seeds.
+
+Also: and the base of exceptions.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Returns the value to keep, or raises an error that names the argument.
+Check = Callable[[str, Any], Any]
+
+
+def wrong(name: str, must: str, value: Any, hint: str = "") -> str:
+    """Return the text of an error about an argument."""
+    shown = value.__name__ if isinstance(value, type) else repr(value)
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    return f"`{name}` must be {must}, but got {shown}." + (f" Hint: {hint}" if hint else "")
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Check that an argument is an integer of at least some number.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(wrong(name, f"an integer of at least {least}", value))
+
+
+def check_function(name: str, value: object) -> None:
+    """Check that an argument can be called.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if not callable(value):
+        raise TypeError(wrong(name, "a function", value))
+
+
+def check_dictionary(name: str, value: object, error: type[Exception] = TypeError) -> None:
+    """Check that an argument is a dictionary, if it is given.
+
+    Raises:
+        TypeError: It is none, or another error if that is given.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise error(f"`{name}` must be a dictionary, but got {type(value).__name__}.")
+
+
+def optional(check: Check) -> Check:
+    """Return a check that lets None pass."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return a bool.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(wrong(name, "True or False", value))
+    return value
+
+
+def integer(name: str, value: Any) -> int:
+    """Return an integer.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(wrong(name, "an integer", value))
+    return value
+
+
+def count(minimum: int) -> Check:
+    """Return a check for integers from a minimum on."""
+
+    def check(name: str, value: Any) -> int:
+        if integer(name, value) < minimum:
+            raise ValueError(wrong(name, f"at least {minimum}", value))
+        return int(value)
+
+    return check
+
+
+def number(name: str, value: Any) -> float:
+    """Return a finite number as a float.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not finite.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(wrong(name, "a number", value))
+    if not math.isfinite(value):
+        raise ValueError(wrong(name, "a finite number", value))
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a number above 0.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is 0, negative or not finite.
+    """
+    if number(name, value) <= 0:
+        raise ValueError(wrong(name, "above 0", value))
+    return float(value)
+
+
+def one_of(*allowed: Any) -> Check:
+    """Return a check for one of some values."""
+
+    def check(name: str, value: Any) -> Any:
+        if value not in allowed:
+            raise ValueError(wrong(name, f"one of {', '.join(map(repr, allowed))}", value))
+        return value
+
+    return check
+
+
+def text(name: str, value: Any) -> str:
+    """Return text that is not empty, such as a name or a path.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It is empty.
+    """
+    if hasattr(value, "__fspath__"):
+        value = value.__fspath__()
+    if not isinstance(value, str):
+        raise TypeError(wrong(name, "text", value))
+    if not value:
+        raise ValueError(wrong(name, "text that is not empty", value))
+    return value
+
+
+def ranks_to_check(name: str, value: Any) -> bool | tuple[str, ...]:
+    """Return whether ranks are compared, or the tensors that each rank has for itself.
+
+    Raises:
+        TypeError: It is neither a bool nor names.
+    """
+    if isinstance(value, bool):
+        return value
+    names = value if isinstance(value, (list, tuple)) else (value,)
+    if not all(isinstance(each, str) for each in names):
+        raise TypeError(wrong(name, "True, False or names of tensors", value))
+    return tuple(names)
+
+
+_BYTES = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)},
+}
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+)")
+_MAX = 2**53 - 1
+
+SIZE_PATTERN = rf"^[0-9]+(\.[0-9]+)? ?({'|'.join(_BYTES)})$"
+AGE_PATTERN = rf"^[0-9]+(\.[0-9]+)? ?({'|'.join(_SECONDS)})$"
+SIZE_FORMS = 'an integer of bytes, or text such as "20GB" or "512MiB"'
+AGE_FORMS = 'seconds, or text such as "7d", "12h" or "30min"'
+
+
+def bytes_of(value: object) -> int | None:
+    """Return a size in bytes, None if the value is none.
+
+    Args:
+        value: An integer of at least 1, or a number with B, KB (1000 bytes), KiB (1024 bytes) and
+            so on.
+    """
+    number = _number(value, _BYTES) if not isinstance(value, float) else None
+    return None if number is None or number < 1 else int(number)
+
+
+def seconds_of(value: object) -> float | None:
+    """Return a time in seconds, None if the value is none.
+
+    Args:
+        value: A number above 0, or one with s, min, h, d or w.
+    """
+    number = _number(value, _SECONDS)
+    return None if number is None or number <= 0 else float(number)
+
+
+def _number(value: object, units: dict[str, int]) -> float | None:
+    if isinstance(value, str):
+        found = _QUANTITY.fullmatch(value.strip())
+        if found is None or found[2] not in units:
+            return None
+        value = float(found[1]) * units[found[2]]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if value <= _MAX else None
+
+
+_MASK = (1 << 64) - 1
+
+
+def mix_seed(*parts: int) -> int:
+    """Return a 63-bit seed from several integers (the finaliser of SplitMix64, chained).
+
+    Neighbouring inputs give unrelated seeds, unlike a sum.
+    """
+    state = 0
+    for part in parts:
+        state = (state + 0x9E3779B97F4A7C15 + (part & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+class PicklableError(Exception):
+    """A base of exceptions whose `__init__` takes more than the message.
+
+    Python makes a copy of an exception by calling its class with `args`, here the message alone.
+    Such exceptions are made again without their `__init__`, so they survive pickling and copying,
+    with their attributes and notes; subclasses with an `__init__` of their own do so too.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuilt_error, (type(self), self.args, dict(vars(self)))
+
+
+class CollectiveMismatchError(RuntimeError):
+    """Raised when ranks wait in a collective operation that the others do not take part in.
+
+    No rank was lost: the program itself must have all ranks make the same calls.
+    """
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, or as Python does that there is none.
+
+    The class may be the user's, whose `__str__` can fail.
+    """
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line to what is printed of an exception; Python 3.10 keeps it and does not print it."""
+    vars(error).setdefault("__notes__", []).append(text)
+
+
+def rebuilt_error(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """Return an exception that is made of its parts, without its `__init__`."""
+    error = kind.__new__(kind, *args)
+    # Classes such as frozen dataclasses forbid it by a `__setattr__` of their own.
+    BaseException.__setattr__(error, "args", args)
+    vars(error).update(state)
+    return error

@@ -1,0 +1,523 @@
+"""GPUs of this machine, by NVML, nvidia-smi or amd-smi, and those that this process may use."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final
+
+logger = logging.getLogger(__name__)
+
+_LIMIT_S = 20.0
+# A process that hangs in a driver may not end even when it is killed.
+_KILL_S = 2.0
+
+
+def run_gpu_program(name: str, *arguments: str) -> str:
+    """Return the output of a program; nothing if it is not there, fails or takes too long."""
+    program = shutil.which(name)
+    if program is None:
+        return ""
+    try:
+        return ask_gpu_program([program, *arguments], name)
+    except subprocess.TimeoutExpired:
+        pass  # told already
+    except subprocess.CalledProcessError as error:
+        told = f"{error.stderr}\n{error.output}".split("\n")
+        why = next((line.strip() for line in told if line.strip()), "nothing was said")
+        code = error.returncode
+        logger.warning("%s does not tell of the GPUs: it ended with %d: %s", name, code, why)
+    except OSError as error:
+        logger.warning("%s does not tell of the GPUs: %s", name, error)
+    return ""
+
+
+def ask_gpu_program(command: list[str], what: str) -> str:
+    """Return the output of a command.
+
+    Args:
+        command: The program and its arguments.
+        what: What is asked, for the log.
+
+    Raises:
+        OSError: It cannot be started.
+        subprocess.CalledProcessError: It failed.
+        subprocess.TimeoutExpired: It took too long, and was killed.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        output, complaint = process.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("%s does not tell of the GPUs: no answer for %g s.", what, _LIMIT_S)
+        raise
+    finally:
+        _end_process(process)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, complaint)
+    return output
+
+
+def _end_process(process: "subprocess.Popen[str]") -> None:
+    """End a process and give its pipes up, in bounded time."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_S)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownGpu:
+    """A GPU or a MIG device.
+
+    Attributes:
+        id: What CUDA_VISIBLE_DEVICES may have for it: a number or a UUID.
+        uuid: Its UUID; empty if nobody tells.
+        name: The name of the product, and of the MIG profile; those of all GPUs if it may be any of
+            them; empty if nobody tells.
+        memory_bytes: All of its memory; 0 if nobody tells.
+        is_mig: Whether it is a MIG device.
+        number: Its number as nvidia-smi counts, or that of the GPU that it is a device of; empty if
+            nobody tells.
+    """
+
+    id: str
+    uuid: str = ""
+    name: str = ""
+    memory_bytes: int = 0
+    is_mig: bool = False
+    number: str = ""
+
+    def with_id(self, id: str) -> "KnownGpu":
+        """Return the same GPU under another id."""
+        return replace(self, id=id)
+
+    def is_called(self, name: str) -> bool:
+        """Tell whether a name in CUDA_VISIBLE_DEVICES, a number or UUID, is that of this GPU."""
+        # The beginning of a UUID is enough for CUDA.
+        if name.isdecimal():
+            return name == self.id or (name == self.number and not self.is_mig)
+        return name == self.id or self.uuid.startswith(name)
+
+
+_MEBIBYTES = {"MB": 1, "MiB": 1, "GB": 1024, "GiB": 1024}
+
+
+def amd_gpus() -> list[KnownGpu]:
+    """Return the GPUs of AMD in the order of amd-smi."""
+    listed = [one for one in _query_amd("list") if "gpu" in one]
+    if not listed:
+        return []
+    # One question each: a release that does not know one of the options answers the other.
+    names = {one.get("gpu"): _name(one.get("asic")) for one in _query_amd("static", "--asic")}
+    sizes = {one.get("gpu"): _size(one.get("vram")) for one in _query_amd("static", "--vram")}
+    return [
+        KnownGpu(
+            # The number for HIP, where it is told, may be another one than that of amd-smi.
+            id=str(one.get("hip_id", one["gpu"])),
+            uuid=str(one.get("uuid", "")),
+            name=names.get(one["gpu"], ""),
+            memory_bytes=sizes.get(one["gpu"], 0),
+        )
+        for one in listed
+    ]
+
+
+def _name(asic: Any) -> str:
+    return str(asic.get("market_name") or "") if isinstance(asic, dict) else ""
+
+
+def _size(vram: Any) -> int:
+    """Return bytes: amd-smi tells `{"value": 196592, "unit": "MB"}`, or a text in old releases.
+
+    Its MB are of 1,048,576 bytes.
+    """
+    size = vram.get("size") if isinstance(vram, dict) else vram
+    text = f"{size.get('value')} {size.get('unit')}" if isinstance(size, dict) else str(size)
+    match = re.fullmatch(r"(\d+) (\w+)", text)
+    return int(match[1]) * _MEBIBYTES.get(match[2], 0) << 20 if match else 0
+
+
+def _query_amd(*arguments: str) -> list[dict[str, Any]]:
+    """Return what `amd-smi` tells of each GPU; an empty list where it tells of none."""
+    try:
+        told = json.loads(run_gpu_program("amd-smi", *arguments, "--json") or "[]")
+    except ValueError:
+        return []
+    # From ROCm 7 on, some of its commands put the list into an object.
+    listed = told.get("gpu_data", []) if isinstance(told, dict) else told
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+
+NO_DRIVER = 3
+"""The exit code of the program where there is no driver of NVIDIA, or no library of it."""
+
+
+class Nvml:
+    """NVML, open until `close`.
+
+    Args:
+        problems: Gets a sentence for each GPU that NVML counts but cannot tell of.
+
+    Raises:
+        ImportError: `nvidia-ml-py` is not installed.
+        Exception: There is no library, no driver, or they fail.
+    """
+
+    def __init__(self, problems: list[str] | None = None) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        self.gpus: list[NvmlDevice] = []
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+                self.gpus.append(NvmlDevice(pynvml, handle, number))
+            except Exception as error:
+                # One that has fallen off the bus, or that this user may not open.
+                if problems is not None:
+                    why = str(error).rstrip(".")
+                    problems.append(f"GPU {number} cannot be used: {why}.")
+
+    def close(self) -> None:
+        """Give the library up.
+
+        Raises:
+            Exception: The library fails.
+        """
+        self.gpus = []
+        self._nvml.nvmlShutdown()
+
+
+class NvmlDevice:
+    """A GPU, or a MIG device of one; `number` is that of the GPU, as nvidia-smi counts.
+
+    What the device does not support raises an exception of `pynvml`.
+    """
+
+    def __init__(self, nvml: Any, handle: Any, number: int) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self.number = number
+        self.uuid = _text_of_nvml(nvml.nvmlDeviceGetUUID(handle))
+
+    def name(self) -> str:
+        """Return the name of the product; that of a MIG device ends in `MIG` and its profile."""
+        return _text_of_nvml(self._nvml.nvmlDeviceGetName(self._handle))
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Return the memory in use, and all of it."""
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return int(memory.used), int(memory.total)
+
+    def use_percent(self) -> float:
+        """Return for how much of the last moment the GPU has computed."""
+        return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+
+    def power_w(self) -> float:
+        """Return the power that it draws."""
+        # NVML tells milliwatts.
+        return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000
+
+    def mig_devices(self) -> "list[NvmlDevice] | None":
+        """Return the devices that the GPU is divided into; None if MIG is off."""
+        nvml = self._nvml
+        try:
+            is_on = bool(nvml.nvmlDeviceGetMigMode(self._handle)[0])
+        except nvml.NVMLError:
+            return None  # Most kinds of GPU have no MIG.
+        if not is_on:
+            return None
+        devices = []
+        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(self._handle)):
+            try:
+                handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle, index)
+            except nvml.NVMLError:
+                continue  # Numbers that no device has, or one that is not for this user.
+            devices.append(NvmlDevice(nvml, handle, self.number))
+        return devices
+
+
+def main() -> None:
+    """Print the GPUs as a line of JSON; exit with `NO_DRIVER` where there is nothing to ask."""
+    import pynvml
+
+    problems: list[str] = []
+    try:
+        nvml = Nvml(problems)
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        sys.exit(NO_DRIVER)
+    except pynvml.NVMLError as error:
+        sys.exit(f"{error}")
+    found = []
+    for gpu in nvml.gpus:
+        parts = gpu.mig_devices()
+        if parts is not None and not parts:
+            problems.append(f"GPU {gpu.number} has MIG turned on, but no MIG devices.")
+        found += [
+            {
+                "number": device.number,
+                "uuid": device.uuid,
+                "name": _name_or_nothing(device),
+                "memory_bytes": _memory_or_nothing(device),
+                "is_mig": parts is not None,
+            }
+            for device in ([gpu] if parts is None else parts)
+        ]
+    # The library may print something itself: the last line counts.
+    print("\n" + json.dumps({"gpus": found, "problems": problems}), flush=True)
+
+
+def _name_or_nothing(device: NvmlDevice) -> str:
+    try:
+        return device.name()
+    except Exception:
+        return ""
+
+
+def _memory_or_nothing(device: NvmlDevice) -> int:
+    try:
+        return device.memory_bytes()[1]
+    except Exception:
+        # GPUs that share the memory of the machine tell of none.
+        return 0
+
+
+def _text_of_nvml(value: Any) -> str:
+    """Return text that older releases of pynvml give as bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+_GPU_LINE = re.compile(r"GPU (?P<number>\d+): (?P<name>.+) \(UUID: (?P<uuid>GPU-[^)]+)\)")
+_MIG_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[^)]+)\)")
+# Linux has one of them while a driver is loaded, or the Linux inside of Windows its own.
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
+_FIELDS = ("index", "uuid", "name", "memory.total")
+# With the modules of this process, wherever it was started.
+_NVML_PROGRAM = """
+import sys
+sys.path[:] = sys.argv.pop(1).split(":")
+from paceline._base.gpus import main
+main()
+"""
+
+
+def nvidia_gpus() -> list[KnownGpu]:
+    """Return the GPUs of NVIDIA in their order; each device of one that MIG divides is one.
+
+    The id is the number for nvidia-smi. If any GPU is divided it is the UUID, as MIG devices have
+    no numbers, and numbers and UUIDs cannot be mixed.
+    """
+    gpus = _gpus_by_nvml()
+    if gpus is None:
+        gpus = _gpus_by_nvidia_smi()
+    if any(gpu.is_mig for gpu in gpus):
+        return [gpu.with_id(gpu.uuid) for gpu in gpus]
+    return gpus
+
+
+def _gpus_by_nvml() -> list[KnownGpu] | None:
+    """Return what NVML tells; None if it cannot be asked.
+
+    Another process asks, as a driver may hang in a call that nothing ends. It takes 0.1 s, which a
+    machine without a driver is spared.
+    """
+    if find_spec("pynvml") is None or not any(map(os.path.exists, _DRIVER_FILES)):
+        return None
+    command = [sys.executable, "-c", _NVML_PROGRAM, os.pathsep.join(sys.path)]
+    try:
+        told = json.loads(ask_gpu_program(command, "NVML").splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        if error.returncode != NO_DRIVER:
+            lines = [line for line in str(error.stderr).splitlines() if line.strip()]
+            why = lines[-1] if lines else f"exit code {error.returncode}"
+            logger.warning("NVML does not tell of the GPUs: %s", why)
+        return None
+    except subprocess.TimeoutExpired:
+        return None
+    except (OSError, ValueError, IndexError) as error:
+        logger.warning("NVML does not tell of the GPUs: %s", error)
+        return None
+    problems = told["problems"]
+    for problem in problems:
+        logger.warning("%s", problem)
+    return [
+        KnownGpu(
+            # CUDA may not count a GPU that cannot be used, which changes the numbers.
+            id=one["uuid"] if problems else str(one["number"]),
+            uuid=one["uuid"],
+            name=one["name"],
+            memory_bytes=one["memory_bytes"],
+            is_mig=one["is_mig"],
+            number=str(one["number"]),
+        )
+        for one in told["gpus"]
+    ]
+
+
+def _gpus_by_nvidia_smi() -> list[KnownGpu]:
+    listed = run_gpu_program("nvidia-smi", "--list-gpus")
+    if not listed:
+        return []
+    rows = _rows_of_nvidia_smi()
+    divided = _gpus_of_listing(listed, {gpu.uuid: gpu for gpu in rows})
+    return divided if not rows or any(gpu.is_mig for gpu in divided) else rows
+
+
+def _rows_of_nvidia_smi() -> list[KnownGpu]:
+    table = run_gpu_program(
+        "nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"
+    )
+    gpus = []
+    for line in table.splitlines():
+        row = dict(zip(_FIELDS, (cell.strip() for cell in line.split(",")), strict=False))
+        if row.get("index"):
+            mebibytes = row.get("memory.total", "")
+            gpus.append(
+                KnownGpu(
+                    id=row["index"],
+                    number=row["index"],
+                    uuid=row.get("uuid", ""),
+                    name=row.get("name", ""),
+                    # GPUs that share the memory of the machine tell of none.
+                    memory_bytes=int(mebibytes) << 20 if mebibytes.isdecimal() else 0,
+                )
+            )
+    return gpus
+
+
+def _gpus_of_listing(listed: str, rows: dict[str, KnownGpu]) -> list[KnownGpu]:
+    """Return each MIG device of a listing, and each GPU that has none.
+
+    The listing tells the memory of neither; that of whole GPUs is in the rows, by their UUIDs.
+    """
+    found: list[KnownGpu] = []
+    whole: KnownGpu | None = None
+    for line in listed.splitlines():
+        if match := _GPU_LINE.match(line):
+            plain = KnownGpu(
+                id=match["number"],
+                number=match["number"],
+                uuid=match["uuid"],
+                name=match["name"],
+            )
+            whole = rows.get(match["uuid"], plain)
+            found.append(whole)
+        elif (match := _MIG_LINE.match(line)) and whole is not None:
+            if found[-1] is whole:
+                found.pop()
+            found.append(
+                KnownGpu(
+                    id=whole.id,
+                    number=whole.number,
+                    uuid=match["uuid"],
+                    name=f"{whole.name} MIG {match['profile']}",
+                    is_mig=True,
+                )
+            )
+    return found
+
+
+CUDA_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+
+# Those of the machine, once some were found: a driver that was slow once may answer later.
+_found: list[KnownGpu] = []
+
+
+def gpus_of_machine() -> list[KnownGpu]:
+    """Return all GPUs of this machine; each device of one that MIG divides is one."""
+    return nvidia_gpus() or amd_gpus()
+
+
+def visible_gpus() -> list[KnownGpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; ROCm understands it as well."""
+    visible = names_in_variable()
+    if visible == []:
+        return []
+    gpus = nvidia_gpus()
+    if not gpus:
+        gpus = amd_gpus()
+        if visible is None:
+            visible = names_in_variable("HIP_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    return [_gpu_of_name(name, gpus) for name in visible]
+
+
+def num_visible_gpus() -> int:
+    """Return the number of GPUs that this process may use; torch counts them if it is loaded.
+
+    CUDA gives a process one MIG device at most, unless the variable names several.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return int(torch.cuda.device_count())
+    visible = names_in_variable()
+    if visible == []:
+        return 0
+    number = _num_usable_gpus()
+    return number if visible is None else min(len(visible), number)
+
+
+def names_in_variable(variable: str = CUDA_VARIABLE) -> list[str] | None:
+    """Return the GPUs that a variable names, by number or UUID; None if it is not set.
+
+    Those behind an entry that names none, such as -1, are hidden.
+    """
+    value = os.environ.get(variable)
+    if value is None:
+        return None
+    names = (name.strip() for name in value.split(","))
+    return [*takewhile(lambda name: name and not name.startswith("-"), names)]
+
+
+def _num_usable_gpus() -> int:
+    """Return how many GPUs CUDA_VISIBLE_DEVICES may name at most, or CUDA finds without it."""
+    if not _found:
+        # What no program tells of, as in some containers, the driver's files do.
+        _found.extend(gpus_of_machine() or _gpus_by_device_files())
+    if names_in_variable() is not None:
+        return len(_found)
+    if any(gpu.is_mig for gpu in _found):
+        return 1
+    hip = names_in_variable("HIP_VISIBLE_DEVICES")
+    # Numbers are NVIDIA's.
+    is_amd = not any(gpu.number for gpu in _found)
+    return len(_found) if hip is None or not is_amd else min(len(hip), len(_found))
+
+
+def _gpus_by_device_files() -> list[KnownGpu]:
+    numbers = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
+    return [KnownGpu(id=one, number=one) for one in sorted(numbers) if one.isdecimal()]
+
+
+def _gpu_of_name(name: str, gpus: list[KnownGpu]) -> KnownGpu:
+    """Return the GPU of a name. Of one that may be any of them, only what all have is known."""
+    # CUDA counts the fastest GPU first unless it is told to count as nvidia-smi does.
+    is_certain = not name.isdecimal() or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    found = [gpu for gpu in gpus if is_certain and gpu.is_called(name)]
+    if len(found) == 1:
+        return found[0].with_id(name)
+    names, sizes = {gpu.name for gpu in gpus}, {gpu.memory_bytes for gpu in gpus}
+    return KnownGpu(
+        id=name,
+        name=", ".join(sorted(names - {""})),
+        memory_bytes=sizes.pop() if len(sizes) == 1 else 0,
+    )

@@ -1,0 +1,107 @@
+"""Imports by name: names that load late, entry points of installed packages.
+
+Also: libraries that may be missing.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+def offered_points(group: str, own: Mapping[str, str]) -> "dict[str, EntryPoint]":
+    """Return the entry points of a group, by name.
+
+    Args:
+        group: The group.
+        own: Where Paceline's own classes are, by name.
+    """
+    # It takes a fifth of the time that a script needs to begin, and most scripts need none.
+    from importlib.metadata import EntryPoint, entry_points
+
+    points = [EntryPoint(name, place, group) for name, place in own.items()]
+    return {point.name: point for point in [*points, *entry_points(group=group)]}
+
+
+def class_named(name: str, group: str, own: Mapping[str, type], base: type, field: str) -> Any:
+    """Return a class that the master uses, by name: one of Paceline's own, or a package's.
+
+    Args:
+        name: The name.
+        group: The group of entry points in which packages offer such classes.
+        own: Paceline's own ones, by name.
+        base: What the class must derive from.
+        field: What the user has named it by, for messages.
+
+    Raises:
+        TypeError: The package that offers it names something else.
+        ValueError: Nobody offers one of this name.
+    """
+    if name in own:
+        return own[name]
+    offered = offered_points(group, {})
+    if name not in offered:
+        names = ", ".join(sorted(own.keys() | offered.keys()))
+        raise ValueError(
+            f"`{field}` must be {names}, but got {name!r}. Hint: install the package that offers"
+            " it into the environment of the master."
+        )
+    return loaded_class(offered[name], base)
+
+
+def loaded_class(point: "EntryPoint", base: type) -> Any:
+    """Return the class that an entry point names.
+
+    Raises:
+        ImportError: It cannot be imported.
+        TypeError: It is no class of this kind.
+    """
+    kind = point.load()
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        raise TypeError(
+            f"The entry point {point.name!r} of {point.group!r} must be a class of"
+            f" `{base.__name__}`, but {point.value} is {kind!r}."
+        )
+    return kind
+
+
+def late_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package.
+
+    Args:
+        package: Its name.
+        places: The module within the package that has each name.
+    """
+
+    def load(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{places[name]}"), name)
+
+    return load
+
+
+def required_library(module: str, user: str, install: str) -> ModuleType:
+    """Return a module of another library.
+
+    Args:
+        module: The module.
+        user: Who needs it, for the message.
+        install: What pip is to install.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        library = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != library:
+            raise
+        raise ImportError(
+            f"`{user}` needs the package `{library}`, which is not installed. Hint: pip install"
+            f" '{install}'"
+        ) from error

@@ -1,0 +1,445 @@
+"""Journal files of one rank: the writer, and the reader of a journal that is still being.
+
+Also: written.
+"""
+
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from paceline._base.files import regular_opener, sync_directory, sync_file
+from paceline._base.journal_records import (
+    FORMAT_VERSION,
+    AnyRecord,
+    MetricsReported,
+    ProgressReported,
+    RecordLost,
+    RecordsDropped,
+    StatusReported,
+    TimeSpent,
+    decode_record,
+    encode_record,
+)
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1024 * 1024
+
+
+class JournalVersionError(ValueError):
+    """Raised when a journal was written in another format version."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A record as it stands in the journal: its sequence number and its JSON."""
+
+    sequence: int
+    payload: bytes
+
+    def decode(self) -> AnyRecord:
+        """Return the record."""
+        return decode_record(self.payload)
+
+
+class JournalReader:
+    """Follow one rank's journal from a sequence number on.
+
+    A line counts once its line end is there. A damaged line is skipped: if a full disk tore it, its
+    record follows whole, and if it was damaged later, the next number shows the gap. Only `finish`
+    tells of those that nothing follows.
+    """
+
+    def __init__(self, directory: Path, *, after: int = -1) -> None:
+        self._directory = directory
+        self._last_sequence = after
+        self._segment: Path | None = None
+        self._offset = 0
+        # The newest record that is whole, known to the caller or not, and the damage after it.
+        self._newest = -1
+        self._num_damaged = 0
+
+    @property
+    def last_sequence(self) -> int:
+        """The sequence number of the last record that was read, or -1."""
+        return self._last_sequence
+
+    def read(self, max_entries: int = 1000) -> list[Entry]:
+        """Return the next whole entries, at most `max_entries`; empty when there are none yet.
+
+        Raises:
+            JournalVersionError: A segment was written in another format version.
+        """
+        entries: list[Entry] = []
+        while len(entries) < max_entries:
+            if self._segment is None:
+                self._segment = self._locate_segment()
+                self._offset = 0
+                if self._segment is None:
+                    break
+                self._newest = int(self._segment.stem) - 1
+            # Looked up before the read: once a later segment exists, this one has all its lines.
+            following = self._following_segment()
+            if not self._read_segment(entries, max_entries):
+                if following is None:
+                    break
+                self._segment, self._offset = following, 0
+        return entries
+
+    def finish(self, *, is_complete: bool = False) -> list[Entry]:
+        """Return entries in the place of damaged lines at the end; each is told once.
+
+        For a journal that was read to its end and whose writer writes no more.
+
+        Args:
+            is_complete: Whether the writer is known to be dead, so that a last line without its
+                end is damaged as well.
+        """
+        num_lost = self._num_damaged + (is_complete and self._has_rest())
+        first = self._newest + 1
+        numbers = range(max(first, self._last_sequence + 1), first + num_lost)
+        if not numbers or self._segment is None:
+            return []
+        self._last_sequence = numbers[-1]
+        reason = "its line, with which the journal ends, is damaged"
+        record = RecordLost(time=self._segment.stat().st_mtime, reason=reason)
+        return [Entry(number, encode_record(record)) for number in numbers]
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Yield every whole entry that is there now."""
+        while entries := self.read():
+            yield from entries
+
+    def _read_segment(self, entries: list[Entry], max_entries: int) -> bool:
+        """Read one chunk; False when no further whole line is in this segment."""
+        assert self._segment is not None
+        with open(self._segment, "rb", opener=regular_opener) as file:
+            file.seek(self._offset)
+            chunk = file.read(_CHUNK_BYTES)
+            end = chunk.rfind(b"\n")
+            while end < 0 and (more := file.read(_CHUNK_BYTES)):
+                chunk += more
+                end = chunk.rfind(b"\n")
+        if end < 0:
+            return False
+        for line in chunk[:end].split(b"\n"):
+            entry = self._parse(line)
+            self._offset += len(line) + 1
+            if entry is None:
+                continue
+            self._newest, self._num_damaged = entry.sequence, 0
+            if entry.sequence > self._last_sequence:
+                self._last_sequence = entry.sequence
+                entries.append(entry)
+                if len(entries) >= max_entries:
+                    break
+        return True
+
+    def _has_rest(self) -> bool:
+        """Tell whether the last segment goes on after its last line end."""
+        return self._segment is not None and self._segment.stat().st_size > self._offset
+
+    def _parse(self, line: bytes) -> Entry | None:
+        if not line:
+            return None
+        checksum, _, body = line.partition(b" ")
+        try:
+            is_whole = int(checksum, 16) == zlib.crc32(body)
+        except ValueError:
+            is_whole = False
+        if not is_whole:
+            logger.warning("Skipped a damaged line in %s: %.60r", self._segment, line)
+            # The first line of a segment is its header, which holds no record.
+            self._num_damaged += self._offset > 0
+            return None
+        number, _, payload = body.partition(b" ")
+        if number == b"-1":
+            self._check_version(payload)
+            return None
+        return Entry(int(number), payload)
+
+    def _check_version(self, header: bytes) -> None:
+        version = msgspec.json.decode(header).get("journal_version")
+        if version != FORMAT_VERSION:
+            raise JournalVersionError(
+                f"The journal {str(self._segment)!r} must have format version {FORMAT_VERSION},"
+                f" but has {version!r}. Hint: read it with the Paceline version that wrote it."
+            )
+
+    def _segments(self) -> list[Path]:
+        try:
+            names = os.listdir(self._directory)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return []
+        return [self._directory / name for name in sorted(names) if name.endswith(".journal")]
+
+    def _locate_segment(self) -> Path | None:
+        """Return the segment that holds the first record after the last one read."""
+        segments = self._segments()
+        candidates = [s for s in segments if int(s.stem) <= self._last_sequence + 1]
+        return candidates[-1] if candidates else next(iter(segments), None)
+
+    def _following_segment(self) -> Path | None:
+        assert self._segment is not None
+        return next((s for s in self._segments() if s.name > self._segment.name), None)
+
+
+SEGMENT_BYTES = 16 * 1024 * 1024
+PENDING_BYTES = 8 * 1024 * 1024
+# How long the end of a process waits for space for what it has reported.
+CLOSE_PATIENCE_S = 10.0
+
+# A training step must not pay for a full disk: how long it is left alone between two tries.
+_RETRY_S = 0.5
+# A journal, all journals, the run directory, the directory of the attempt, and the one that has it.
+_DIRECTORIES_OF_RUN = 5
+# What comes often and can be missed; everything else decides what follows and is kept.
+_DROPPABLE = (MetricsReported, ProgressReported, StatusReported, TimeSpent)
+
+
+def frame_line(sequence: int, payload: bytes) -> bytes:
+    """Return one journal line: checksum, sequence number and JSON, separated by blanks."""
+    body = b"%d %b" % (sequence, payload)
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def segment_name(first_sequence: int) -> str:
+    """Return the file name of the segment whose first record has this sequence number."""
+    return f"{first_sequence:012d}.journal"
+
+
+class JournalWriter:
+    """Append records to a journal directory; one per rank, attempt and generation.
+
+    Lines go to the page cache at once, so they survive the death of the process, not that of the
+    node. When the disk is full, records wait in memory and training goes on: metrics, progress and
+    status beyond `pending_bytes` are dropped, oldest first, and counted in a record of their own.
+    Safe to call from several threads.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        pending_bytes: int = PENDING_BYTES,
+        close_patience_s: float = CLOSE_PATIENCE_S,
+    ) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._pending_limit = pending_bytes
+        self._close_patience_s = close_patience_s
+        self._lock = threading.Lock()
+        self._file_descriptor = -1
+        self._path = directory
+        self._segment_size = 0
+        self._next_sequence = 0
+        self._are_names_synced = False
+        # Segments that are full, and may not be on disk yet.
+        self._unsynced: set[Path] = set()
+        self._is_line_torn = False
+        self._is_disk_full = False
+        self._refusal: OSError | None = None
+        self._retry_at = 0.0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._droppable: deque[tuple[int, bytes]] = deque()
+        self._droppable_bytes = 0
+        self._num_dropped = 0
+        # The directory is made with the first segment, as a full disk may keep it from being made.
+        if any(directory.glob("*.journal")):
+            raise FileExistsError(
+                f"A journal is written by one process only, but {str(directory)!r} has one already."
+                " Hint: start a new attempt."
+            )
+
+    @property
+    def directory(self) -> Path:
+        """Where the journal is."""
+        return self._directory
+
+    @property
+    def refusal(self) -> OSError | None:
+        """The last error of writing; None if there was none yet."""
+        return self._refusal
+
+    def append(self, record: AnyRecord) -> int:
+        """Write one record and return its sequence number; never raises on a full disk."""
+        payload = encode_record(record)
+        with self._lock:
+            sequence = self._next_sequence
+            self._next_sequence += 1
+            line = frame_line(sequence, payload)
+            if self._is_disk_full:
+                self._hold(sequence, line, record)
+                if time.monotonic() >= self._retry_at:
+                    self._write_pending()
+            elif not self._try_write(sequence, line):
+                self._hold(sequence, line, record)
+            return sequence
+
+    def flush(self, patience_s: float) -> bool:
+        """Wait some seconds for space for what waits in memory; tell whether nothing does now.
+
+        What was written survives the death of the process; what waits in memory does not.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            with self._lock:
+                if self._is_disk_full:
+                    self._write_pending()
+                if not self._is_disk_full:
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            # Others append meanwhile.
+            time.sleep(_RETRY_S / 5)
+
+    def sync(self) -> None:
+        """Wait until what was appended is on disk, so that it survives a power cut.
+
+        A disk that does not take it is no error of whoever reports; it is logged.
+        """
+        with self._lock:
+            if self._file_descriptor < 0:
+                return
+            # Others append meanwhile.
+            descriptor = os.dup(self._file_descriptor)
+            full, self._unsynced = self._unsynced, set()
+            are_names_new, self._are_names_synced = not self._are_names_synced, True
+        try:
+            for path in full:
+                sync_file(path)
+            os.fsync(descriptor)
+            if are_names_new:
+                self._sync_names()
+        except OSError as error:
+            with self._lock:
+                self._are_names_synced = False
+                self._unsynced |= full
+            logger.warning(
+                "The journal in %s cannot be forced to disk: %s", self._directory, error.strerror
+            )
+        finally:
+            os.close(descriptor)
+
+    def _sync_names(self) -> None:
+        """Force the entries of the journal, and of all that was made for its run or attempt."""
+        directory = self._directory
+        for _ in range(_DIRECTORIES_OF_RUN):
+            # What others have made may be closed to this user.
+            with suppress(PermissionError):
+                sync_directory(directory)
+            directory = directory.parent
+
+    def close(self) -> None:
+        """Write what is pending, if the disk takes it within some seconds, and close the file."""
+        self.flush(self._close_patience_s)
+        with self._lock:
+            num_lost = len(self._kept) + len(self._droppable) + self._num_dropped
+            if num_lost:
+                reason = self._refusal and self._refusal.strerror
+                logger.error(
+                    "The journal in %s could not be written to the end (%s): %d records are lost.",
+                    *(self._directory, reason, num_lost),
+                )
+            if self._file_descriptor >= 0:
+                os.close(self._file_descriptor)
+                self._file_descriptor = -1
+
+    def _try_write(self, sequence: int, line: bytes) -> bool:
+        try:
+            if self._file_descriptor < 0 or self._segment_size >= self._segment_bytes:
+                self._open_segment(sequence)
+            data = b"\n" + line if self._is_line_torn else line
+            written = os.write(self._file_descriptor, data)
+            self._segment_size += written
+            if written < len(data):
+                self._write_rest(data, written)
+        except OSError as error:
+            if not self._is_disk_full:
+                logger.warning(
+                    "The journal in %s cannot be written (%s). Training goes on; reports wait in"
+                    " memory until it can.",
+                    self._directory,
+                    error.strerror,
+                )
+            self._is_disk_full, self._refusal = True, error
+            self._retry_at = time.monotonic() + _RETRY_S
+            return False
+        self._is_line_torn = False
+        return True
+
+    def _write_rest(self, data: bytes, written: int) -> None:
+        while written < len(data):
+            # A nearly full disk takes part of a line; the rest either follows or the line is
+            # closed later and read as damaged.
+            self._is_line_torn = True
+            more = os.write(self._file_descriptor, data[written:])
+            written += more
+            self._segment_size += more
+
+    def _open_segment(self, first_sequence: int) -> None:
+        # Parents that `mkdir` makes by the way would be open to others.
+        self._directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        path = self._directory / segment_name(first_sequence)
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            header = msgspec.json.encode({"journal_version": FORMAT_VERSION, "time": time.time()})
+            line = frame_line(-1, header)
+            # A header that did not fit on a full disk before is closed as a damaged line.
+            rest = b"\n" + line if os.fstat(descriptor).st_size > 0 else line
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            # The segment counts only with its header: the next try opens it again.
+            os.close(descriptor)
+            raise
+        if self._file_descriptor >= 0:
+            os.close(self._file_descriptor)
+            self._unsynced.add(self._path)
+        self._file_descriptor, self._path = descriptor, path
+        self._are_names_synced = False
+        self._segment_size = os.fstat(descriptor).st_size
+        self._is_line_torn = False
+
+    def _hold(self, sequence: int, line: bytes, record: AnyRecord) -> None:
+        if not isinstance(record, _DROPPABLE):
+            self._kept.append((sequence, line))
+            return
+        self._droppable.append((sequence, line))
+        self._droppable_bytes += len(line)
+        while self._droppable_bytes > self._pending_limit:
+            _, dropped = self._droppable.popleft()
+            self._droppable_bytes -= len(dropped)
+            self._num_dropped += 1
+
+    def _write_pending(self) -> None:
+        while self._kept or self._droppable:
+            is_kept_next = not self._droppable or (
+                bool(self._kept) and self._kept[0] < self._droppable[0]
+            )
+            held = self._kept if is_kept_next else self._droppable
+            sequence, line = held[0]
+            if not self._try_write(sequence, line):
+                return
+            held.popleft()
+            if not is_kept_next:
+                self._droppable_bytes -= len(line)
+        if self._num_dropped:
+            record = RecordsDropped(time=time.time(), count=self._num_dropped)
+            if not self._try_write(
+                self._next_sequence, frame_line(self._next_sequence, encode_record(record))
+            ):
+                return
+            self._next_sequence += 1
+            self._num_dropped = 0
+        self._is_disk_full = False
+        logger.warning("The journal in %s can be written again.", self._directory)

@@ -1,0 +1,288 @@
+"""Process and network: usable cores, waits that signals interrupt, terminal text, addresses.
+
+Also: ports, TCPStore.
+"""
+
+import os
+import queue
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TextIO, TypeVar
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_HOSTS = (LOOPBACK, "localhost", "::1")
+
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES = 15
+# Addresses of documents: nothing is sent there, but the system says by which way it would go.
+_FAR_AWAY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has an address, None if none has it.
+
+    Args:
+        address: An IP address, or a host's name that stands for an IPv4 address.
+    """
+    if sys.platform == "linux":
+        try:
+            wanted = socket.inet_aton(socket.gethostbyname(address))
+        except (OSError, UnicodeError):
+            pass
+        else:
+            return _interface_of_ipv4(wanted)
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
+def listening_address(host: str) -> str:
+    """Return the address at which a server for a host listens; the host if none is known."""
+    try:
+        return str(socket.getaddrinfo(host, None, listening_family(host))[0][4][0])
+    except OSError:
+        return host
+
+
+def listening_family(host: str) -> socket.AddressFamily:
+    """Return the family of addresses in which a server for a host listens."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def address_for_others(*, is_ipv6: bool = False) -> str:
+    """Return the address by which other machines reach this one, or its name if it has no route."""
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_FAR_AWAY[family], 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+def _interface_of_ipv4(wanted: bytes) -> str | None:
+    """Ask Linux, as psutil takes a runner time and memory to load."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:_NAME_BYTES])
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+            except OSError:
+                continue
+            if found == wanted:
+                return name
+    return None
+
+
+_LOOK_INTERVAL_S = 0.01
+
+
+def await_listener(host: str, port: int, timeout_s: float) -> OSError | None:
+    """Wait until a process listens at an address; return why none could be reached in time.
+
+    torch waits for a store itself, but looks twice a second at most, and prints pages of native
+    stack traces while it does.
+
+    Args:
+        host: The address.
+        port: The port.
+        timeout_s: For how long to wait, in seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(timeout_s, 0.1)).close()
+            return None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                return error
+            time.sleep(_LOOK_INTERVAL_S)
+
+
+class PortReservation:
+    """Hold a free port until rank 0 listens on it.
+
+    On Linux the port stays bound (without listening) for the life of the reservation: no other
+    process is given it, while rank 0, whose store allows address reuse, can listen on it. Elsewhere
+    the port is only known to have been free.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.bind(("", 0))
+        self.port: int = self._socket.getsockname()[1]
+        if sys.platform == "linux":
+            # Set after the bind, so that the port was really free at that moment.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        else:
+            self._socket.close()
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+    def __enter__(self) -> "PortReservation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+T = TypeVar("T")
+
+_VARIABLE = "USE_LIBUV"
+
+
+def with_available_store(make: Callable[[bool], T]) -> T:
+    """Make what needs a TCPStore, once more without libuv if torch was built without it.
+
+    torch asks for libuv unless USE_LIBUV is 0, and fails in such a build, as Debian's. The variable
+    is set then, so that all later stores of this process do without libuv. Stores of both kinds
+    understand each other.
+
+    Args:
+        make: Makes it; gets whether to use libuv. What reads the variable need not look at that.
+    """
+    try:
+        return make(os.environ.get(_VARIABLE, "1") == "1")
+    except RuntimeError as error:
+        if "without libuv" not in str(error) or os.environ.get(_VARIABLE) == "0":
+            raise
+    os.environ[_VARIABLE] = "0"
+    return make(False)
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+SLICE_S = 0.1
+
+
+def wait_until(wait: Callable[[float | None], T], timeout_s: float | None = None) -> T:
+    """Wait until `wait` returns something true, and return that; or what it returned at last.
+
+    Args:
+        wait: Waits for some seconds, or without an end if it gets None, such as `Event.wait`.
+        timeout_s: For how long to wait, in seconds; None for ever.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return wait(timeout_s)
+    if timeout_s is None:
+        while not (result := wait(SLICE_S)):
+            pass
+        return result
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        result = wait(min(SLICE_S, left_s))
+        if result or left_s <= SLICE_S:
+            return result
+
+
+def sleep(seconds: float) -> None:
+    """Do what `time.sleep` does."""
+    wait_until(lambda slice_s: time.sleep(seconds if slice_s is None else slice_s), seconds)
+
+
+def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
+    """Do what `Thread.join` does."""
+
+    def wait(slice_s: float | None) -> bool:
+        thread.join(slice_s)
+        return not thread.is_alive()
+
+    wait_until(wait, timeout_s)
+
+
+def take(source: "queue.SimpleQueue[T] | queue.Queue[T]") -> T:
+    """Return the next item of a queue, once there is one."""
+
+    def wait(slice_s: float | None) -> list[T]:
+        try:
+            return [source.get(timeout=slice_s)]
+        except queue.Empty:
+            return []
+
+    return wait_until(wait)[0]
+
+
+def exit_code(process: "subprocess.Popen[bytes]") -> int:
+    """Do what `Popen.wait` does."""
+
+    def wait(slice_s: float | None) -> list[int]:
+        try:
+            return [process.wait(slice_s)]
+        except subprocess.TimeoutExpired:
+            return []
+
+    return wait_until(wait)[0]
+
+
+# Control characters but newline and tab, C1 among them; marks, embeddings and overrides of the
+# direction; separators of lines; annotations; halves of surrogate pairs, which no stream takes.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb"
+    "\ud800-\udfff]"
+)
+
+
+def terminal_text(text: str) -> str:
+    """Return text with a blank in place of each character that could change a terminal."""
+    return _UNSAFE.sub(" ", text)
+
+
+def escape_in_json(document: str) -> str:
+    """Return JSON without such characters, which stand in strings only: they are escaped."""
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
+
+
+class TerminalStream:
+    """A stream that writes `terminal_text` of what it is given; for `sys.stdout` and `sys.stderr`.
+
+    Rich, which has sequences of its own to write, writes to `rich_proxied_file`.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        """Write text without what could change a terminal."""
+        return self.rich_proxied_file.write(terminal_text(text))
+
+    def writelines(self, lines: Any) -> None:
+        """Write lines in the same way."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the stream itself has."""
+        return getattr(self.rich_proxied_file, name)
+
+
+def integer_setting(name: str, default: int) -> int:
+    """Return an environment variable as an integer of at least 1, or its default.
+
+    Raises:
+        ValueError: It is none.
+    """
+    text = os.environ.get(name)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ValueError(f"`{name}` must be an integer above 0, but got {text!r}.")
+    return int(text)

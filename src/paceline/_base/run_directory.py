@@ -1,0 +1,531 @@
+"""Run directory: facts of the run, the runner's messages, all journals and how to follow them."""
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from paceline._base.files import read_regular, regular_opener, write_atomically
+from paceline._base.journal_files import Entry, JournalReader
+from paceline._base.sealed_json import check_seal, seal
+
+RUN_FORMAT_VERSION = 1
+
+
+class TrialInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a trial that its processes may read."""
+
+    trial_id: int
+    experiment_id: int
+    trial_seed: int
+    hparams: dict[str, Any]
+    config: dict[str, Any]
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `run.json`, written before the processes start and never changed.
+
+    `trial` is None for a run without a master. `attempt` is the attempt that the processes belong
+    to when a runner or launcher made the directory; a run without a master counts its attempts by
+    their journals. `seed` and `hparams` are those of a run without a master, if they are known.
+    `judged_metrics` names the validation metrics that a search needs to judge a report; None if
+    there is no search that stops trials, or a master that does not tell `Control.judged`.
+    `metadata` is what earlier attempts of a trial have set. `container_slot_counts` are the slots
+    of each node of `container_addrs`; those of this one on each if it is empty. With
+    `storage_per_node`, each node of an attempt on several keeps checkpoints in its run directory.
+    `previous` is the `run_id` of the newest run of the same name when a run without a master began.
+    """
+
+    version: int = RUN_FORMAT_VERSION
+    run_id: str
+    name: str
+    created: float
+    attempt: int = 0
+    generation: int = 0
+    trial: TrialInfo | None = None
+    latest_checkpoint: str | None = None
+    steps_completed: int = 0
+    checkpoint_storage: str
+    cluster_id: str = ""
+    agent_id: str = ""
+    slot_ids: list[int] = []
+    container_addrs: list[str] = []
+    container_rank: int = 0
+    container_slot_counts: list[int] = []
+    arguments: list[str] = []
+    seed: int | None = None
+    hparams: dict[str, Any] | None = None
+    judged_metrics: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    storage_per_node: bool = False
+    previous: str | None = None
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """Last message of the runner to the processes; the file is replaced as a whole.
+
+    Attributes:
+        should_preempt: Checkpoint and leave.
+        operation_length: The target of the current search operation (absolute), None before the
+            first one is known.
+        operations_closed: No operation follows the ones completed so far.
+        best_validation: The best searched metric of the whole experiment that is known.
+        judged: Generation and sequence number of the chief's newest record that the search has
+            judged: all of this is said in the knowledge of it. Not every record changes it.
+        reports_released: The number of the chief's newest report that a stepwise run may go on
+            from, None before the first one is known.
+        is_stopped: A stepwise run is to end at its present report.
+    """
+
+    should_preempt: bool = False
+    operation_length: int | None = None
+    operations_closed: bool = False
+    best_validation: float | dict[str, str] | None = None
+    judged: tuple[int, int] | None = None
+    reports_released: int | None = None
+    is_stopped: bool = False
+
+
+RUN_DIRECTORY_VARIABLE = "PACELINE_RUN_DIR"
+# What ended workers that a launcher has started again, as JSON; see `AttemptStarted`.
+RESTART_CAUSES_VARIABLE = "PACELINE_RESTART_CAUSES"
+# Where the launchers of an attempt on several nodes meet.
+MEETING_PORT_VARIABLE = "PACELINE_MEETING_PORT"
+_LAUNCH_ERROR_FILE = "launch_error.txt"
+# A run on another machine that gives no sign of life for longer is lost.
+HEARTBEAT_LIMIT_S = 60.0
+# A run's first file that is so much younger than the run was copied without its time.
+_COPIED_S = 60.0
+
+_LOCK_TRIES = 6
+_LOCK_PAUSE_S = 0.02
+# Ends the note of a checkpoint that another process commits.
+_PART = ".part"
+_JOURNAL_NAME = re.compile(r"^a(\d+)\.g(\d+)\.r(\d+)$")
+
+
+class RunVersionError(ValueError):
+    """Raised when a run directory has another format version."""
+
+
+class NotARunDirectoryError(ValueError):
+    """Raised when a path holds no run directory."""
+
+
+class JournalKey(msgspec.Struct, frozen=True, order=True):
+    """Which process of a run wrote a journal."""
+
+    attempt: int
+    generation: int
+    rank: int
+
+    @property
+    def directory_name(self) -> str:
+        """The name of the journal's directory."""
+        return f"a{self.attempt}.g{self.generation}.r{self.rank}"
+
+
+class RunDirectory:
+    """A run directory on node-local disk, mode 0700.
+
+    Layout: ``run.json``, ``control.json``, ``journal/a<attempt>.g<generation>.r<rank>/``,
+    ``logs/``, ``begun_checkpoints/`` and, for runs without a master, ``checkpoints/``,
+    ``heartbeat`` and, of attempts that were killed, ``heartbeat-<attempt>``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, info: RunInfo) -> "RunDirectory":
+        """Make the directory and write `run.json`.
+
+        Raises:
+            FileExistsError: The directory is a run directory already.
+        """
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+        run = cls(path)
+        if run._info_path.exists():
+            raise FileExistsError(f"{str(path)!r} is a run directory already.")
+        # Made here, so that no process has to make it on a disk that is full by then.
+        run._lock_path.touch(mode=0o600)
+        run.write_info(info)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """Return the run directory at `path` after checking its version.
+
+        Raises:
+            NotARunDirectoryError: There is none.
+            RunVersionError: It has another format version.
+        """
+        run = cls(path)
+        run.read_info()
+        return run
+
+    def read_info(self) -> RunInfo:
+        """Read `run.json`.
+
+        Raises:
+            NotARunDirectoryError: There is none, or it is no such file.
+            RunVersionError: It has another format version.
+        """
+        try:
+            data = read_regular(self._info_path)
+            version = msgspec.json.decode(data)["version"]
+            if version == RUN_FORMAT_VERSION:
+                check_seal(data)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise NotARunDirectoryError(
+                f"{str(self.path)!r} must be a Paceline run directory, but its run.json cannot be"
+                f" read ({error})."
+            ) from error
+        if version != RUN_FORMAT_VERSION:
+            raise RunVersionError(
+                f"The run directory {str(self.path)!r} must have format version"
+                f" {RUN_FORMAT_VERSION}, but has {version!r}. Hint: use the Paceline version that"
+                " wrote it."
+            )
+        return msgspec.json.decode(data, type=RunInfo)
+
+    def write_info(self, info: RunInfo) -> None:
+        """Write `run.json`, before the processes start."""
+        text = msgspec.json.format(msgspec.json.encode(info), indent=1)
+        write_atomically(self._info_path, seal(text))
+
+    @property
+    def _info_path(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / "attempt.lock"
+
+    @property
+    def _ranks_lock_path(self) -> Path:
+        return self.path / "ranks.lock"
+
+    @property
+    def control_path(self) -> Path:
+        """The file through which the runner speaks to the processes."""
+        return self.path / "control.json"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Where a run without a master keeps its checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def _begun_path(self) -> Path:
+        return self.path / "begun_checkpoints"
+
+    @property
+    def logs_path(self) -> Path:
+        """Where launchers keep one output file per rank."""
+        return self.path / "logs"
+
+    def write_control(self, control: Control) -> None:
+        """Replace the control file."""
+        write_atomically(self.control_path, seal(msgspec.json.encode(control)))
+
+    def read_control(self) -> Control:
+        """Return the control file's content, or the defaults if there is none yet.
+
+        Raises:
+            msgspec.DecodeError: It is damaged.
+        """
+        try:
+            return msgspec.json.decode(check_seal(read_regular(self.control_path)), type=Control)
+        except FileNotFoundError:
+            return Control()
+
+    def note_checkpoint(self, uuid: str, storage: str, *, is_part: bool = False) -> None:
+        """Note that a checkpoint is being written, for whoever cleans up after a killed process.
+
+        A full disk is no error: then nobody knows of it.
+
+        Args:
+            uuid: The checkpoint.
+            storage: The URL of its storage.
+            is_part: Whether another process commits it, which may have another run directory.
+        """
+        with suppress(OSError):
+            self._begun_path.mkdir(mode=0o700, exist_ok=True)
+            (self._begun_path / f"{uuid}{_PART * is_part}").write_text(storage)
+
+    def forget_checkpoint(self, uuid: str) -> None:
+        """Take the notes of a checkpoint back, once it is committed or removed."""
+        for suffix in ("", _PART):
+            with suppress(OSError):
+                (self._begun_path / f"{uuid}{suffix}").unlink()
+
+    def begun_checkpoints(self, *, is_part: bool = False) -> dict[str, str]:
+        """Return the UUIDs of the checkpoints that are being written, with their storages.
+
+        Args:
+            is_part: Return those that other processes commit, in place of those that the processes
+                of this run directory do.
+        """
+        if not self._begun_path.is_dir():
+            return {}
+        return {
+            path.name.removesuffix(_PART): read_regular(path).decode()
+            for path in sorted(self._begun_path.iterdir())
+            if path.name.endswith(_PART) == is_part
+        }
+
+    def journal_path(self, key: JournalKey) -> Path:
+        """Return the directory of one journal."""
+        return self.path / "journal" / key.directory_name
+
+    def write_launch_error(self, text: str) -> None:
+        """Write why the workers have ended, those of all nodes, for the runner of this one."""
+        write_atomically(self.path / _LAUNCH_ERROR_FILE, text.encode(errors="replace"))
+
+    def read_launch_error(self) -> str | None:
+        """Return why the workers have ended; None if no launcher has told it."""
+        try:
+            text = read_regular(self.path / _LAUNCH_ERROR_FILE).decode(errors="replace")
+            return text.strip() or None
+        except OSError:
+            return None
+
+    def journal_keys(self) -> list[JournalKey]:
+        """Return the keys of all journals, ordered by attempt, generation and rank."""
+        root = self.path / "journal"
+        if not root.is_dir():
+            return []
+        matches = [_JOURNAL_NAME.match(name) for name in os.listdir(root)]
+        return sorted(JournalKey(*map(int, match.groups())) for match in matches if match)
+
+    def reader(self, key: JournalKey, *, after: int = -1) -> JournalReader:
+        """Return a reader of one journal that starts after a sequence number."""
+        return JournalReader(self.journal_path(key), after=after)
+
+    @contextmanager
+    def hold_attempt_lock(self) -> Iterator[bool]:
+        """Hold the lock that marks the run as alive; yields False if another process has it.
+
+        The operating system releases it when the process dies, however it dies.
+        """
+        with open(self._lock_path, "w", opener=regular_opener) as file:
+            is_ours = _try_lock(file, fcntl.LOCK_EX)
+            _held.add(file)
+            try:
+                yield is_ours
+            finally:
+                _held.discard(file)
+
+    @contextmanager
+    def hold_rank_lock(self) -> Iterator[None]:
+        """Hold, together with other ranks, a lock that marks the run as alive without its chief.
+
+        Without it, what ranks report after their chief was killed would look like that of a run
+        that has ended.
+        """
+        try:
+            # It is there before the processes start, and nobody replaces it while they run.
+            file = open(self._info_path, opener=regular_opener)  # noqa: SIM115 - closed below
+        except OSError:
+            # A machine that does not see the directory: another check names it.
+            yield
+            return
+        with file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH)
+            _held.add(file)
+            try:
+                yield
+            finally:
+                _held.discard(file)
+
+    def beat(self) -> None:
+        """Give a sign of life of the process that holds the attempt lock.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        host = os.uname().nodename
+        if self._beating_host() == host:
+            os.utime(self._heartbeat_path)
+        else:
+            write_atomically(self._heartbeat_path, host.encode())
+
+    def end_heartbeat(self) -> None:
+        """Say that no further sign of life will come."""
+        with suppress(OSError):
+            self._heartbeat_path.unlink()
+
+    def keep_last_beat(self, attempt: int) -> None:
+        """Keep the time of the last sign of life of an attempt, before the next one gives some.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        beat = self._present_beat()
+        if beat is not None:
+            write_atomically(self._kept_beat_path(attempt), repr(beat).encode())
+
+    def last_beat(self, attempt: int) -> float | None:
+        """Return when an attempt gave its last sign of life, in seconds since the epoch.
+
+        None if it has ended in order, or in its first second. For the newest attempt it is a time
+        of a file, and also None if the directory was copied without the times.
+        """
+        try:
+            return float(read_regular(self._kept_beat_path(attempt)))
+        except FileNotFoundError:
+            return self._present_beat()
+        except (OSError, ValueError):
+            return None
+
+    def _present_beat(self) -> float | None:
+        try:
+            written_s = self._info_path.stat().st_mtime
+            beat = self._heartbeat_path.stat().st_mtime
+            is_copy = written_s - self.read_info().created > _COPIED_S
+        except (OSError, ValueError):
+            return None
+        return None if is_copy else beat
+
+    def _kept_beat_path(self, attempt: int) -> Path:
+        return self.path / f"heartbeat-{attempt}"
+
+    @property
+    def _heartbeat_path(self) -> Path:
+        return self.path / "heartbeat"
+
+    def _beating_host(self) -> str | None:
+        try:
+            return read_regular(self._heartbeat_path).decode()
+        except (OSError, ValueError):
+            return None
+
+    def is_beating_elsewhere(self) -> bool | None:
+        """Tell whether the run's last sign of life is recent, if it came from another machine.
+
+        None if it came from this machine, or if there is none. Clocks of machines must agree within
+        some seconds.
+        """
+        host = self._beating_host()
+        if host is None or host == os.uname().nodename:
+            return None
+        try:
+            age_s = time.time() - self._heartbeat_path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        return age_s < HEARTBEAT_LIMIT_S
+
+    def is_alive(self) -> bool:
+        """Tell whether a process is at work on the run.
+
+        On this machine, the chief holds the attempt lock, and other ranks hold a lock of theirs. A
+        lock that another machine holds may not be seen, or may outlive that machine: there, signs
+        of life count.
+        """
+        is_beating = self.is_beating_elsewhere()
+        if is_beating is not None:
+            return is_beating
+        if _is_locked(self._lock_path, fcntl.LOCK_SH):
+            return True
+        # Ranks share a lock, those of earlier versions the last one.
+        return any(
+            _is_locked(path, fcntl.LOCK_EX) for path in (self._info_path, self._ranks_lock_path)
+        )
+
+
+# A forked child, such as a data loader's worker, would hold the lock beyond its parent's death.
+_held: set[IO[str]] = set()
+
+
+def _drop_held() -> None:
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_held)
+
+
+def _is_locked(path: Path, kind: int) -> bool:
+    try:
+        with open(path, opener=regular_opener) as file:
+            return not _try_lock(file, kind)
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(file: IO[str], kind: int) -> bool:
+    """Take a lock, which others may have for a moment to see whether somebody holds it."""
+    for number in range(_LOCK_TRIES if kind == fcntl.LOCK_EX else 1):
+        if number:
+            time.sleep(_LOCK_PAUSE_S)
+        with suppress(OSError):
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+class RunTail:
+    """Read what a run's ranks have written since the last call, in the order of its attempts.
+
+    Args:
+        run: The run directory; it may still be written to.
+        marks: The sequence number to go on after, for journals that were read before.
+    """
+
+    def __init__(self, run: RunDirectory, marks: Mapping[JournalKey, int]) -> None:
+        self._run = run
+        self._marks = marks
+        self._readers: dict[JournalKey, JournalReader] = {}
+        self._finished: set[JournalKey] = set()
+
+    def read(self, max_entries: int = 1000) -> list[tuple[JournalKey, list[Entry]]]:
+        """Return the next entries, at most `max_entries` in all; fewer mean that these are all.
+
+        An attempt's entries come only after all of the earlier attempts'.
+
+        Raises:
+            JournalVersionError: A journal was written in another format version.
+        """
+        found: list[tuple[JournalKey, list[Entry]]] = []
+        keys = [key for key in self._run.journal_keys() if key not in self._finished]
+        for key in keys:
+            if max_entries <= 0:
+                break
+            reader = self._reader(key)
+            entries = reader.read(max_entries)
+            if not entries and _is_before(key, keys[-1]):
+                # Attempts follow each other, so this one will write no more.
+                entries = reader.finish()
+                self._finished.add(key)
+                self._readers.pop(key, None)
+            if entries:
+                found.append((key, entries))
+                max_entries -= len(entries)
+        return found
+
+    def finish(self) -> list[tuple[JournalKey, list[Entry]]]:
+        """Return entries in the place of damaged lines at the ends of journals, each once.
+
+        For a run that is over and of which everything was read.
+        """
+        found = [(key, reader.finish()) for key, reader in sorted(self._readers.items())]
+        return [(key, entries) for key, entries in found if entries]
+
+    def _reader(self, key: JournalKey) -> JournalReader:
+        if key not in self._readers:
+            self._readers[key] = self._run.reader(key, after=self._marks.get(key, -1))
+        return self._readers[key]
+
+
+def _is_before(key: JournalKey, newest: JournalKey) -> bool:
+    return (key.attempt, key.generation) < (newest.attempt, newest.generation)

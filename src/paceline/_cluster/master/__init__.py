@@ -1,0 +1,1 @@
+"""The server: experiments, search, scheduling, metrics, checkpoints and logs."""

@@ -1,0 +1,468 @@
+"""Who may use which route; routes of signing in and of tokens."""
+
+import asyncio
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request, Response
+from fastapi.responses import RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paceline._base.process_and_network import LOOPBACK_HOSTS
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.request_limits import MAX_HEADER_BYTES, Connection
+from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, problem
+from paceline._cluster.master.api.route_scopes import PREFIX, ROUTES, ApiRouter, RouteScope, Scopes
+from paceline._cluster.master.authentication import (
+    ADMIN,
+    SIGN_IN_S,
+    SignIns,
+    StoredToken,
+    Throttle,
+    TokenNameTakenError,
+    TooManyAttemptsError,
+)
+from paceline._cluster.master.master import Master
+from paceline._cluster.messages import master_models as tokens
+from paceline._cluster.messages.master_models import Login, NewPassword, Session, SignInLink
+
+PUBLIC_PATHS = frozenset(PREFIX + route.partition(" ")[2] for route in ROUTES[RouteScope.PUBLIC])
+_MAX_WRONG_TOKENS = 300
+_MAX_HEADERS = 100
+_HOST = re.compile(
+    r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", re.ASCII | re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessIdentity:
+    """Sender of a request.
+
+    Attributes:
+        user: The user's name, or that of the token.
+        secret: The secret of a browser's cookie, None for whoever sends a token.
+        scope: What the sender may do.
+        attempt_id: The attempt whose token it is, if it is one's.
+        token_id: The id of a program's token, if it is one.
+    """
+
+    user: str
+    secret: str | None
+    scope: RouteScope = RouteScope.ADMIN
+    attempt_id: int | None = None
+    token_id: int | None = None
+
+
+async def _identity(request: Request) -> AccessIdentity | None:
+    found: AccessIdentity | None = request.scope["paceline.identity"]
+    return found
+
+
+IdentityOf = Annotated[AccessIdentity | None, Depends(_identity)]
+
+
+async def _connection(request: Request) -> Connection:
+    found: Connection = request.scope["paceline.connection"]
+    return found
+
+
+ConnectionOf = Annotated[Connection, Depends(_connection)]
+
+
+def cookie_name(master: Master) -> str:
+    """Return the name of the sign-in cookie: browsers share cookies between a host's ports."""
+    return f"paceline_{master.home.cluster_id[:8]}"
+
+
+class Guard:
+    """ASGI middleware: checks Host and Origin, then the bearer token or the sign-in cookie.
+
+    Requests for the web UI are handed to `web`, all others to `app`. Host and Origin are checked
+    because a browser sends requests of any page to loopback; such a page can neither choose the
+    Host header nor hide its Origin. Pages of another port may send the cookie with what a GET
+    shows or downloads, so what the browser says of their origin is checked as well.
+    """
+
+    def __init__(self, app: ASGIApp, master: Master, web: ASGIApp) -> None:
+        self._app = app
+        self._web = web
+        self._identify = _Identification(master)
+        self._scopes = Scopes()
+        self._wrong_tokens = Throttle(_MAX_WRONG_TOKENS)
+        self._is_open = master.is_open
+        self._has_tls = master.certificate is not None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it here."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        refusal = _refuse_size(scope["headers"]) or _refuse_two_lengths(headers)
+        # FastAPI reads all cookies of a request with the standard library's parser, which needs
+        # quadratic time for some.
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"cookie"]
+        # No page of another site gets past the certificate, whatever it calls this host.
+        is_open = self._is_open and (self._has_tls or _has_token(headers))
+        refusal = refusal or _refuse_origin(headers, scope["scheme"], is_open=is_open)
+        if refusal is None and not _is_api(scope["path"]):
+            await self._web(scope, receive, send)
+            return
+        if refusal is None:
+            refusal = await self._refuse_sender(scope, headers)
+        await (refusal or self._app)(scope, receive, send)
+
+    async def _refuse_sender(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
+        found = await self._identify(headers)
+        identity = found if isinstance(found, AccessIdentity) else None
+        scope["paceline.identity"] = identity
+        access = self._scopes.access(scope["method"], scope["path"])
+        is_admitted = identity is not None and scope["paceline.connection"].admit()
+        if access.scope is RouteScope.PUBLIC:
+            return None
+        if identity is None:
+            return found if isinstance(found, Response) else self._refuse_stranger(scope, headers)
+        if not is_admitted:
+            return _no_place_for_request()
+        if access.admits(identity.scope, identity.attempt_id):
+            return None
+        return _forbidden(identity, access.scope)
+
+    def _refuse_stranger(self, scope: Scope, headers: dict[bytes, bytes]) -> Response:
+        if b"authorization" not in headers:
+            return _unauthorized()
+        # A right token is looked at before, so this keeps nobody out who has one.
+        address = (scope["client"] or ("",))[0]
+        if not self._wrong_tokens.allows(address):
+            return problem(
+                429,
+                "too_many_attempts",
+                f"At most {self._wrong_tokens.max_failures} wrong tokens are taken in"
+                f" {self._wrong_tokens.window_s:.0f} s. Hint: wait a minute.",
+            )
+        self._wrong_tokens.fail(address)
+        return _unknown_token() if _has_token(headers) else _unauthorized()
+
+
+class _Identification:
+    """Finds out who sends a request; a `Response` says what is wrong with a known token."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self._sign_ins: SignIns = master.sign_ins
+        self._cookie_name = cookie_name(master).encode()
+
+    async def __call__(self, headers: dict[bytes, bytes]) -> AccessIdentity | Response | None:
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer":
+            return await self._of_token(token.strip())
+        secret = self._cookie(headers)
+        if secret is None or headers.get(b"sec-fetch-site", b"none") not in (
+            b"none",
+            b"same-origin",
+        ):
+            return None
+        user = await asyncio.to_thread(self._sign_ins.user_of, secret)
+        return None if user is None else AccessIdentity(user, secret)
+
+    async def _of_token(self, sent: bytes) -> AccessIdentity | Response | None:
+        if secrets.compare_digest(sent, self._master.home_token):
+            return AccessIdentity(ADMIN, None)
+        text = sent.decode("latin-1")
+        token = self._master.tokens.find(text)
+        if token is not None:
+            if token.is_revoked:
+                return problem(401, "token_revoked", f"The token {token.name!r} was revoked.")
+            if token.is_expired:
+                return problem(401, "token_expired", f"The token {token.name!r} has expired.")
+            scope = RouteScope(token.scope.value)
+            return AccessIdentity(token.name, None, scope, token_id=token.id)
+        return await self._of_attempt(text)
+
+    async def _of_attempt(self, text: str) -> AccessIdentity | Response | None:
+        attempts = self._master.attempt_tokens
+        attempt_id = attempts.attempt_of(text)
+        if attempt_id is None:
+            return None
+        if not attempts.is_known_to_run(attempt_id) and not await asyncio.to_thread(
+            attempts.is_usable, attempt_id
+        ):
+            return problem(401, "token_expired", f"Attempt {attempt_id} is over.")
+        return AccessIdentity(f"attempt {attempt_id}", None, RouteScope.ATTEMPT, attempt_id)
+
+    def _cookie(self, headers: dict[bytes, bytes]) -> str | None:
+        """Return the value of our cookie; others' may hold anything, and are not looked into."""
+        found = None
+        for part in headers.get(b"cookie", b"").split(b";"):
+            name, _, value = part.partition(b"=")
+            if name.strip() == self._cookie_name:
+                found = value.strip().decode("latin-1")
+        return found
+
+
+def _has_token(headers: dict[bytes, bytes]) -> bool:
+    """Tell whether a request carries a token, which no browser adds by itself."""
+    return headers.get(b"authorization", b"").lower().startswith(b"bearer ")
+
+
+def _refuse_size(headers: list[tuple[bytes, bytes]]) -> Response | None:
+    """Refuse headers whose reading would hold up others, see also `MAX_HEADER_BYTES`."""
+    num_bytes = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) <= _MAX_HEADERS and num_bytes <= MAX_HEADER_BYTES:
+        return None
+    return problem(
+        431,
+        "headers_too_large",
+        f"A request must have at most {_MAX_HEADERS} headers with {MAX_HEADER_BYTES} bytes, but"
+        f" has {len(headers)} with {num_bytes} bytes. Hint: a browser sends the cookies of all"
+        " programs on this machine; delete those of others.",
+    )
+
+
+def _refuse_two_lengths(headers: dict[bytes, bytes]) -> Response | None:
+    """Refuse what a proxy may read as another number of requests than this server."""
+    if not {b"content-length", b"transfer-encoding"} <= headers.keys():
+        return None
+    refusal = problem(
+        400,
+        "ambiguous_length",
+        "A request must have a `Content-Length` or a `Transfer-Encoding`, but has both.",
+    )
+    # What follows on this connection is not read as a request.
+    refusal.headers["connection"] = "close"
+    return refusal
+
+
+def _refuse_origin(
+    headers: dict[bytes, bytes], scheme: str, *, is_open: bool = False
+) -> Response | None:
+    host = headers.get(b"host", b"").decode("latin-1")
+    if not is_open and _name_of(host) not in LOOPBACK_HOSTS:
+        return problem(
+            403,
+            "wrong_host",
+            f"The Host header must be loopback, not {host!r}. Hint: without a certificate"
+            " (`paceline up --tls-cert`), browsers reach a master on its own machine or by an SSH"
+            " tunnel only.",
+        )
+    if b"origin" in headers and headers[b"origin"].decode("latin-1") != f"{scheme}://{host}":
+        return problem(403, "wrong_origin", "Requests of other origins are refused.")
+    return None
+
+
+def _unauthorized() -> Response:
+    return problem(
+        401,
+        "unauthorized",
+        "A request must come from a browser that is signed in, or carry the token:"
+        " `Authorization: Bearer ...`. Hint: `paceline login` prints a link that signs a browser"
+        " in; the token lies in the file `token` of the master's home.",
+    )
+
+
+def _unknown_token() -> Response:
+    return problem(
+        401,
+        "unauthorized",
+        "The token of a request must be known to the master, but the one that was sent is not."
+        " Hint: is `PACELINE_TOKEN` that of another master? The token of a master's home is in the"
+        " file `token` there.",
+    )
+
+
+def _forbidden(identity: AccessIdentity, wanted: RouteScope) -> Response:
+    return problem(
+        403,
+        "scope_too_low",
+        f"The token must have the scope {wanted.value!r} for that, but {identity.user!r} has"
+        f" {identity.scope.value!r}. Hint: `paceline token create NAME --scope {wanted.value}`"
+        " makes one that has it."
+        if identity.attempt_id is None
+        else f"The token of attempt {identity.attempt_id} opens the routes of this attempt only.",
+    )
+
+
+def _no_place_for_request() -> Response:
+    return problem(
+        503,
+        "too_many_connections",
+        "The master must have a connection left, but all are in use. Hint: close pages of the web"
+        " UI, or raise the limit of open files (`ulimit -n`) before `paceline up`.",
+    )
+
+
+def _is_api(path: str) -> bool:
+    return path.lstrip("/").partition("/")[0].lower() == "api"
+
+
+def _name_of(host: str) -> str | None:
+    """Return the name or address of a Host header, None if it has another form."""
+    found = _HOST.fullmatch(host)
+    return None if found is None else (found[1] or found[2]).lower()
+
+
+token_router = ApiRouter(tags=["tokens"], route_class=ReadingRoute)
+
+TokenId = Annotated[int, Path(ge=1, le=2**62)]
+
+
+@token_router.get("/tokens")
+async def list_tokens(master: MasterOf) -> list[tokens.Token]:
+    """List the tokens, the newest first; the home's own and those of attempts are not among them.
+
+    A token that was revoked or has expired is listed for 90 days.
+    """
+    return [tokens.Token.model_validate(_fields(token)) for token in master.tokens.list()]
+
+
+@token_router.post("/tokens", status_code=201)
+async def create_token(
+    request: tokens.NewToken, master: MasterOf, identity: IdentityOf
+) -> tokens.CreatedToken:
+    """Make a token and return its secret, once; needs a token itself."""
+    require_token(identity)
+    made = master.tokens.create(
+        request.name, request.scope, request.expires_in_s, node=request.node, pool=request.pool
+    )
+    try:
+        token, secret = await asyncio.wrap_future(made)
+    except TokenNameTakenError as error:
+        raise ApiError(409, "name_taken", str(error)) from error
+    return tokens.CreatedToken.model_validate(_fields(token) | {"secret": secret})
+
+
+@token_router.delete("/tokens/{token_id}", status_code=204)
+async def revoke_token(token_id: TokenId, master: MasterOf) -> None:
+    """Revoke a token for good; a second time changes nothing."""
+    if not await asyncio.wrap_future(master.tokens.revoke(token_id)):
+        raise ApiError(404, "not_found", f"There is no token {token_id}.")
+
+
+@token_router.put("/home-token")
+async def renew_home_token(master: MasterOf, identity: IdentityOf) -> tokens.HomeToken:
+    """Put another token in place of the home's; needs a token itself."""
+    require_token(identity)
+    return tokens.HomeToken(secret=await asyncio.to_thread(master.renew_home_token))
+
+
+def require_token(identity: AccessIdentity | None) -> None:
+    """Refuse a browser: whoever gets hold of its sign-in must not keep access by it.
+
+    Raises:
+        ApiError: The request came with a cookie.
+    """
+    assert identity is not None
+    if identity.secret is not None:
+        raise ApiError(
+            403,
+            "token_needed",
+            "Passwords and tokens are set with a token only, not from a browser. Hint: `paceline"
+            " user set-password`, `paceline token create`.",
+        )
+
+
+def _fields(token: StoredToken) -> dict[str, object]:
+    return {name: getattr(token, name) for name in tokens.Token.model_fields}
+
+
+sign_in_router = ApiRouter(tags=["sign-in"], route_class=ReadingRoute)
+
+_SIGN_IN_PATH = "/api/v1/sign-in"
+UserName = Annotated[str, Path(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+
+
+@sign_in_router.get("/session")
+def read_session(master: MasterOf, identity: IdentityOf) -> Session:
+    """Tell who is signed in, and whether a password could sign in; needs no sign-in."""
+    return Session(
+        user=None if identity is None else identity.user,
+        has_password=master.passwords.are_set(),
+        scope=None if identity is None else identity.scope.value,
+    )
+
+
+@sign_in_router.post("/login")
+def log_in(
+    request: Login, response: Response, master: MasterOf, connection: ConnectionOf
+) -> Session:
+    """Sign a browser in by a password that `paceline user set-password` gave."""
+    try:
+        is_known = master.passwords.check(request.user, request.password, connection.sender)
+    except TooManyAttemptsError as error:
+        raise ApiError(429, "too_many_attempts", str(error)) from error
+    if not is_known:
+        raise ApiError(
+            401,
+            "wrong_password",
+            "User and password must fit, but do not. Hint: `paceline user set-password` sets one;"
+            " `paceline login` prints a link that signs in without.",
+        )
+    _set_cookie(response, master, request.user)
+    return Session(user=request.user, has_password=True, scope="admin")
+
+
+@sign_in_router.get("/sign-in", status_code=303, response_class=RedirectResponse)
+def follow_sign_in_link(
+    request: Request,
+    master: MasterOf,
+    token: Annotated[str, Query(max_length=200)],
+) -> Response:
+    """Sign a browser in by a link, and lead it to the web UI; each link works once."""
+    if master.links.redeem(token):
+        reply = RedirectResponse("/", 303)
+        _set_cookie(reply, master, ADMIN)
+        return reply
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("/sign-in?problem=link", 303)
+    raise ApiError(
+        401,
+        "link_used",
+        "The link must be new, but was used or is too old. Hint: `paceline login` prints another.",
+    )
+
+
+@sign_in_router.post("/sign-in-links", status_code=201)
+def create_sign_in_link(request: Request, master: MasterOf) -> SignInLink:
+    """Make a link that signs a browser in, once."""
+    token, expires_at = master.links.make()
+    url = f"{request.url.scheme}://{request.headers['host']}{_SIGN_IN_PATH}?token={token}"
+    return SignInLink(url=url, expires_at=expires_at)
+
+
+@sign_in_router.post("/logout", status_code=204)
+def log_out(response: Response, master: MasterOf, identity: IdentityOf) -> None:
+    """End the sign-in of the browser that asks."""
+    assert identity is not None
+    if identity.secret is not None:
+        master.sign_ins.close(identity.secret)
+        response.delete_cookie(cookie_name(master), httponly=True, samesite="strict")
+
+
+@sign_in_router.put("/users/{name}/password", status_code=204)
+async def set_password(
+    name: UserName, request: NewPassword, master: MasterOf, identity: IdentityOf
+) -> None:
+    """Give a user a password and end the user's sign-ins; needs a token."""
+    require_token(identity)
+    if name != ADMIN:
+        raise ApiError(
+            404,
+            "not_found",
+            f"The user must be {ADMIN!r}, the only one, but got {name!r}. Hint: `paceline token"
+            " create NAME --scope read` makes a token for another person or program.",
+        )
+    changed = await asyncio.to_thread(master.passwords.set, name, request.password)
+    await asyncio.wrap_future(changed)
+
+
+def _set_cookie(response: Response, master: Master, user: str) -> None:
+    response.set_cookie(
+        cookie_name(master),
+        master.sign_ins.open(user),
+        max_age=SIGN_IN_S,
+        httponly=True,
+        samesite="strict",
+        secure=master.certificate is not None,
+    )

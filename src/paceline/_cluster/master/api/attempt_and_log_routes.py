@@ -1,0 +1,377 @@
+"""Records, output, control and end of attempts; runs without a master; logs."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from itertools import islice
+from math import inf
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Depends, Path, Query, Request, Response
+from sqlalchemy import Connection, select
+
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import (
+    ApiError,
+    MasterOf,
+    TrialId,
+    experiment_row,
+    trial_row,
+    write_rows,
+)
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.attempt_runners import end_runner, note_begun
+from paceline._cluster.master.experiments.attempts import (
+    check_not_over,
+    read_attempt,
+    read_control_of,
+    wait_for,
+)
+from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.log_search import LogFilter, StoredLine
+from paceline._cluster.master.store.messages_from_rows import config_of, slots_by_node
+from paceline._cluster.master.store.trial_logs import merge_lines
+from paceline._cluster.messages.experiment_models import LogLine, LogPage
+from paceline._cluster.messages.runner_messages import (
+    AttemptControl,
+    AttemptEnd,
+    LogReply,
+    LogRequest,
+    RecordReply,
+    RecordRequest,
+    RunRecords,
+    RunRegistration,
+    runner_id,
+)
+
+# The bulk passes here: bodies are decoded straight into structs, not through models.
+attempt_router = ApiRouter(tags=["attempts"], route_class=ReadingRoute)
+
+AttemptId = Annotated[int, Path(ge=1, le=2**62)]
+Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt's nodes, from 0.")]
+
+
+@attempt_router.post("/attempts/{attempt_id}/records", openapi_extra={"requestBody": {"content": {
+    "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def store_records(
+    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+) -> Response:
+    """Store journal records and carry out what follows; what is known already is dropped."""
+    master.leases.renew(runner_id(attempt_id, member))
+    body = await _decode(request, RecordRequest)
+    has_validations = any(
+        getattr(record, "group", None) == "validation" or getattr(record, "validation", False)
+        for batch in body.batches
+        for _, record in batch.records
+    )
+    stored = master.database.write(
+        lambda transaction: master.ingest.store(transaction, attempt_id, body.batches),
+        is_urgent=has_validations,
+    )
+    try:
+        marks = await asyncio.wrap_future(stored)
+    except RefusedError:
+        raise
+    except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
+        # Records that cannot be stored now never can: sending them again would go on for ever.
+        message = f"The records cannot be stored: {type(error).__name__}: {error}"
+        raise ApiError(422, "invalid_records", message) from error
+    # Of a rank the newest record comes last.
+    newest = max(
+        (batch.records[-1][1].time for batch in body.batches if batch.records), default=None
+    )
+    if newest is not None:
+        master.measurements.note_lag(time.time() - newest)
+    control = None
+    # A runner that asks for the marks may have missed the answer to an earlier request.
+    if has_validations or not body.batches:
+        control = await asyncio.to_thread(_read_decision, master, attempt_id)
+    return _json(RecordReply(marks=marks, control=control))
+
+
+@attempt_router.post("/attempts/{attempt_id}/logs", openapi_extra={"requestBody": {"content": {
+    "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def store_logs(
+    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+) -> Response:
+    """Store lines of output; what is known already is dropped."""
+    master.leases.renew(runner_id(attempt_id, member))
+    body = await _decode(request, LogRequest)
+    attempt = await asyncio.to_thread(_read_attempt, master, attempt_id)
+    check_not_over(attempt)
+    logs = master.logs
+    trial_id, number = attempt.trial_id, attempt.number
+    if body.entries:
+        last = await asyncio.to_thread(logs.append, trial_id, number, body.entries, member)
+
+        def tell(transaction: Transaction) -> None:
+            transaction.emit("logs", attempt.experiment_id, trial_id, last=last)
+
+        await write_rows(master, tell)
+    # The first look at a file reads all of it.
+    sequence = await asyncio.to_thread(logs.last_sequence, trial_id, number, member)
+    return _json(LogReply(last_sequence=sequence))
+
+
+@attempt_router.get("/attempts/{attempt_id}/control")
+async def read_control(
+    attempt_id: AttemptId,
+    master: MasterOf,
+    after: Annotated[int, Query(ge=0)] = 0,
+    timeout_s: Annotated[float, Query(ge=0, le=60)] = 0,
+    begins: Annotated[bool, Query(description="The attempt's runner has begun.")] = False,
+    member: Member = 0,
+    port: Annotated[int, Query(ge=0, le=65535, description="A port that is free there.")] = 0,
+    sends_checkpoints: Annotated[
+        bool, Query(description="Its node does not share the checkpoint directory.")
+    ] = False,
+) -> Response:
+    """Read what is wanted of an attempt; waits up to `timeout_s` for another version.
+
+    The answer comes sooner where the runner must ask again to keep its lease.
+    """
+    master.leases.renew(runner_id(attempt_id, member), after)
+    timeout_s = min(timeout_s, master.leases.longest_wait_s)
+    if begins:
+
+        def begin(transaction: Transaction) -> None:
+            note_begun(
+                master.changes,
+                transaction,
+                attempt_id,
+                member,
+                port=port,
+                sends_checkpoints=sends_checkpoints,
+            )
+            master.ingest.store(transaction, attempt_id, [])
+
+        await write_rows(master, begin)
+    with master.controls.listen(attempt_id) as changed:
+        control = await asyncio.to_thread(_read_control, master, attempt_id)
+        is_news = control.version > after or not timeout_s or master.is_closing
+        # Each change is told, so that a request which waited in vain need not look again.
+        if not is_news and await wait_for(changed, timeout_s):
+            control = await asyncio.to_thread(_read_control, master, attempt_id)
+    return _json(control)
+
+
+@attempt_router.post("/attempts/{attempt_id}/end", status_code=204, openapi_extra={"requestBody": {
+    "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def store_end(
+    attempt_id: AttemptId, request: Request, master: MasterOf, member: Member = 0
+) -> None:
+    """Record how an attempt ended, on one of its nodes; a second time changes nothing."""
+    master.leases.renew(runner_id(attempt_id, member))
+    end = (await _decode(request, AttemptEnd)).by_clock_of(time.time())
+
+    def job(transaction: Transaction) -> None:
+        if end.is_leaving:
+            # What ends the attempt may end its node as well, which has not said so yet.
+            for node_id in slots_by_node(read_attempt(transaction.connection, attempt_id)):
+                master.nodes.presence.doubt(node_id)
+        end_runner(master.changes, transaction, attempt_id, member, end)
+
+    await write_rows(master, job)
+    await asyncio.to_thread(master.transfers.forget, attempt_id)
+
+
+async def _decode(request: Request, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(await request.body(), type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+
+
+def _json(message: Any) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")
+
+
+def _read_attempt(master: Master, attempt_id: int) -> Any:
+    with master.database.read() as connection:
+        return read_attempt(connection, attempt_id)
+
+
+def _read_control(master: Master, attempt_id: int) -> AttemptControl:
+    with master.database.read() as connection:
+        return read_control_of(connection, attempt_id)
+
+
+def _read_decision(master: Master, attempt_id: int) -> AttemptControl | None:
+    """Return what is wanted after the reports so far, None if no search judges them."""
+    with master.database.read() as connection:
+        attempt = read_attempt(connection, attempt_id)
+        searcher = config_of(experiment_row(connection, attempt.experiment_id)).searcher
+        return None if searcher.judged_metrics is None else read_control_of(connection, attempt_id)
+
+
+# The bulk passes here: bodies are decoded straight into structs, not through models.
+run_router = ApiRouter(tags=["runs"], route_class=ReadingRoute)
+
+RunId = Annotated[str, Path(min_length=1, max_length=128)]
+
+
+@run_router.put("/runs/{run_id}", openapi_extra={"requestBody": {"content": {
+    "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def register_run(run_id: RunId, request: Request, master: MasterOf) -> Response:
+    """Show a run as an unmanaged experiment, and say what is stored of it."""
+    body = await _decode(request, RunRegistration)
+    if body.info.run_id != run_id:
+        raise ApiError(
+            422,
+            "invalid_request",
+            f"`info.run_id` must be the one in the path, {run_id!r}, but got {body.info.run_id!r}.",
+        )
+    reply = await write_rows(
+        master, lambda transaction: master.unmanaged.register(transaction, body.info, body.path)
+    )
+    return _json_bytes(reply)
+
+
+@run_router.post("/runs/{run_id}/records", openapi_extra={"requestBody": {"content": {
+    "application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def store_run_records(run_id: RunId, request: Request, master: MasterOf) -> Response:
+    """Store journal records of a run; what is known already is dropped."""
+    body = await _decode(request, RunRecords)
+    try:
+        reply = await write_rows(
+            master,
+            lambda transaction: master.unmanaged.take(
+                transaction,
+                run_id,
+                body.batches,
+                is_alive=body.is_alive,
+                moved=body.moved,
+                lease_s=body.lease_s,
+            ),
+        )
+    except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
+        message = f"The records cannot be stored: {type(error).__name__}: {error}"
+        raise ApiError(422, "invalid_records", message) from error
+    return _json_bytes(reply)
+
+
+def _json_bytes(message: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")
+
+
+log_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
+
+Level = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+_MAX_LINES = 10_000
+LineLimit = Annotated[int, Query(ge=1, le=_MAX_LINES)]
+After = Annotated[int, Query(ge=-1, le=2**62, description="Lines beyond this id.")]
+Tail = Annotated[int | None, Query(ge=1, le=_MAX_LINES, description="The last so many lines.")]
+
+
+async def _log_filter(
+    rank: int | None = None,
+    level: Annotated[Level | None, Query(description="The lowest to list.")] = None,
+    stream: str | None = None,
+    search: str | None = None,
+    since: Annotated[float | None, Query(description="Seconds since 1970, included.")] = None,
+    until: Annotated[float | None, Query(description="Seconds since 1970, included.")] = None,
+) -> LogFilter:
+    return LogFilter(rank, level, stream, search, since, until)
+
+
+Only = Annotated[LogFilter, Depends(_log_filter)]
+
+
+@log_router.get("/trials/{trial_id}/logs")
+def list_trial_logs(
+    trial_id: TrialId,
+    master: MasterOf,
+    only: Only,
+    after: After = -1,
+    limit: LineLimit = 1000,
+    tail: Tail = None,
+) -> LogPage:
+    """List lines of a trial's output, oldest first."""
+    with master.database.read() as connection:
+        trial_row(connection, trial_id)
+    if tail is not None:
+        lines = master.logs.tail(trial_id, tail, only=only)
+        more = None
+    else:
+        lines = master.logs.read(trial_id, after=after, limit=limit + 1, only=only)
+        more = str(lines[limit - 1].id) if len(lines) > limit else None
+        lines = lines[:limit]
+    return LogPage(
+        items=[log_view(trial_id, line) for line in lines],
+        next_cursor=more,
+        num_damaged=master.logs.num_damaged(trial_id),
+    )
+
+
+@log_router.get("/experiments/{experiment_id}/logs")
+def list_experiment_logs(
+    experiment_id: Annotated[int, Path(ge=1, le=2**62)],
+    master: MasterOf,
+    only: Only,
+    limit: LineLimit = 1000,
+    tail: Tail = None,
+) -> LogPage:
+    """List lines of all trials of an experiment in order of time."""
+    read: list[int] = []
+    with master.database.read() as connection:
+        experiment_row(connection, experiment_id)
+        spans = (
+            _log_ends(connection, experiment_id) if tail else _log_begins(connection, experiment_id)
+        )
+        spans = _noted_logs(spans, read)
+        lines = merge_lines(master.logs, spans, newest_first=tail is not None, only=only)
+        chosen = list(islice(lines, tail or limit))
+    if tail is not None:
+        chosen.reverse()
+    return LogPage(
+        items=[log_view(trial_id, line) for trial_id, line in chosen],
+        num_damaged=sum(map(master.logs.num_damaged, read)),
+    )
+
+
+def _noted_logs(spans: Iterator[tuple[int, float]], read: list[int]) -> Iterator[tuple[int, float]]:
+    """Yield spans, and note the trials whose lines are read."""
+    for trial_id, at in spans:
+        read.append(trial_id)
+        yield trial_id, at
+
+
+def _log_begins(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
+    """Return the experiment's trials with the time of their first attempt, in that order."""
+    attempts = tables.attempts.c
+    query = (
+        select(attempts.trial_id, attempts.created_at)
+        .where(attempts.experiment_id == experiment_id, attempts.number == 1)
+        .order_by(attempts.created_at, attempts.trial_id)
+    )
+    return ((trial_id, time) for trial_id, time in connection.execute(query))
+
+
+def _log_ends(connection: Connection, experiment_id: int) -> Iterator[tuple[int, float]]:
+    """Return the experiment's trials with the time of their end, the latest first."""
+    trials = tables.trials
+    query = (
+        select(trials.c.id, trials.c.ended_at)
+        .where(trials.c.experiment_id == experiment_id, trials.c.num_attempts > 0)
+        .order_by(trials.c.ended_at.desc().nulls_first(), trials.c.id.desc())
+    )
+    rows = connection.execute(query)
+    return ((trial_id, inf if time is None else time) for trial_id, time in rows)
+
+
+def log_view(trial_id: int, line: StoredLine) -> LogLine:
+    """Return a line as the API shows it."""
+    return LogLine(
+        id=line.id,
+        trial_id=trial_id,
+        attempt=line.attempt,
+        time=line.time,
+        rank=line.rank,
+        stream=line.stream,
+        level=line.level,
+        text=line.text,
+    )

@@ -1,0 +1,398 @@
+"""Checkpoints: read, download, transfer between nodes and master."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+import xxhash
+from fastapi import Header, Path, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+from sqlalchemy import select
+
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import (
+    ApiError,
+    MasterOf,
+    RecordsOf,
+    checkpoint_row,
+    write_rows,
+)
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.checkpoints import (
+    CheckpointPlace,
+    delete_files,
+    delete_matching_files,
+    note_deleted_files,
+    place_of_checkpoint,
+)
+from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.storage_calls import StorageCalls, in_own_thread
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.nodes.checkpoint_transfers import OFFERS_AT_ONCE, PIECES_AT_ONCE
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.messages_from_rows import checkpoint_views
+from paceline._cluster.messages.experiment_models import Checkpoint
+from paceline._cluster.messages.runner_messages import (
+    CheckpointOffer,
+    PieceReply,
+    ShardOffer,
+    runner_id,
+)
+from paceline._cluster.messages.states import LIVE_ATTEMPTS, LIVE_TRIALS, CheckpointState
+from paceline._cluster.runner.attempt_preparation import is_shortage
+from paceline.storage._checkpoint_directory import problem_of_file
+from paceline.storage._checkpoint_files import CheckpointWriteError, Manifest
+from paceline.storage._directory_storage import DirectoryStorage
+
+checkpoint_router = ApiRouter(tags=["checkpoints"], route_class=ReadingRoute)
+
+_PIECE_BYTES = 1024 * 1024
+
+Uuid = Annotated[str, Path(min_length=1, max_length=128)]
+
+
+@checkpoint_router.get("/checkpoints/{uuid}")
+def read_checkpoint(uuid: Uuid, records: RecordsOf) -> Checkpoint:
+    """Read one checkpoint."""
+    with records.database.read() as connection:
+        return checkpoint_views([checkpoint_row(connection, uuid)])[0]
+
+
+@checkpoint_router.delete("/checkpoints/{uuid}")
+async def delete_checkpoint(
+    uuid: Uuid,
+    master: MasterOf,
+    glob: Annotated[
+        list[str] | None,
+        Query(description="Delete only the files that a pattern matches, as in a .gitignore."),
+    ] = None,
+) -> Checkpoint:
+    """Delete a checkpoint's files, or those that patterns match; it stays listed."""
+    view, place = await asyncio.to_thread(_read_with_place, uuid, master)
+    await write_rows(master, lambda transaction: _withdraw_unused(transaction, master, uuid))
+    calls = master.changes.storage_calls
+    try:
+        left = await asyncio.wrap_future(
+            in_own_thread(lambda: _delete_checkpoint_files(calls, place, uuid, glob))
+        )
+        if left != view.resources:
+            await write_rows(
+                master, lambda transaction: note_deleted_files(transaction.connection, uuid, left)
+            )
+    finally:
+        master.changes.being_deleted.discard(uuid)
+    return await asyncio.to_thread(read_checkpoint, uuid, master)
+
+
+def _read_with_place(uuid: str, master: Master) -> tuple[Checkpoint, CheckpointPlace]:
+    with master.database.read() as connection:
+        row = checkpoint_row(connection, uuid)
+        place = place_of_checkpoint(connection, row, master.changes.default_storage)
+        return checkpoint_views([row])[0], place
+
+
+@checkpoint_router.get("/checkpoints/{uuid}/files/{path:path}", response_class=FileResponse)
+async def read_checkpoint_file(uuid: Uuid, path: str, master: MasterOf) -> Response:
+    """Read one file of a checkpoint."""
+    return await asyncio.wrap_future(in_own_thread(lambda: _checkpoint_file(uuid, path, master)))
+
+
+def _checkpoint_file(uuid: str, path: str, master: Master) -> Response:
+    view, place = _read_with_place(uuid, master)
+    if view.state is CheckpointState.DELETED:
+        raise ApiError(409, "deleted", f"Checkpoint {uuid} was deleted.")
+    with master.changes.storage_calls.noted(place.storage):
+        storage = place.opened(uuid)
+        manifest = storage.manifest(uuid)
+    place.check(manifest)
+    if path not in manifest.files:
+        known = ", ".join(manifest.files)
+        raise ApiError(404, "not_found", f"Checkpoint {uuid} has no file {path!r}, but: {known}.")
+    # This file alone: whoever fetches all of them would have each one digested for every other.
+    wanted = msgspec.structs.replace(manifest, files={path: manifest.files[path]})
+    size = manifest.files[path].size
+    if isinstance(storage, DirectoryStorage):
+        with master.changes.storage_calls.watched(place.storage):
+            pieces, problems = _verified_pieces(storage, wanted, path)
+    else:
+        problems = storage.problems(wanted)
+        pieces = (
+            storage.read_file(uuid, path, offset, _PIECE_BYTES)
+            for offset in range(0, size, _PIECE_BYTES)
+        )
+    for name, reason in problems.items():
+        raise ApiError(409, "checkpoint_unusable", f"{name!r} of checkpoint {uuid} {reason}.")
+    filename = path.rsplit("/", 1)[-1]
+    headers = {
+        "content-length": str(size),
+        "content-disposition": f"attachment; filename*=utf-8''{quote(filename)}",
+    }
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+
+
+def _verified_pieces(
+    storage: DirectoryStorage, manifest: Manifest, name: str
+) -> tuple[Iterator[bytes], dict[str, str]]:
+    """Open a file once, and return what is in it, or what is wrong with it."""
+    try:
+        file = storage.open_file(manifest.uuid, name)
+    except (FileNotFoundError, NotADirectoryError):
+        return iter(()), {name: "is missing"}
+    reason = problem_of_file(file, manifest.files[name])
+    if reason is not None:
+        file.close()
+        return iter(()), {name: reason}
+    file.seek(0)
+
+    def pieces() -> Iterator[bytes]:
+        with file:
+            yield from iter(lambda: file.read(_PIECE_BYTES), b"")
+
+    return pieces(), {}
+
+
+def _delete_checkpoint_files(
+    calls: StorageCalls, place: CheckpointPlace, uuid: str, globs: list[str] | None
+) -> dict[str, int]:
+    """Delete files of a checkpoint, and return the sizes of those that are left."""
+    try:
+        if globs is not None:
+            left = delete_matching_files(calls, place, uuid, globs)
+        else:
+            left = {} if delete_files(calls, place, uuid) else None
+    except RefusedError:
+        raise
+    except ValueError as error:
+        raise ApiError(422, "invalid_glob", f"`glob` must be a pattern, but: {error}") from error
+    if left is None:
+        raise ApiError(503, "not_deleted", f"The files of checkpoint {uuid} cannot be deleted.")
+    return left
+
+
+def _withdraw_unused(transaction: Transaction, master: Master, uuid: str) -> None:
+    """Let no trial start from a checkpoint any more; 409 if one that has not ended does."""
+    trials, attempts = tables.trials, tables.attempts
+    warm = select(trials.c.id).where(
+        trials.c.source_checkpoint == uuid, trials.c.state.in_(LIVE_TRIALS)
+    )
+    resumed = select(attempts.c.trial_id).where(
+        attempts.c.resumed_from == uuid, attempts.c.state.in_(LIVE_ATTEMPTS)
+    )
+    user = transaction.connection.execute(warm.union(resumed).limit(1)).scalar()
+    if user is not None:
+        raise ApiError(
+            409,
+            "in_use",
+            f"Checkpoint {uuid} must not be deleted while trial {user} starts from it. Hint: kill"
+            " that trial first, or wait for its end.",
+        )
+    transaction.after_rollback(lambda: master.changes.being_deleted.discard(uuid))
+    master.changes.being_deleted.add(uuid)
+
+
+Result = TypeVar("Result")
+
+transfer_router = ApiRouter(tags=["attempts"], route_class=ReadingRoute)
+
+AttemptId = Annotated[int, Path(ge=1, le=2**62)]
+TransferUuid = Annotated[str, Path(pattern="^[0-9A-Za-z][0-9A-Za-z_-]{0,127}$")]
+Name = Annotated[str, Query(min_length=1, max_length=4096, description="The file.")]
+Member = Annotated[int, Query(ge=0, le=10_000, description="Which of the attempt's nodes, from 0.")]
+Offset = Annotated[int, Query(ge=0, le=2**62)]
+
+# For a place among the pieces that are in memory; then the runner is told to come again.
+_LONGEST_WAIT_S = 10.0
+# In which a piece, or a list of files, must have arrived.
+_LONGEST_PIECE_S = 60.0
+_LONGEST_OFFER_S = 300.0
+_RENEWAL_S = 2.0
+
+
+@transfer_router.post(
+    "/attempts/{attempt_id}/checkpoints/{uuid}", openapi_extra={"requestBody": {
+    "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def offer_checkpoint(
+    attempt_id: AttemptId, uuid: TransferUuid, request: Request, master: MasterOf
+) -> Response:
+    """Tell what is missing of a checkpoint; once nothing is, it is stored."""
+    async with _offer_place(master):
+        offer = await _decode(request, CheckpointOffer)
+        needs = await _do_transfer(
+            master, attempt_id, lambda: master.transfers.offer(attempt_id, uuid, offer), uuid
+        )
+    if needs.is_stored:
+        await asyncio.to_thread(master.transfers.waiting.settle, attempt_id)
+    return _json(needs)
+
+
+@transfer_router.post(
+    "/attempts/{attempt_id}/checkpoints/{uuid}/shards", openapi_extra={"requestBody": {
+    "content": {"application/json": {"schema": {"type": "object"}}}}})  # fmt: skip
+async def offer_shards(
+    attempt_id: AttemptId, uuid: TransferUuid, request: Request, master: MasterOf, member: Member
+) -> Response:
+    """Tell what is missing of the files that ranks of one more node have stored."""
+    async with _offer_place(master):
+        offer = await _decode(request, ShardOffer)
+        needs = await _do_transfer(
+            master,
+            attempt_id,
+            lambda: master.transfers.offer_shards(attempt_id, member, uuid, offer),
+            uuid,
+            member,
+        )
+    return _json(needs)
+
+
+@transfer_router.put(
+    "/attempts/{attempt_id}/checkpoints/{uuid}/pieces", openapi_extra={"requestBody": {
+    "content": {"application/octet-stream": {}}}})  # fmt: skip
+async def store_piece(
+    attempt_id: AttemptId,
+    uuid: TransferUuid,
+    request: Request,
+    master: MasterOf,
+    name: Name,
+    offset: Offset,
+    digest: Annotated[str, Header(alias="x-paceline-digest", description="xxh3_128")],
+    member: Member = 0,
+) -> Response:
+    """Append a piece to a file of a checkpoint that is being sent; tells the file's size then.
+
+    A piece that does not begin at the present size changes nothing.
+    """
+    async with _piece_place(master):
+        data = await _transfer_body(request, _LONGEST_PIECE_S)
+        if xxhash.xxh3_128_hexdigest(data) != digest:
+            raise ApiError(422, "damaged_piece", f"A piece of {name!r} was damaged on its way.")
+        num_bytes = await _do_transfer(
+            master,
+            attempt_id,
+            lambda: master.transfers.receive(attempt_id, uuid, name, offset, data, member),
+            uuid,
+            member,
+        )
+    return _json(PieceReply(num_bytes))
+
+
+@transfer_router.delete("/attempts/{attempt_id}/checkpoints/{uuid}", status_code=204)
+async def delete_sent_checkpoint(
+    attempt_id: AttemptId, uuid: TransferUuid, master: MasterOf
+) -> None:
+    """Delete a checkpoint of the attempt's trial; a second time changes nothing."""
+    await _do_transfer(master, attempt_id, lambda: master.transfers.delete(attempt_id, uuid))
+
+
+@transfer_router.get("/attempts/{attempt_id}/checkpoints/{uuid}")
+async def read_checkpoint_files(
+    attempt_id: AttemptId, uuid: TransferUuid, master: MasterOf
+) -> Response:
+    """Read the manifest of a checkpoint that the attempt may start from."""
+    async with _offer_place(master):
+        files = await _do_transfer(
+            master, attempt_id, lambda: master.transfers.read_files(attempt_id, uuid)
+        )
+        return _json(files)
+
+
+@transfer_router.get("/attempts/{attempt_id}/checkpoints/{uuid}/pieces")
+async def read_piece(
+    attempt_id: AttemptId, uuid: TransferUuid, master: MasterOf, name: Name, offset: Offset
+) -> Response:
+    """Read a piece of a file of such a checkpoint, as large as pieces are; nothing is verified."""
+    async with _piece_place(master):
+        data = await _do_transfer(
+            master,
+            attempt_id,
+            lambda: master.transfers.read_piece(attempt_id, uuid, name, offset),
+        )
+    return Response(data, media_type="application/octet-stream")
+
+
+def _piece_place(master: Master) -> AbstractAsyncContextManager[None]:
+    return _transfer_place(master.transfers.pieces, PIECES_AT_ONCE, "pieces")
+
+
+def _offer_place(master: Master) -> AbstractAsyncContextManager[None]:
+    return _transfer_place(master.transfers.offers, OFFERS_AT_ONCE, "lists of files")
+
+
+@asynccontextmanager
+async def _transfer_place(places: asyncio.Semaphore, number: int, what: str) -> AsyncIterator[None]:
+    """Hold one of the places for what is in memory; its sender comes again if there is none."""
+    try:
+        await asyncio.wait_for(places.acquire(), _LONGEST_WAIT_S)
+    except asyncio.TimeoutError as error:
+        raise ApiError(
+            503,
+            "busy",
+            f"The master takes at most {number} {what} of checkpoints at a time, and none was done"
+            f" within {_LONGEST_WAIT_S:g} s.",
+        ) from error
+    try:
+        yield
+    finally:
+        places.release()
+
+
+async def _transfer_body(request: Request, timeout_s: float) -> bytes:
+    try:
+        return await asyncio.wait_for(request.body(), timeout_s)
+    except asyncio.TimeoutError as error:
+        raise ApiError(
+            408, "too_slow", f"The body must arrive within {timeout_s:g} s, but did not."
+        ) from error
+
+
+async def _do_transfer(
+    master: Master,
+    attempt_id: int,
+    job: Callable[[], Result],
+    stored: str | None = None,
+    member: int = 0,
+) -> Result:
+    """Do what may take long in a thread, with a lease that is kept meanwhile.
+
+    `stored` is the checkpoint that it stores, or a part of.
+    """
+    # Not one of the few threads that answer other requests: the storage may hang.
+    task = asyncio.wrap_future(in_own_thread(job))
+    while not task.done():
+        master.leases.renew(runner_id(attempt_id, member))
+        await asyncio.wait({task}, timeout=_RENEWAL_S)
+    try:
+        result = task.result()
+    except RefusedError:
+        raise
+    except BlockingIOError as error:
+        raise ApiError(503, "busy", "Another request writes to the file.") from error
+    except FileNotFoundError as error:
+        raise ApiError(404, "not_found", f"There is no such file: {error.filename}.") from error
+    except ValueError as error:
+        raise ApiError(422, "invalid_checkpoint", str(error)) from error
+    except OSError as error:
+        # A full disk, and one that cannot be written to now: it is worth trying again.
+        if not isinstance(error, CheckpointWriteError) and not is_shortage(error):
+            raise
+        why = os.strerror(error.errno) if error.errno else str(error)
+        if stored is not None:
+            await asyncio.to_thread(master.transfers.waiting.note, attempt_id, stored, why)
+        detail = f"The checkpoint cannot be stored: {why}."
+        raise ApiError(503, "storage_unavailable", detail) from error
+    return result
+
+
+async def _decode(request: Request, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(await _transfer_body(request, _LONGEST_OFFER_S), type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+
+
+def _json(message: Any) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")

@@ -1,0 +1,258 @@
+"""Configs, their problems by line, uploads of code."""
+
+import asyncio
+import hashlib
+import os
+import tarfile
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from fastapi import Path as PathParameter
+from fastapi import Request, Response
+from fastapi.responses import FileResponse
+
+from paceline._base.files import open_private, replacing_atomically, sync_directory
+from paceline._cluster.master.api.access_guard import IdentityOf
+from paceline._cluster.master.api.experiment_routes import ExperimentId
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import (
+    ApiError,
+    MasterOf,
+    RecordsOf,
+    experiment_row,
+    write_rows,
+)
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store.database_reading import note_context
+from paceline._cluster.messages.experiment_models import (
+    CheckedConfig,
+    CodeFile,
+    ConfigProblem,
+    ConfigText,
+    ConfigView,
+)
+from paceline._cluster.runner.attempt_preparation import (
+    ArchiveLimits,
+    ArchiveTooLargeError,
+    check_archive,
+    is_shortage,
+    members,
+    open_archive,
+)
+from paceline.config._environment_and_secrets import hide_in_text, hide_secrets
+from paceline.config._fields_and_problems import ConfigError
+from paceline.config._read_yaml import compose_yaml, parse_yaml
+from paceline.config._validate_config import json_schema, validate_config
+
+
+def config_problems(error: ConfigError, text: str) -> list[ConfigProblem]:
+    """Return what is wrong with the fields of a config."""
+    root = compose_yaml(text)
+    return [
+        ConfigProblem(
+            path=problem.path, message=str(problem), line=_line_in_config(root, problem.path)
+        )
+        for problem in error.problems
+    ]
+
+
+def syntax_problems(error: ConfigError) -> list[ConfigProblem]:
+    """Return what is wrong with the text itself; the paths are `config:LINE`."""
+    found = []
+    for problem in error.problems:
+        line = problem.path.rpartition(":")[2]
+        number = int(line) if line.isdecimal() else None
+        message = str(replace(problem, path="config"))
+        found.append(ConfigProblem(path="", message=message, line=number))
+    return found
+
+
+def _line_in_config(node: yaml.Node | None, path: str) -> int | None:
+    """Return the line where a dotted path stands, or where the deepest part of it does."""
+    line = None
+    for name in path.replace("[", ".[").split("."):
+        child = _child_in_config(node, name)
+        if child is None:
+            break
+        line, node = child
+    return line
+
+
+def _child_in_config(node: yaml.Node | None, name: str) -> tuple[int, yaml.Node] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == name:
+                return key.start_mark.line + 1, value
+    if isinstance(node, yaml.SequenceNode) and name[1:-1].isdecimal():
+        index = int(name[1:-1])
+        if index < len(node.value):
+            return node.value[index].start_mark.line + 1, node.value[index]
+    return None
+
+
+config_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
+
+_MAX_FILE_BYTES = 64 * 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
+
+
+@config_router.get("/experiments/{experiment_id}/config")
+def read_config(experiment_id: ExperimentId, records: RecordsOf) -> ConfigView:
+    """Read an experiment's configuration as submitted and as resolved; secrets are `***`."""
+    with records.database.read() as connection:
+        row = experiment_row(connection, experiment_id)
+    shown = hide_secrets(row.config)
+    submitted = row.submitted_config
+    if submitted is not None and shown != row.config:
+        submitted = hide_in_text(submitted)
+    return ConfigView(
+        submitted=submitted,
+        resolved=shown,
+        resolved_yaml=records.encodings.encoded(
+            ("config as YAML", shown), lambda: _encode_yaml(shown)
+        ).decode(),
+    )
+
+
+@config_router.get("/experiments/{experiment_id}/files")
+def list_code(experiment_id: ExperimentId, master: MasterOf) -> list[CodeFile]:
+    """List the files of an experiment's code; none if it runs in a directory of its own."""
+    path = _context_path(master, experiment_id)
+    if path is None:
+        return []
+    return [CodeFile(path=name, size=size) for name, size in _list_files(path)]
+
+
+@config_router.get(
+    "/experiments/{experiment_id}/files/{path:path}",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}, "application/octet-stream": {}}}},
+)
+def read_code(experiment_id: ExperimentId, path: str, master: MasterOf) -> Response:
+    """Read one file of an experiment's code; a text comes as text, whatever it is for."""
+    context = _context_path(master, experiment_id)
+    sizes = {} if context is None else dict(_list_files(context))
+    if context is None or path not in sizes:
+        raise ApiError(404, "not_found", f"Experiment {experiment_id} has no file {path!r}.")
+    if sizes[path] > _MAX_FILE_BYTES:
+        message = f"A file to be shown must have at most {_MAX_FILE_BYTES} bytes, but {path!r} has"
+        raise ApiError(413, "file_too_large", f"{message} {sizes[path]}.")
+    content = _read_file(context, path)
+    # Never as what the name says: a page among the code would run with the reader's sign-in.
+    kind = "text/plain; charset=utf-8" if _is_text(content) else "application/octet-stream"
+    return Response(content, media_type=kind)
+
+
+@config_router.get("/config-schema")
+def read_config_schema() -> dict[str, Any]:
+    """Read the JSON Schema of the experiment config."""
+    return json_schema()
+
+
+@config_router.post("/check-config")
+def check_config(request: ConfigText) -> CheckedConfig:
+    """Parse and check a configuration without creating anything; its problems are the answer."""
+    try:
+        data = parse_yaml(request.text, file_name="config")
+    except ConfigError as error:
+        return CheckedConfig(config=None, problems=syntax_problems(error))
+    try:
+        checked = validate_config(data)
+    except ConfigError as error:
+        return CheckedConfig(config=data, problems=config_problems(error, request.text))
+    return CheckedConfig(config=data, problems=[], warnings=list(checked.warnings))
+
+
+def _encode_yaml(config: dict[str, Any]) -> bytes:
+    return bytes(yaml.safe_dump(config, sort_keys=False, allow_unicode=True, encoding="utf-8"))
+
+
+def _context_path(master: Master, experiment_id: int) -> Path | None:
+    with master.database.read() as connection:
+        digest = experiment_row(connection, experiment_id).context_digest
+    path = master.home.contexts_path / f"{digest}.tar.gz"
+    return path if digest is not None and path.is_file() else None
+
+
+@lru_cache(maxsize=32)
+def _list_files(context: Path) -> tuple[tuple[str, int], ...]:
+    """Return names and sizes; a context never changes, as its name is its digest."""
+    try:
+        with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
+            found = {one.name: one.size for one in members(archive, limits) if one.isfile()}
+    except (tarfile.TarError, EOFError, OSError, ArchiveTooLargeError) as error:
+        raise ApiError(409, "code_unreadable", f"The code cannot be unpacked: {error}.") from error
+    return tuple(sorted(found.items()))
+
+
+def _read_file(context: Path, path: str) -> bytes:
+    with open_archive(context, limits := ArchiveLimits.from_environment()) as archive:
+        found = [one for one in members(archive, limits) if one.name == path][-1]
+        file = archive.extractfile(found)
+        assert file is not None
+        return b"".join(iter(lambda: file.read(_PIECE_BYTES), b""))
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in content
+
+
+context_upload_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
+
+Digest = Annotated[str, PathParameter(pattern="^[0-9a-f]{64}$")]
+
+
+@context_upload_router.put("/contexts/{digest}", status_code=204)
+async def store_context(digest: Digest, request: Request, master: MasterOf) -> None:
+    """Store a packed context directory under the SHA-256 of its bytes."""
+    path = master.home.contexts_path / f"{digest}.tar.gz"
+    try:
+        with replacing_atomically(path, mode=0o600) as part:
+            if await _receive_context(request, part) != digest:
+                message = "The body must have the SHA-256 named in the path."
+                raise ApiError(422, "wrong_digest", message)
+            await asyncio.to_thread(check_archive, part, ArchiveLimits.from_environment())
+            # First, so that no file is there that the database does not know, whenever the master
+            # dies.
+            await write_rows(master, lambda transaction: note_context(transaction, digest))
+        await asyncio.to_thread(sync_directory, path.parent)
+    except ArchiveTooLargeError as error:
+        raise ApiError(413, "context_too_large", str(error)) from error
+    except OSError as error:
+        if not is_shortage(error):
+            raise
+        detail = f"The code cannot be stored: {error.strerror}."
+        raise ApiError(503, "storage_unavailable", detail) from error
+
+
+async def _receive_context(request: Request, path: Path) -> str:
+    """Write a body to a private file that is on disk then, and return its SHA-256."""
+    digest = hashlib.sha256()
+    with open_private(path, "wb") as file:
+        async for piece in request.stream():
+            digest.update(piece)
+            await asyncio.to_thread(file.write, piece)
+        file.flush()
+        await asyncio.to_thread(os.fsync, file.fileno())
+    return digest.hexdigest()
+
+
+@context_upload_router.get("/contexts/{digest}", response_class=FileResponse)
+def read_context(digest: Digest, master: MasterOf, identity: IdentityOf) -> FileResponse:
+    """Read a packed context directory; an attempt reads its own only."""
+    assert identity is not None
+    attempt_id = identity.attempt_id
+    if attempt_id is not None and not master.attempt_tokens.has_code(attempt_id, digest):
+        raise ApiError(403, "scope_too_low", f"Attempt {attempt_id} runs other code than {digest}.")
+    path = master.home.contexts_path / f"{digest}.tar.gz"
+    if not path.is_file():
+        raise ApiError(404, "not_found", f"There is no context {digest}.")
+    return FileResponse(path, media_type="application/gzip")

@@ -1,0 +1,345 @@
+"""Experiments: read, create, act, change, copy, delete."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Path, Query, Response
+from pydantic_core import to_json
+from sqlalchemy import select
+
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import (
+    ApiError,
+    Cursor,
+    Limit,
+    MasterOf,
+    RecordsOf,
+    RequestKey,
+    StoredRecords,
+    checkpoint_page,
+    experiment_row,
+    write_once,
+    write_rows,
+)
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, delete_files
+from paceline._cluster.master.experiments.experiment_edits import (
+    Leftovers,
+    delete_experiment,
+    edit_experiment,
+    loss_of,
+    set_archived,
+)
+from paceline._cluster.master.experiments.state_transitions import (
+    NotFoundError,
+    RefusedError,
+    TransitionError,
+)
+from paceline._cluster.master.experiments.storage_calls import in_own_thread
+from paceline._cluster.master.experiments.stored_searches import MAX_RUNG_ENTRIES, thinned
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.list_pages import Order
+from paceline._cluster.master.store.messages_from_rows import config_of, experiment_view
+from paceline._cluster.messages import experiment_models as searches
+from paceline._cluster.messages.experiment_models import (
+    BulkAction,
+    BulkResult,
+    Checkpoint,
+    ContinueExperiment,
+    CreateExperiment,
+    Deletion,
+    EditExperiment,
+    Experiment,
+    ForkExperiment,
+    Loss,
+    Page,
+)
+from paceline._cluster.runner.attempt_directory import AttemptDirectory
+from paceline.config._fields_and_problems import ConfigError
+from paceline.config._validate_config import validate_config
+from paceline.search._search import preview
+
+experiment_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
+
+ExperimentId = Annotated[int, Path(ge=1, le=2**62)]
+Action = Literal["pause", "activate", "cancel", "kill", "archive", "unarchive"]
+
+
+@experiment_router.post("/experiments", status_code=201)
+async def create_experiment(
+    request: CreateExperiment, master: MasterOf, key: RequestKey
+) -> Experiment:
+    """Create an experiment; its context must have been uploaded before."""
+    config = await asyncio.to_thread(validate_config, request.config)
+    digest = request.context_digest
+    if digest is not None and not context_path_exists(master, digest):
+        raise ApiError(409, "no_context", f"The context {digest!r} must be uploaded before.")
+    experiment_id = await write_once(
+        master,
+        key,
+        lambda transaction: master.commands.create(
+            transaction,
+            config,
+            submitted_config=request.submitted_config,
+            context_digest=digest,
+            activate=request.activate,
+            source=None if request.source is None else request.source.model_dump(exclude_none=True),
+        ),
+    )
+    return await asyncio.to_thread(_read, master, experiment_id)
+
+
+@experiment_router.get("/experiments/{experiment_id}")
+def read_experiment(experiment_id: ExperimentId, records: RecordsOf) -> Experiment:
+    """Read one experiment."""
+    return _read(records, experiment_id)
+
+
+@experiment_router.post("/experiments/{experiment_id}/continue")
+async def continue_experiment(
+    experiment_id: ExperimentId, request: ContinueExperiment, master: MasterOf, key: RequestKey
+) -> Experiment:
+    """Reopen an ended experiment."""
+
+    def job(transaction: Transaction) -> int:
+        master.commands.continue_experiment(transaction, experiment_id, request.config)
+        return experiment_id
+
+    await write_once(master, key, job)
+    return await asyncio.to_thread(_read, master, experiment_id)
+
+
+@experiment_router.post("/experiments/{experiment_id}/{action}")
+async def act_on_experiment(
+    experiment_id: ExperimentId, action: Action, master: MasterOf
+) -> Experiment:
+    """Pause, activate, cancel, kill, archive or unarchive an experiment."""
+    job = action_of(master, action)
+    await write_rows(master, lambda transaction: job(transaction, experiment_id))
+    return await asyncio.to_thread(_read, master, experiment_id)
+
+
+@experiment_router.get("/experiments/{experiment_id}/checkpoints")
+def list_checkpoints(
+    experiment_id: ExperimentId,
+    records: RecordsOf,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    sort_by: Annotated[Literal["steps", "metric"], Query()] = "steps",
+) -> Page[Checkpoint]:
+    """List an experiment's checkpoints, the latest or the best first."""
+    checkpoints = tables.checkpoints.c
+    with records.database.read() as connection:
+        searcher = config_of(experiment_row(connection, experiment_id)).searcher
+        keys: tuple[Any, ...] = (
+            checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid,
+        )  # fmt: skip
+        is_descending = True
+        if sort_by == "metric":
+            keys = (checkpoints.metric, *keys)
+            is_descending = not searcher.smaller_is_better
+        query = select(tables.checkpoints).where(checkpoints.experiment_id == experiment_id)
+        return checkpoint_page(
+            connection,
+            query,
+            Order(keys, is_descending, True),
+            f"checkpoints by {sort_by}",
+            cursor,
+            limit,
+        )
+
+
+@experiment_router.get("/experiments/{experiment_id}/search", response_model=searches.SearchView)
+def read_search(
+    experiment_id: ExperimentId,
+    master: MasterOf,
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_RUNG_ENTRIES, description="At most so many trials of each rung.")
+    ] = MAX_RUNG_ENTRIES,
+) -> Response:
+    """Read the rungs of a halving search: who was stopped where."""
+    with master.database.read() as connection:
+        experiment_row(connection, experiment_id)
+    brackets = master.search_views.read(experiment_id)
+
+    def encode() -> bytes:
+        # As dictionaries: thousands of models would take longer than all the rest.
+        shown = [
+            [
+                {
+                    "length": rung.length,
+                    "entries": list(map(msgspec.structs.asdict, thinned(rung.entries, limit))),
+                    "num_by_decision": rung.num_by_decision,
+                }
+                for rung in bracket
+            ]
+            for bracket in brackets
+        ]
+        return to_json({"brackets": shown}, inf_nan_mode="null")
+
+    body = master.encodings.encoded(("search", limit, brackets), encode)
+    return Response(body, media_type="application/json")
+
+
+@experiment_router.post("/preview-search")
+def preview_search(request: searches.PreviewSearch) -> searches.SearchPreview:
+    """Say what a search would train, without creating anything."""
+    config = validate_config(request.config)
+    found = preview(config.search_config(), config.hyperparameters)
+    return searches.SearchPreview(
+        searcher=config.searcher.name,
+        unit=config.searcher.length_unit,
+        rows=[searches.PreviewRow(num_trials=row.trials, length=row.units) for row in found.rows],
+    )
+
+
+def action_of(master: Master, action: Action) -> Callable[[Transaction, int], None]:
+    """Return what carries an action out."""
+    commands = master.commands
+    jobs: dict[Action, Callable[[Transaction, int], None]] = {
+        "pause": commands.pause,
+        "activate": commands.activate,
+        "cancel": commands.cancel,
+        "kill": commands.kill,
+        "archive": partial(set_archived, is_archived=True),
+        "unarchive": partial(set_archived, is_archived=False),
+    }
+    return jobs[action]
+
+
+def context_path_exists(master: Master, digest: str) -> bool:
+    """Tell whether a context was uploaded."""
+    is_digest = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
+    return is_digest and (master.home.contexts_path / f"{digest}.tar.gz").is_file()
+
+
+def _read(records: StoredRecords, experiment_id: int) -> Experiment:
+    with records.database.read() as connection:
+        row = experiment_row(connection, experiment_id)
+        view = experiment_view(connection, row)
+    return view.model_copy(update={"notes": row.notes})
+
+
+experiment_edit_router = ApiRouter(tags=["experiments"], route_class=ReadingRoute)
+
+
+@experiment_edit_router.patch("/experiments/{experiment_id}")
+async def change_experiment(
+    experiment_id: ExperimentId, request: EditExperiment, master: MasterOf
+) -> Experiment:
+    """Change an experiment's name, description, labels or notes."""
+    await write_rows(
+        master,
+        lambda transaction: edit_experiment(transaction, experiment_id, **request.model_dump()),
+    )
+    return await asyncio.to_thread(read_experiment, experiment_id, master)
+
+
+@experiment_edit_router.post("/experiments/{experiment_id}/fork", status_code=201)
+async def fork_experiment(
+    experiment_id: ExperimentId, request: ForkExperiment, master: MasterOf, key: RequestKey
+) -> Experiment:
+    """Create an experiment with the code and the changed configuration of another one."""
+    forked = await write_once(
+        master,
+        key,
+        lambda transaction: master.commands.fork(
+            transaction,
+            experiment_id,
+            request.config,
+            replaces_config=request.replaces_config,
+            submitted_config=request.submitted_config,
+            activate=request.activate,
+        ),
+    )
+    return await asyncio.to_thread(read_experiment, forked, master)
+
+
+@experiment_edit_router.get("/experiments/{experiment_id}/loss")
+def read_loss(experiment_id: ExperimentId, master: MasterOf) -> Loss:
+    """Tell what deleting an experiment would take away, and whether it may be deleted."""
+    with master.database.read() as connection:
+        loss = loss_of(connection, experiment_id)
+    return Loss(
+        num_trials=loss.num_trials,
+        num_checkpoints=loss.num_checkpoints,
+        checkpoint_bytes=loss.checkpoint_bytes,
+        num_metric_points=loss.num_metric_points,
+        obstacle=loss.obstacle,
+    )
+
+
+@experiment_edit_router.delete("/experiments/{experiment_id}")
+async def remove_experiment(experiment_id: ExperimentId, master: MasterOf) -> Deletion:
+    """Delete an ended experiment with its trials, metrics, logs and checkpoints."""
+    return Deletion(left_behind=await _delete_experiment(master, experiment_id))
+
+
+@experiment_edit_router.post("/bulk-actions")
+async def act_on_experiments(request: BulkAction, master: MasterOf) -> list[BulkResult]:
+    """Carry one action out on several experiments; one that fails does not hold up the others."""
+    results = []
+    for experiment_id in dict.fromkeys(request.experiment_ids):
+        error = None
+        try:
+            left = await _act_on_experiment(master, request.action, experiment_id)
+            if left:
+                error = f"Some files could not be deleted: {', '.join(left)}."
+        except (NotFoundError, RefusedError, TransitionError, ConfigError) as refusal:
+            error = str(refusal)
+        results.append(BulkResult(experiment_id=experiment_id, error=error))
+    return results
+
+
+async def _act_on_experiment(
+    master: Master, action: Action | Literal["delete"], experiment_id: int
+) -> list[str]:
+    if action == "delete":
+        return await _delete_experiment(master, experiment_id)
+    job = action_of(master, action)
+    await write_rows(master, lambda transaction: job(transaction, experiment_id))
+    return []
+
+
+async def _delete_experiment(master: Master, experiment_id: int) -> list[str]:
+    leftovers = await write_rows(
+        master,
+        lambda transaction: delete_experiment(transaction, master.changes, experiment_id),
+    )
+    # Not one of the few threads that answer other requests: a storage may hang.
+    return await asyncio.wrap_future(
+        in_own_thread(partial(_remove_leftovers, master, experiment_id, leftovers))
+    )
+
+
+def _delete_files(master: Master, place: CheckpointPlace, uuid: str) -> bool:
+    try:
+        return delete_files(master.changes.storage_calls, place, uuid)
+    except RefusedError:
+        return False
+
+
+def _remove_leftovers(master: Master, experiment_id: int, leftovers: Leftovers) -> list[str]:
+    """Remove files whose rows are gone, and return what could not be removed."""
+    left = [
+        f"{place.storage}/{uuid}"
+        for uuid, place in leftovers.checkpoints.items()
+        if not _delete_files(master, place, uuid)
+    ]
+    attempts = master.home.attempts_path
+    removals: list[Callable[[], None]] = [
+        partial(master.secrets.forget, experiment_id),
+        *(partial(master.logs.delete, trial_id) for trial_id in leftovers.trial_ids),
+        *(AttemptDirectory(attempts / str(number)).remove_kept for number in leftovers.attempt_ids),
+    ]
+    for remove in removals:
+        try:
+            remove()
+        except OSError as error:
+            left.append(str(error))
+    return left

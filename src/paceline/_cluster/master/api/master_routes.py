@@ -1,0 +1,435 @@
+"""Health, events, shutdown, status, Prometheus metrics; files of the web UI."""
+
+import asyncio
+import base64
+import gzip
+import hashlib
+import mimetypes
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+from fastapi import Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from sqlalchemy import Connection, func, select
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from paceline._cluster.master.api.node_and_slot_routes import (
+    all_drained,
+    count_drained,
+    running_attempts,
+)
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import MasterOf, problem
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.attempts import wait_for
+from paceline._cluster.master.experiments.failures import NUM_TRIALS, WITHIN_S
+from paceline._cluster.master.experiments.stored_searches import missing_methods
+from paceline._cluster.master.master import (
+    CONTENT_TYPE,
+    LAG_BOUNDS_S,
+    REQUEST_BOUNDS_S,
+    Master,
+    PrometheusText,
+)
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.messages_from_rows import num_slots_of, slots_by_node
+from paceline._cluster.master.store.row_ids_and_counts import (
+    ATTEMPTS,
+    CHECKPOINTS,
+    EXPERIMENTS,
+    POINTS,
+    TRIALS,
+    checkpoint_sizes,
+    num_waiting,
+    number_by_state,
+)
+from paceline._cluster.messages.master_models import Event, MasterInfo, MasterStatus, Shutdown
+from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE
+from paceline._cluster.messages.states import ExperimentState
+
+ASSETS_PATH = Path(__file__).resolve().parents[1] / "webui"
+_HASHED_FOLDER = "assets/"
+_LONGEST_NAME = 200
+_SMALLEST_TO_COMPRESS = 1024
+_COMPRESSED_TYPES = ("text/", "application/javascript", "application/json", "image/svg+xml")
+_MISSING_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Paceline</title>
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark"></head>
+<body style="font-family: system-ui; max-width: 40rem; margin: 4rem auto; padding: 0 1rem">
+<h1>There is no web UI</h1>
+<p>It was not built when Paceline was installed. Build it in Paceline's source directory, install
+again unless the installation is editable, and load this page again:</p>
+<pre>make ui
+pip install --force-reinstall --no-deps .</pre>
+<p>The command line and the REST API work without it.</p>
+</body></html>
+"""
+_POLICY = "Content-Security-Policy"
+_MISSING_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+# Of files that are no page. A file may be a script of a worker, which takes its policy from here.
+_FILE_POLICY = "default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
+
+
+def has_web_ui(root: Path = ASSETS_PATH) -> bool:
+    """Tell whether the web UI is built."""
+    return (root / "index.html").is_file()
+
+
+class WebUi:
+    """ASGI application: files below `root`, else the UI's page, which finds the route itself.
+
+    Only what the build made is served, so no request here needs a sign-in.
+    """
+
+    def __init__(self, root: Path = ASSETS_PATH) -> None:
+        self._root = root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["method"] not in ("GET", "HEAD"):
+            reply = problem(405, "method_not_allowed", "The web UI answers GET and HEAD only.")
+        else:
+            reply = await asyncio.to_thread(self._answer, scope["path"], Headers(scope=scope))
+        await reply(scope, receive, send)
+
+    def _answer(self, path: str, headers: Headers) -> Response:
+        name = path.lstrip("/")
+        file = self._file(name)
+        if file is not None:
+            return _file_response(file, headers, is_hashed=name.startswith(_HASHED_FOLDER))
+        accepts_page = "text/html" in headers.get("accept", "")
+        if name and (not accepts_page or name.startswith(_HASHED_FOLDER)):
+            return problem(404, "not_found", f"There is no file {path[:_LONGEST_NAME]!r}.")
+        page = self._file("index.html")
+        if page is None:
+            return Response(_MISSING_PAGE, 503, {_POLICY: _MISSING_POLICY}, media_type="text/html")
+        return _file_response(page, headers, is_hashed=False)
+
+    def _file(self, name: str) -> Path | None:
+        # No file of the build has such a name, and the system would refuse to look for some.
+        if not name or "\0" in name or len(name) > _LONGEST_NAME:
+            return None
+        path = (self._root / name).resolve()
+        return path if path.is_relative_to(self._root) and path.is_file() else None
+
+
+def _file_response(path: Path, headers: Headers, *, is_hashed: bool) -> Response:
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    body, packed, etag = _load_web_file(path, path.stat().st_mtime_ns)
+    sent = {"ETag": etag, "Vary": "Accept-Encoding", _POLICY: _FILE_POLICY}
+    # The names of hashed files change with their content; all else is asked for every time.
+    sent["Cache-Control"] = "public, max-age=31536000, immutable" if is_hashed else "no-cache"
+    if path.suffix == ".html":
+        sent[_POLICY] = _content_security_policy(body)
+    if headers.get("if-none-match") == etag:
+        return Response(None, 304, sent)
+    if len(packed) < len(body) and "gzip" in headers.get("accept-encoding", ""):
+        sent["Content-Encoding"] = "gzip"
+        body = packed
+    return Response(body, 200, sent, media_type=kind)
+
+
+@lru_cache(maxsize=256)
+def _load_web_file(path: Path, _modified: int) -> tuple[bytes, bytes, str]:
+    """Return a file's content, plain and compressed, and its tag."""
+    body = path.read_bytes()
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    is_worth_it = kind.startswith(_COMPRESSED_TYPES) and len(body) >= _SMALLEST_TO_COMPRESS
+    packed = gzip.compress(body, mtime=0) if is_worth_it else body
+    return body, packed, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def _content_security_policy(page: bytes) -> str:
+    """Return the page's content security policy: this origin only, and the page's own scripts."""
+    inline = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script).digest()).decode() for script in inline]
+    scripts = " ".join(["'self'", *(f"'sha256-{found}'" for found in hashes)])
+    return (
+        f"default-src 'self'; script-src {scripts}; style-src 'self' 'unsafe-inline';"
+        " img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:;"
+        " object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    )
+
+
+master_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
+
+_KEEP_ALIVE_S = 15.0
+_EVENTS_PER_READ = 500
+
+
+@master_router.get("/health")
+async def read_health(master: MasterOf) -> dict[str, str]:
+    """Tell that the master answers; needs no token."""
+    return {"status": "ok", "version": master.version}
+
+
+@master_router.get("/master")
+def read_master(master: MasterOf) -> MasterInfo:
+    """Tell what the master is and how busy it is."""
+    with master.database.read() as connection:
+        states = number_by_state(connection, EXPERIMENTS)
+        attempts = running_attempts(connection)
+        drained = all_drained(master, connection)
+    nodes = master.reconciler.slots()
+    return MasterInfo(
+        version=master.version,
+        cluster_id=master.home.cluster_id,
+        started_at=master.started_at,
+        home=str(master.home.path),
+        num_slots=sum(len(node.slots) for node in nodes),
+        num_slots_used=sum(num_slots_of(row) for row in attempts),
+        **count_drained(
+            drained,
+            {node.node_id: len(node.slots) for node in nodes},
+            [held for row in attempts for held in slots_by_node(row).items()],
+        ),
+        num_active_experiments=states.get(ExperimentState.ACTIVE.value, 0),
+        has_web_ui=has_web_ui(),
+    )
+
+
+@master_router.post("/master/shutdown", status_code=202)
+async def shut_down(request: Request, wanted: Shutdown) -> None:
+    """Stop the master, after its attempts have left unless they are to be kept."""
+    stop: Callable[[Shutdown], None] = request.app.state.shut_down
+    stop(wanted)
+
+
+@master_router.get("/events", responses={200: {"content": {"text/event-stream": {}}}})
+async def follow_events(
+    master: MasterOf,
+    after: Annotated[int | None, Query(ge=0, le=2**62)] = None,
+    experiment_id: Annotated[int | None, Query(ge=1, le=2**62)] = None,
+    last_event_id: Annotated[int | None, Header(ge=0, le=2**62)] = None,
+) -> Response:
+    """Follow changes as server-sent events, from a cursor on or from now.
+
+    A browser that connects again says the last id by itself, which then goes before `after`.
+    """
+    cursor = after if last_event_id is None else last_event_id
+    if cursor is None:
+        cursor = await asyncio.to_thread(_newest_event, master)
+    return StreamingResponse(
+        _event_stream(master, cursor, experiment_id),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _event_stream(
+    master: Master, cursor: int, experiment_id: int | None
+) -> AsyncIterator[str]:
+    yield ": connected\n\n"
+    alive_at = time.monotonic() + _KEEP_ALIVE_S
+    while not master.is_closing:
+        with master.events.listen() as changed:
+            events = await asyncio.to_thread(_read_events, master, cursor, experiment_id)
+            if not events:
+                # Changes of other experiments end the wait too.
+                await wait_for(changed, max(alive_at - time.monotonic(), 0.0))
+                if time.monotonic() >= alive_at:
+                    yield ": alive\n\n"
+                    alive_at = time.monotonic() + _KEEP_ALIVE_S
+                continue
+        for event in events:
+            cursor = event.id
+            yield f"id: {event.id}\ndata: {event.model_dump_json()}\n\n"
+
+
+def _newest_event(master: Master) -> int:
+    with master.database.read() as connection:
+        return connection.execute(select(func.max(tables.events.c.id))).scalar() or 0
+
+
+def _read_events(master: Master, after: int, experiment_id: int | None) -> list[Event]:
+    events = tables.events
+    query = select(events).where(events.c.id > after).order_by(events.c.id)
+    if experiment_id is not None:
+        query = query.where(events.c.experiment_id == experiment_id)
+    with master.database.read() as connection:
+        rows = connection.execute(query.limit(_EVENTS_PER_READ))
+        return [Event(**row._mapping) for row in rows]
+
+
+status_and_prometheus_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
+
+_MIN_FREE_BYTES = 2**30
+_MANY_WRITES = 500
+_LONG_LAG_S = 60.0
+_STATES = ("experiments", "trials", "attempts", "checkpoints")
+
+
+@status_and_prometheus_router.get("/status")
+def read_status(request: Request, master: MasterOf) -> MasterStatus:
+    """Tell what the master is, how busy it is, and what is wrong."""
+    found = _status_facts(master)
+    checkpoints, checkpoint_bytes = found["stored"]
+    return MasterStatus(
+        **dict(read_master(master)),
+        experiments=found["experiments"],
+        trials=found["trials"],
+        attempts=found["attempts"],
+        num_waiting=found["num_waiting"],
+        num_metric_points=found["num_points"],
+        num_checkpoints=checkpoints,
+        checkpoint_bytes=checkpoint_bytes,
+        ingest_lag_s=master.measurements.lag()[0],
+        num_writes_waiting=master.database.num_waiting,
+        num_connections=sum(_connections(request).values()) or None,
+        num_requests=sum(master.measurements.requests().values()),
+        num_slow_requests=sum(master.measurements.slow().values()),
+        slow_request_s=master.measurements.slow_request_s,
+        memory_bytes=psutil.Process().memory_info().rss,
+        sizes=master.sizes.read(),
+        free_bytes=master.sizes.free_bytes(),
+        problems=_status_problems(master, found),
+    )
+
+
+@status_and_prometheus_router.get(
+    "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}}
+)
+def read_metrics(request: Request, master: MasterOf) -> Response:
+    """Tell numbers of the master in the text form of Prometheus."""
+    shown = PrometheusText()
+    _add_store_to_prometheus(shown, master)
+    _add_requests_to_prometheus(shown, master)
+    connections = [({"kind": kind}, n) for kind, n in _connections(request).items()]
+    shown.series("paceline_connections", "Open connections.", "gauge", connections)
+    _add_process_to_prometheus(shown, master)
+    return Response(shown.text(), media_type=CONTENT_TYPE)
+
+
+def _status_facts(master: Master) -> dict[str, Any]:
+    with master.database.read() as connection:
+        return {
+            "experiments": number_by_state(connection, EXPERIMENTS),
+            "trials": number_by_state(connection, TRIALS),
+            "attempts": number_by_state(connection, ATTEMPTS),
+            "checkpoints": number_by_state(connection, CHECKPOINTS),
+            "stored": checkpoint_sizes(connection, [0]).get(0, (0, 0)),
+            "num_points": sum(number_by_state(connection, POINTS).values()),
+            "num_waiting": num_waiting(connection),
+            "missing_methods": missing_methods(connection),
+            "failing_nodes": _describe_failing_nodes(master, connection),
+            "failing_stores": master.changes.failing_stores.describe(connection),
+        }
+
+
+def _describe_failing_nodes(master: Master, connection: Connection) -> list[str]:
+    now = time.time()
+    names = {LOCAL_NODE: LOCAL_NAME} | {node.id: node.name for node in master.nodes.all()}
+    return [
+        f"The node {names.get(node_id, node_id)} rests for {until - now:.0f} s, as attempts of"
+        f" {NUM_TRIALS} trials or more failed there within {WITHIN_S:.0f} s. Hint: the logs of"
+        " these trials say why; `paceline runner drain` keeps the node out for longer."
+        for node_id, until in master.reconciler.resting_nodes(connection, now).items()
+    ]
+
+
+def _status_problems(master: Master, found: dict[str, Any]) -> list[str]:
+    problems = [
+        f"Experiment {number} waits, as its search method `{name}` is not installed on the master."
+        for number, name in found["missing_methods"]
+    ]
+    problems += [
+        f"Experiment {one.experiment_id} waits, as checkpoint {one.uuid} of trial {one.trial_id}"
+        f" cannot be stored: {one.why}."
+        for one in master.transfers.waiting.all()
+    ]
+    problems += [one.text for one in master.changes.storage_calls.silent()]
+    problems += [*found["failing_stores"], *found["failing_nodes"]]
+    if master.database.failure is not None:
+        problems.append(str(master.database.failure))
+    free = master.sizes.free_bytes()
+    if free < _MIN_FREE_BYTES:
+        problems.append(f"The disk of the home has only {free / 2**20:.0f} MiB left.")
+    lag = master.measurements.lag()[0]
+    if lag is not None and lag > _LONG_LAG_S:
+        problems.append(f"The newest records were {lag:.0f} s old when they were stored.")
+    if master.database.num_waiting > _MANY_WRITES:
+        problems.append(f"{master.database.num_waiting} changes wait for the database.")
+    slow = sum(master.measurements.slow().values())
+    if slow:
+        limit = f"{master.measurements.slow_request_s:g} s"
+        problems.append(
+            f"{slow} request{'s' if slow > 1 else ''} took longer than {limit} since the start;"
+            " `master.log` in the home names them."
+        )
+    return problems
+
+
+def _add_store_to_prometheus(shown: PrometheusText, master: Master) -> None:
+    found = _status_facts(master)
+    shown.gauge("paceline_info", "The version of Paceline.", 1, version=master.version)
+    info = read_master(master)
+    shown.gauge("paceline_slots", "Slots of the master.", info.num_slots)
+    shown.gauge("paceline_slots_used", "Slots that attempts hold.", info.num_slots_used)
+    shown.gauge("paceline_slots_drained", "Slots that get no attempts.", info.num_slots_drained)
+    shown.gauge("paceline_queue_trials", "Trials that wait for slots.", found["num_waiting"])
+    for kind in _STATES:
+        states = [({"state": state}, n) for state, n in sorted(found[kind].items())]
+        shown.series(f"paceline_{kind}", f"Stored {kind} by state.", "gauge", states)
+    shown.gauge("paceline_checkpoint_bytes", "Bytes of all checkpoints.", found["stored"][1])
+    shown.gauge("paceline_metric_points", "Stored points of metrics.", found["num_points"])
+    shown.gauge(
+        "paceline_writes_waiting",
+        "Changes that wait for the database.",
+        master.database.num_waiting,
+    )
+    newest, total, cumulative = master.measurements.lag()
+    shown.gauge("paceline_ingest_newest_lag_seconds", "The lag of the newest records.", newest)
+    shown.histogram(
+        "paceline_ingest_lag_seconds",
+        "How old the newest record of a request was when it was stored.",
+        LAG_BOUNDS_S,
+        [({}, total, cumulative)],
+    )
+    sizes = [({"part": part}, size) for part, size in sorted(master.sizes.read().items())]
+    shown.series("paceline_home_bytes", "Bytes of the parts of the home.", "gauge", sizes)
+    shown.gauge("paceline_home_free_bytes", "Free bytes of its disk.", master.sizes.free_bytes())
+
+
+def _add_requests_to_prometheus(shown: PrometheusText, master: Master) -> None:
+    requests = [
+        ({"method": method, "route": route, "status": str(status)}, number)
+        for (method, route, status), number in sorted(master.measurements.requests().items())
+    ]
+    shown.series("paceline_http_requests_total", "Requests answered.", "counter", requests)
+    slow = [({"route": route}, n) for route, n in sorted(master.measurements.slow().items())]
+    shown.series("paceline_slow_requests_total", "Slow requests.", "counter", slow)
+    shown.histogram(
+        "paceline_http_request_seconds",
+        "Seconds until an answer began.",
+        REQUEST_BOUNDS_S,
+        [
+            ({"route": route}, total, cumulative)
+            for route, (total, cumulative) in sorted(master.measurements.seconds().items())
+        ],
+    )
+
+
+def _add_process_to_prometheus(shown: PrometheusText, master: Master) -> None:
+    process = psutil.Process()
+    times = process.cpu_times()
+    shown.gauge(
+        "process_start_time_seconds", "When the master started, since 1970.", master.started_at
+    )
+    shown.counter(
+        "process_cpu_seconds_total", "Processor time of the master.", times.user + times.system
+    )
+    shown.gauge("process_resident_memory_bytes", "Memory of the master.", process.memory_info().rss)
+    shown.gauge("process_open_fds", "Open files of the master.", process.num_fds())
+
+
+def _connections(request: Request) -> dict[str, int]:
+    """Return the number of open connections by kind; nothing if another server serves."""
+    connections = getattr(request.app.state, "connections", None)
+    return {} if connections is None else connections.numbers()

@@ -1,0 +1,475 @@
+"""Nodes that register and poll; slots and draining."""
+
+import asyncio
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from fastapi import Path, Query, Request, Response
+from sqlalchemy import Connection, Row, delete, insert, select
+
+from paceline._cluster.master.api.access_guard import IdentityOf
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import ApiError, MasterOf, write_rows
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.experiments.attempts import live_attempts
+from paceline._cluster.master.experiments.scheduler_input import drained_slots, read_pools
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.nodes.node_registry import (
+    NodeRefusedError,
+    RegisteredNode,
+    UnknownNodeError,
+)
+from paceline._cluster.master.nodes.node_work import work_for
+from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, in_pools, pool_of
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.messages_from_rows import slots_by_node
+from paceline._cluster.messages.master_models import DrainNode, Node, NodeState, Slot
+from paceline._cluster.messages.runner_messages import (
+    DEFAULT_POOL,
+    LOCAL_NAME,
+    LOCAL_NODE,
+    NAME_PATTERN,
+    NodeFacts,
+    NodePoll,
+    NodeWork,
+)
+from paceline._cluster.messages.states import LIVE_ATTEMPTS
+
+slot_router = ApiRouter(tags=["master"], route_class=ReadingRoute)
+
+
+@slot_router.get("/slots")
+def list_slots(master: MasterOf) -> list[Slot]:
+    """List the slots of all nodes and who uses them; those of lost nodes only if used."""
+    with master.database.read() as connection:
+        users = {
+            (node_id, slot): row
+            for row in running_attempts(connection)
+            for node_id, slots in slots_by_node(row).items()
+            for slot in slots
+        }
+        drained, pools = all_drained(master, connection), read_pools(connection)
+    nodes = [(LOCAL_NODE, master.machine, pool_of(DEFAULT_POOL, {}, pools))]
+    registered = master.nodes.all()
+    found = _nodes_in_pools(master, registered, pools)
+    nodes += [(node.id, node.facts, own.pool) for node, own in zip(registered, found, strict=True)]
+    return [
+        Slot(
+            id=slot,
+            node=facts.name,
+            device=device,
+            memory_bytes=memory or None,
+            pool=pool,
+            is_drained=slot in drained.get(node_id, ()),
+            trial_id=user.trial_id if user else None,
+            experiment_id=user.experiment_id if user else None,
+            attempt_id=user.id if user else None,
+        )
+        for node_id, facts, pool in nodes
+        for slot, (device, memory) in enumerate(_devices(facts))
+        if (user := users.get((node_id, slot)))
+        or node_id == LOCAL_NODE
+        or not master.nodes.presence.is_lost(node_id)
+    ]
+
+
+def all_drained(master: Master, connection: Connection) -> dict[int, frozenset[int]]:
+    """Return the slots that get no attempts, by node.
+
+    They are single ones, and all of nodes that are drained, or not in the pool of their token.
+    """
+    drained = drained_slots(connection)
+    for node in _nodes_in_pools(master, master.nodes.all(), read_pools(connection)):
+        if not node.is_open:
+            drained[node.node_id] = frozenset(node.slots)
+    return drained
+
+
+def _nodes_in_pools(
+    master: Master, nodes: Iterable[RegisteredNode], pools: Mapping[str, PoolSettings]
+) -> list[NodeSlots]:
+    return in_pools(
+        [
+            node.slots(
+                can_join=False,
+                is_open=not node.is_draining,
+                only_pool=master.nodes.only_pool(node),
+            )
+            for node in nodes
+        ],
+        pools,
+    )
+
+
+def count_drained(
+    drained: Mapping[int, frozenset[int]],
+    nodes: Mapping[int, int],
+    held: Iterable[tuple[int, Collection[int]]],
+) -> dict[str, int]:
+    """Return how many slots are drained, and how many of these attempts hold, by field of a model.
+
+    Args:
+        drained: The slots that get no attempts, by node.
+        nodes: The number of slots of the nodes to count.
+        held: Nodes with slots that an attempt has there.
+    """
+    counted = {
+        node_id: {slot for slot in drained.get(node_id, ()) if slot < number}
+        for node_id, number in nodes.items()
+    }
+    leaving = {(node_id, slot) for node_id, slots in held for slot in slots}
+    return {
+        "num_slots_drained": sum(map(len, counted.values())),
+        "num_slots_draining": sum(slot in counted.get(node_id, ()) for node_id, slot in leaving),
+    }
+
+
+def _devices(facts: NodeFacts) -> Iterable[tuple[str, int]]:
+    sizes = facts.device_memory_bytes or [0] * len(facts.devices)
+    return zip(facts.devices, sizes, strict=False)
+
+
+def running_attempts(connection: Connection) -> list[Row[Any]]:
+    """Return the attempts that may have slots."""
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS))
+    return list(connection.execute(query).all())
+
+
+def drain_slots(
+    master: Master,
+    transaction: Transaction,
+    node_id: int,
+    slots: Collection[int],
+    *,
+    what: str,
+    finish: bool,
+) -> None:
+    """Place nothing more on slots of a node.
+
+    Args:
+        master: The master.
+        transaction: Everything happens in it, or nothing.
+        node_id: The node.
+        slots: Which of its slots.
+        what: What is drained, for those who are told to leave.
+        finish: Let what runs there end there.
+    """
+    connection = transaction.connection
+    for slot in set(slots) - drained_slots(connection).get(node_id, frozenset()):
+        connection.execute(insert(tables.drained_slots).values(node_id=node_id, slot=slot))
+    for attempt in live_attempts(connection):
+        if not finish and set(slots) & set(slots_by_node(attempt).get(node_id, ())):
+            master.changes.preempt(transaction, attempt, f"{what} is drained")
+    transaction.after_commit(master.changes.wake)
+
+
+def resume_slots(
+    master: Master, transaction: Transaction, node_id: int, slots: Collection[int]
+) -> None:
+    """Take drained slots of a node back."""
+    drained = tables.drained_slots
+    transaction.connection.execute(
+        delete(drained).where(drained.c.node_id == node_id, drained.c.slot.in_(slots))
+    )
+    transaction.after_commit(master.changes.wake)
+
+
+node_router = ApiRouter(tags=["nodes"], route_class=ReadingRoute)
+
+NodeId = Annotated[int, Path(ge=1, le=2**62)]
+Name = Annotated[str, Path(pattern=NAME_PATTERN)]
+_Drained: TypeAlias = Mapping[int, frozenset[int]]
+_MAX_WAIT_S = 60.0
+_OF_TOKEN = ("other_node", "other_pool")
+_BODY: dict[str, Any] = {
+    "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}
+}
+
+
+@node_router.post("/nodes", openapi_extra=_BODY)
+async def register_node(request: Request, master: MasterOf, identity: IdentityOf) -> Response:
+    """Register a node, or a new session of one that is known by its key."""
+    assert identity is not None
+    facts = _decode(await request.body(), NodeFacts)
+    _check_node_facts(facts)
+    if not facts.address and request.client is not None:
+        facts = msgspec.structs.replace(facts, address=request.client.host)
+    try:
+        session = await asyncio.wrap_future(master.nodes.register(facts, identity.token_id))
+    except NodeRefusedError as error:
+        raise _refusal(error) from error
+    return _json(session)
+
+
+@node_router.post("/nodes/{node_id}/poll", openapi_extra=_BODY)
+async def poll_node(
+    node_id: NodeId, request: Request, master: MasterOf, identity: IdentityOf
+) -> Response:
+    """Say which attempts a node has, and read what it has to do; waits for news."""
+    assert identity is not None
+    poll = _decode(await request.body(), NodePoll)
+    wait_s = min(poll.wait_s, _MAX_WAIT_S, master.nodes.presence.leases.longest_wait_s)
+    with master.nodes.presence.polls.listen(node_id) as changed:
+        _hear_node(master, node_id, poll, identity.token_id)
+        work = await asyncio.to_thread(_node_work, master, node_id, poll)
+        if work.version == poll.after and wait_s > 0 and not master.is_closing:
+            if await _wait(request, changed, wait_s):
+                master.nodes.presence.note_cut_off(node_id, poll)
+                return Response(status_code=204)  # to nobody
+            # Another session may have begun meanwhile, and another token may be needed.
+            _hear_node(master, node_id, poll, identity.token_id)
+            # A node without attempts has nothing to do until it is told so: many idle nodes poll.
+            if changed.is_set() or work.wanted or poll.attempts:
+                work = await asyncio.to_thread(_node_work, master, node_id, poll)
+    return _json(work)
+
+
+@node_router.get("/nodes")
+def list_nodes(master: MasterOf, include_local: Annotated[bool, Query()] = False) -> list[Node]:
+    """List the nodes: their state, their slots, and what runs there.
+
+    With `include_local`, the master's own machine comes first, as the node `local`, if it has
+    slots.
+    """
+    with master.database.read() as connection:
+        live = sorted(running_attempts(connection), key=lambda attempt: attempt.id)
+        drained = all_drained(master, connection)
+        pools = read_pools(connection)
+        resting = master.reconciler.resting_nodes(connection, time.time())
+    nodes = [_node_view(master, node, live, drained) for node in master.nodes.all()]
+    if include_local and master.devices:
+        pool = pool_of(DEFAULT_POOL, {}, pools)
+        nodes = [_local_view(master, pool, live, drained), *nodes]
+    return [node.model_copy(update={"rests_until": resting.get(node.id)}) for node in nodes]
+
+
+@node_router.post("/nodes/{name}/drain", status_code=204)
+async def drain_node(name: Name, wanted: DrainNode, master: MasterOf) -> None:
+    """Place nothing more on a node; what runs there goes on elsewhere, or is finished.
+
+    The master's own node is drained by all of its slots.
+    """
+    if name == LOCAL_NAME:
+        what, slots = f"the node {name}", range(len(master.devices))
+        await write_rows(
+            master,
+            lambda transaction: drain_slots(
+                master, transaction, LOCAL_NODE, slots, what=what, finish=wanted.finish
+            ),
+        )
+        return
+    node = _node_named(master, name)
+
+    def job(transaction: Transaction) -> None:
+        master.nodes.set_draining(transaction, node.id, is_draining=True)
+        for attempt in _live_attempts(transaction.connection):
+            if node.id in slots_by_node(attempt) and not wanted.finish:
+                master.changes.preempt(transaction, attempt, f"the node {name} is drained")
+
+    await write_rows(master, job)
+
+
+@node_router.post("/nodes/{name}/resume", status_code=204)
+async def resume_node(name: Name, master: MasterOf) -> None:
+    """Take a drained node back."""
+    if name == LOCAL_NAME:
+        slots = range(len(master.devices))
+        await write_rows(
+            master, lambda transaction: resume_slots(master, transaction, LOCAL_NODE, slots)
+        )
+        return
+    node = _node_named(master, name)
+    await write_rows(
+        master,
+        lambda transaction: master.nodes.set_draining(transaction, node.id, is_draining=False),
+    )
+
+
+@node_router.delete("/nodes/{name}", status_code=204)
+async def forget_node(name: Name, master: MasterOf) -> None:
+    """Forget a node that is lost, has left or is drained, and has no attempts."""
+    node = _node_named(master, name)
+
+    def job(transaction: Transaction) -> None:
+        live = _live_attempts(transaction.connection)
+        if any(node.id in slots_by_node(attempt) for attempt in live):
+            raise ApiError(
+                409,
+                "in_use",
+                f"The node {name!r} must have no attempts to be forgotten, but has some. Hint:"
+                f" `paceline runner drain {name}`, and wait until they have left.",
+            )
+        if not (master.nodes.presence.is_lost(node.id) or node.is_draining):
+            raise ApiError(
+                409,
+                "in_use",
+                f"The node {name!r} must be lost, have left or be drained to be forgotten. Hint:"
+                " stop its runner on that machine, by Ctrl-C or SIGTERM, and try again.",
+            )
+        master.nodes.forget(transaction, node.id)
+
+    await write_rows(master, job)
+
+
+async def _wait(request: Request, changed: asyncio.Event, wait_s: float) -> bool:
+    """Wait for news; tell whether the connection was closed meanwhile."""
+    news = asyncio.ensure_future(changed.wait())
+    closed = asyncio.ensure_future(_await_close(request))
+    try:
+        await asyncio.wait({news, closed}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        return closed.done() and not news.done()
+    finally:
+        for task in (news, closed):
+            task.cancel()
+
+
+async def _await_close(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _hear_node(master: Master, node_id: int, poll: NodePoll, token_id: int | None) -> None:
+    try:
+        master.nodes.hear(node_id, poll, token_id)
+    except NodeRefusedError as error:
+        raise _refusal(error, 403 if error.code == "other_token" else 409) from error
+    except UnknownNodeError as error:
+        raise ApiError(404, "unknown_node", str(error)) from error
+
+
+def _node_work(master: Master, node_id: int, poll: NodePoll) -> NodeWork:
+    work = work_for(master.database, master.changes, master.nodes, node_id, poll)
+    # What runs there goes on.
+    if not (work.wanted or poll.attempts):
+        try:
+            master.nodes.check_pool(node_id)
+        except NodeRefusedError as error:
+            raise _refusal(error) from error
+    return work
+
+
+def _refusal(error: NodeRefusedError, status: int = 409) -> ApiError:
+    """Return the answer to a runner that is refused, 403 if its token is for something else."""
+    return ApiError(403 if error.code in _OF_TOKEN else status, error.code, str(error))
+
+
+def _node_named(master: Master, name: str) -> RegisteredNode:
+    for node in master.nodes.all():
+        if node.name == name:
+            return node
+    known = ", ".join(node.name for node in master.nodes.all()) or "none"
+    raise ApiError(404, "not_found", f"There is no node {name!r}. The nodes are: {known}.")
+
+
+def _live_attempts(connection: Connection) -> list[Row[Any]]:
+    attempts = tables.attempts
+    query = select(attempts).where(
+        attempts.c.state.in_(LIVE_ATTEMPTS), attempts.c.node_id.is_not(None)
+    )
+    return list(connection.execute(query.order_by(attempts.c.id)).all())
+
+
+def _node_view(
+    master: Master, node: RegisteredNode, live: list[Row[Any]], drained: _Drained
+) -> Node:
+    use = _use_of_node(node.id, node.facts, live, drained)
+    return Node(
+        **_told_by_node(node.facts),
+        **use,
+        id=node.id,
+        state=_node_state(master, node, has_attempts=bool(use["attempts"])),
+        pool=node.facts.pool,
+        registered_at=node.registered_at,
+        seen_at=master.nodes.seen_at(node.id),
+    )
+
+
+def _local_view(master: Master, pool: str, live: list[Row[Any]], drained: _Drained) -> Node:
+    """Return the master's own machine as a node; it is drained if all of its slots are."""
+    use = _use_of_node(LOCAL_NODE, master.machine, live, drained)
+    state: NodeState = "ready"
+    if use["num_slots_drained"] == len(master.devices):
+        state = "draining" if use["num_slots_used"] else "drained"
+    return Node(
+        **_told_by_node(master.machine),
+        **use,
+        id=LOCAL_NODE,
+        state=state,
+        pool=pool,
+        registered_at=master.started_at,
+        seen_at=time.time(),
+    )
+
+
+def _told_by_node(facts: NodeFacts) -> dict[str, Any]:
+    names = ("name", "labels", "devices", "device_kind", "device_memory_bytes", "num_cores",
+             "memory_bytes", "version", "python_version", "address")  # fmt: skip
+    return {name: getattr(facts, name) for name in names}
+
+
+def _use_of_node(
+    node_id: int, facts: NodeFacts, live: list[Row[Any]], drained: _Drained
+) -> dict[str, Any]:
+    own = {row.id: slots for row in live if (slots := slots_by_node(row).get(node_id))}
+    held = [(node_id, slots) for slots in own.values()]
+    return {
+        "attempts": list(own),
+        "num_slots_used": sum(map(len, own.values())),
+        **count_drained(drained, {node_id: len(facts.devices)}, held),
+    }
+
+
+def _node_state(master: Master, node: RegisteredNode, *, has_attempts: bool) -> NodeState:
+    presence = master.nodes.presence
+    if presence.has_left(node.id):
+        return "left"
+    if presence.is_lost(node.id):
+        return "lost"
+    if presence.heard_at(node.id) is None or presence.is_cut_off(node.id):
+        return "away"
+    if node.is_draining:
+        return "draining" if has_attempts else "drained"
+    return "ready"
+
+
+def _check_node_facts(facts: NodeFacts) -> None:
+    for name, value in (("name", facts.name), ("pool", facts.pool)):
+        if not re.fullmatch(NAME_PATTERN, value):
+            raise ApiError(
+                422,
+                "invalid_request",
+                f"`{name}` must be up to 63 letters, digits, dots, hyphens and underscores, but got"
+                f" {value!r}.",
+            )
+    if not re.fullmatch(r"[A-Za-z0-9.:%_-]{0,255}", facts.address):
+        raise ApiError(
+            422,
+            "invalid_request",
+            f"`address` must be a host name or an IP address, but got {facts.address!r}.",
+        )
+    if not facts.devices:
+        raise ApiError(422, "invalid_request", "`devices` must have an entry, but is empty.")
+    sizes = facts.device_memory_bytes
+    if len(sizes) not in (0, len(facts.devices)) or any(not 0 <= one < 2**62 for one in sizes):
+        raise ApiError(
+            422,
+            "invalid_request",
+            f"`device_memory_bytes` must have a size for each of {len(facts.devices)} devices, but"
+            f" got {sizes}.",
+        )
+
+
+def _decode(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(422, "invalid_request", str(error)) from error
+
+
+def _json(message: Any) -> Response:
+    return Response(msgspec.json.encode(message), media_type="application/json")

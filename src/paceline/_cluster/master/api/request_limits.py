@@ -1,0 +1,559 @@
+"""Limits on connections, deadlines, sizes of bodies; counting of requests."""
+
+import asyncio
+import logging
+import re
+import resource
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import h11
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paceline._base.process_and_network import integer_setting
+from paceline._cluster.master.api.requests_and_answers import problem, with_security_headers
+from paceline._cluster.master.api.route_scopes import PREFIX
+from paceline._cluster.master.authentication import sender_at
+from paceline._cluster.master.master import Measurements
+from paceline._cluster.messages.runner_messages import MAX_PIECE_BYTES
+
+_WANTED_FILES = 16_384
+_MAX_STRANGERS = 128
+_MAX_DROPPED = 1024
+# Of a request line with all headers, which are kept until they are complete.
+MAX_HEADER_BYTES = 64 * 1024
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+_FOLDED = re.compile(rb"\n[ \t]")
+_SHARED = ("127.0.0.1", "::1")
+# Connections that wait to be accepted: more come at once than are accepted in a turn of the loop.
+QUEUE_LENGTH = 1024
+
+
+# What the master itself has open at most: its database, its readers, logs, contexts, runners.
+_OWN_FILES = 48
+_FEWEST_FILES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """Limits on the number and duration of connections.
+
+    A connection is a stranger's until a request on it carries the token or a sign-in. Strangers
+    have a number of their own, so that all of them together keep nobody out who is known. A
+    deadline holds for the whole of what it names: sending a byte now and then moves none.
+
+    `stranger_idle_s` and `known_idle_s` are the seconds for a request to be there with all of its
+    headers, from the connection's start or from the answer before. `stranger_request_s` is for the
+    rest of a stranger's request and its answer; there is none for others, as uploads and streams
+    may take long.
+
+    A stranger's connection that has to go for another one is not read any more and is closed
+    `dropped_s` seconds later: whoever opens a new one for each that is closed would otherwise keep
+    the process busy with that alone. `num_dropped` of them are held so.
+
+    `num_per_address` holds for the strangers of each address but loopback, which all of the machine
+    share. Those who are known are many at the address of a node with many attempts.
+    """
+
+    num_strangers: int
+    num_known: int
+    num_accepts_per_turn: int
+    num_dropped: int = 0
+    num_per_address: int = 64
+    stranger_idle_s: float = 10.0
+    stranger_request_s: float = 30.0
+    known_idle_s: float = 75.0
+    dropped_s: float = 5.0
+
+    @classmethod
+    def for_files(cls, num_files: int) -> "ConnectionLimits":
+        """Return limits that leave a third of a process's files to the rest of the master.
+
+        Of few files, the rest of the master gets what it needs.
+        """
+        num_files = max(_FEWEST_FILES, min(num_files, (num_files - _OWN_FILES) * 3 // 2))
+        num_strangers, num_known = min(num_files // 8, _MAX_STRANGERS), num_files * 3 // 8
+        return cls(
+            num_strangers=num_strangers,
+            num_known=num_known,
+            num_dropped=min(max(0, num_files * 2 // 3 - num_strangers - num_known), _MAX_DROPPED),
+            # A request that came with its connection is read two turns after it was accepted. By
+            # then no flood of others must have taken all the places.
+            num_accepts_per_turn=max(1, num_strangers // 8),
+            num_per_address=integer_setting("PACELINE_MAX_CONNECTIONS_PER_ADDRESS", 64),
+        )
+
+
+def raise_file_limit() -> None:
+    """Let this process have a few thousand open files, if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def limits_of_process() -> ConnectionLimits:
+    """Return the limits that fit the number of files that this process may open."""
+    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_unlimited = num_files == resource.RLIM_INFINITY
+    return ConnectionLimits.for_files(_WANTED_FILES if is_unlimited else num_files)
+
+
+class Connections:
+    """All connections of a server: who is known, who is not, and who has to go for a new one."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        # The longest in its state comes first.
+        self._waiting_strangers: dict[Connection, None] = {}
+        self._busy_strangers: dict[Connection, None] = {}
+        self._known: dict[Connection, None] = {}
+        self._dropped: dict[Connection, None] = {}
+        self._num_of_address: Counter[str] = Counter()
+
+    def enter(self, connection: "Connection") -> None:
+        """Take a new connection in; another stranger's goes if there are too many."""
+        self.move(connection)
+        address = connection.address
+        if self._num_of_address[address] > self.limits.num_per_address and address not in _SHARED:
+            self._drop_stranger(self.limits.num_per_address, address)
+        if len(self._waiting_strangers) + len(self._busy_strangers) > self.limits.num_strangers:
+            self._drop_stranger(self.limits.num_strangers)
+
+    def move(self, connection: "Connection") -> None:
+        """Note that a connection's state has changed."""
+        self.leave(connection)
+        if connection.is_known:
+            self._known[connection] = None
+            return
+        places = self._busy_strangers if connection.is_busy else self._waiting_strangers
+        places[connection] = None
+        self._num_of_address[connection.address] += 1
+
+    def numbers(self) -> dict[str, int]:
+        """Return how many connections there are by kind."""
+        num_strangers = len(self._waiting_strangers) + len(self._busy_strangers)
+        return {"known": len(self._known), "strangers": num_strangers}
+
+    def has_room_for_known(self, address: str) -> bool:
+        """Tell whether one more may be known at an address; one that is idle goes for it.
+
+        An address other than loopback has half of the places, so that the code of one trial, which
+        has a token, cannot keep all others out.
+        """
+        most = self.limits.num_known
+        found = list(self._known)
+        if address not in _SHARED and len(found) >= most // 2:
+            of_address = [one for one in found if one.address == address]
+            if len(of_address) >= most // 2:
+                found, most = of_address, most // 2
+        if len(found) < most:
+            return True
+        idle = next((one for one in found if not one.is_busy), None)
+        if idle is not None:
+            self._drop(idle)
+        return idle is not None
+
+    def leave(self, connection: "Connection") -> None:
+        """Forget a connection, unless it has been dropped."""
+        self._known.pop(connection, None)
+        for places in (self._waiting_strangers, self._busy_strangers):
+            if connection in places:
+                del places[connection]
+                self._num_of_address[connection.address] -= 1
+                if self._num_of_address[connection.address] == 0:
+                    del self._num_of_address[connection.address]
+
+    def lose(self, connection: "Connection") -> None:
+        """Forget a connection that has ended."""
+        self.leave(connection)
+        self._dropped.pop(connection, None)
+
+    def _drop_stranger(self, limit: int, address: str | None = None) -> None:
+        """Drop the longest of those that send no request, or of those that never end one.
+
+        Each kind keeps half of the places, so that neither gets all of them.
+        """
+        places = (self._waiting_strangers, self._busy_strangers)
+        waiting, busy = (
+            [one for one in place if address in (None, one.address)] for place in places
+        )
+        self._drop((waiting if len(waiting) > limit // 2 else busy)[0])
+
+    def _drop(self, connection: "Connection") -> None:
+        self.leave(connection)
+        if connection.is_known or not self.limits.num_dropped:
+            connection.transport.abort()
+            return
+        self._dropped[connection] = None
+        connection.drop()
+        if len(self._dropped) > self.limits.num_dropped:
+            oldest = next(iter(self._dropped))
+            del self._dropped[oldest]
+            oldest.transport.abort()
+
+
+class Connection(H11Protocol):
+    """One HTTP connection with its deadlines; scopes name it as `paceline.connection`."""
+
+    def __init__(self, config: "ConnectionConfig", **options: Any) -> None:
+        super().__init__(config, **options)
+        self._connections = config.connections
+        self._limits = config.connections.limits
+        self._deadline: asyncio.TimerHandle | None = None
+        self.is_known = False
+        self.is_busy = False
+        self.is_dropped = False
+        self._answer = self.app
+        self.app = self._answer_in_time
+
+    def admit(self) -> bool:
+        """Lift the deadline, as the request is of somebody known; False if there are too many."""
+        if not self.is_known:
+            self.is_known = self._connections.has_room_for_known(self.address)
+            self._change(is_busy=True)
+        return self.is_known
+
+    def drop(self) -> None:
+        """Read nothing more, and close the connection in a while."""
+        self.is_dropped = True
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+        self._close_after(None)
+        self._deadline = self.loop.call_later(self._limits.dropped_s, self.transport.abort)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request."""
+        super().connection_made(transport)
+        self._connections.enter(self)
+        self._close_after(self._limits.stranger_idle_s)
+
+    @property
+    def address(self) -> str:
+        """The address of the other end."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def sender(self) -> str:
+        """Who is at the other end, see `sender_at`."""
+        return sender_at(self.client, self.server)
+
+    def handle_events(self) -> None:
+        """Refuse a request with a header of several lines, whose value a proxy may read as another.
+
+        h11 joins the lines, also of those that tell where the request ends.
+        """
+        if self.conn.their_state is h11.IDLE:
+            head = _END_OF_HEAD.split(self.conn.trailing_data[0], maxsplit=1)[0]
+            if _FOLDED.search(head):
+                self.send_400_response("A header must be one line.")
+                return
+        super().handle_events()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, with the headers of every answer."""
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        answer = h11.Response(
+            status_code=400, headers=with_security_headers(headers), reason=b"Bad Request"
+        )
+        for event in (answer, h11.Data(data=msg.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._connections.lose(self)
+        self._close_after(None)
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request; what still comes of this one is dropped."""
+        self._change(is_busy=False)
+        super().on_response_complete()
+
+    async def _answer_in_time(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._change(is_busy=True)
+        scope["paceline.connection"] = self
+        await self._answer(scope, receive, send)
+
+    def _change(self, *, is_busy: bool) -> None:
+        self.is_busy = is_busy
+        if self.transport.is_closing() or self.is_dropped:
+            return
+        self._connections.move(self)
+        limits = self._limits
+        if self.is_known:
+            self._close_after(None if is_busy else limits.known_idle_s)
+        else:
+            self._close_after(limits.stranger_request_s if is_busy else limits.stranger_idle_s)
+
+    def _close_after(self, delay_s: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None
+        if delay_s is not None:
+            self._deadline = self.loop.call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        # A request that is there already is answered, even if nobody has begun to.
+        is_there = self.cycle is not None and not self.cycle.response_complete
+        if self.is_busy or not is_there:
+            self.transport.abort()
+
+
+class ConnectionConfig(uvicorn.Config):
+    """uvicorn's configuration with these connections."""
+
+    def __init__(self, app: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(
+            app,
+            # Not what else is installed: the deadlines stand on this loop and this protocol.
+            http=Connection,
+            loop="asyncio",
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            # A header must not choose the address by which a sender is told from others.
+            proxy_headers=False,
+            backlog=limits.num_accepts_per_turn,
+            # Connections have a deadline of their own.
+            timeout_keep_alive=int(limits.known_idle_s) + 1,
+            **options,
+        )
+        self.connections = Connections(limits)
+
+
+_MIB = 1024 * 1024
+MAX_CONTEXT_BYTES = 95 * _MIB
+_MAX_CONFIG_BYTES = 8 * _MIB
+# A runner sends a thousand records of each rank at once, and halves what is refused.
+_MAX_RECORDS_BYTES = 256 * _MIB
+# The list of a checkpoint's files, twice.
+_MAX_MANIFEST_BYTES = 64 * _MIB
+_MAX_BYTES = 1 * _MIB
+# Of a request without token and sign-in: a name and a password.
+_MAX_STRANGER_BYTES = 16 * 1024
+# How long the rest of a body that is too large is read, and dropped; of a stranger's, how much.
+_LINGER_S = 10.0
+_LINGER_BYTES = 80 * _MIB
+
+
+class BodyLimit(NamedTuple):
+    """The largest body of a route in bytes, and the code of the answer to a larger one."""
+
+    num_bytes: int
+    code: str = "body_too_large"
+
+
+LARGE_BODIES = {
+    ("PUT", "/contexts/{digest}"): BodyLimit(MAX_CONTEXT_BYTES, "context_too_large"),
+    ("POST", "/attempts/{attempt_id}/records"): BodyLimit(_MAX_RECORDS_BYTES),
+    ("POST", "/attempts/{attempt_id}/logs"): BodyLimit(_MAX_RECORDS_BYTES),
+    ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}"): BodyLimit(_MAX_MANIFEST_BYTES),
+    ("POST", "/attempts/{attempt_id}/checkpoints/{uuid}/shards"): BodyLimit(_MAX_MANIFEST_BYTES),
+    ("PUT", "/attempts/{attempt_id}/checkpoints/{uuid}/pieces"): BodyLimit(MAX_PIECE_BYTES),
+    ("PUT", "/runs/{run_id}"): BodyLimit(_MAX_CONFIG_BYTES),
+    ("POST", "/runs/{run_id}/records"): BodyLimit(_MAX_RECORDS_BYTES),
+    ("POST", "/check-config"): BodyLimit(_MAX_CONFIG_BYTES),
+    ("POST", "/preview-search"): BodyLimit(_MAX_CONFIG_BYTES),
+    ("POST", "/experiments"): BodyLimit(_MAX_CONFIG_BYTES),
+    ("PATCH", "/experiments/{experiment_id}"): BodyLimit(_MAX_CONFIG_BYTES),
+    ("POST", "/experiments/{experiment_id}/fork"): BodyLimit(_MAX_CONFIG_BYTES),
+    ("POST", "/experiments/{experiment_id}/continue"): BodyLimit(_MAX_CONFIG_BYTES),
+    ("POST", "/trials/{trial_id}/continue"): BodyLimit(_MAX_CONFIG_BYTES),
+}
+
+
+def _limits_of_settings() -> dict[tuple[str, str], BodyLimit]:
+    """Return the larger limits, with what the environment says of code."""
+    num_bytes = integer_setting("PACELINE_MAX_CONTEXT_MIB", MAX_CONTEXT_BYTES // _MIB) * _MIB
+    route = ("PUT", "/contexts/{digest}")
+    return LARGE_BODIES | {route: LARGE_BODIES[route]._replace(num_bytes=num_bytes)}
+
+
+class BodyTooLargeError(HTTPException):
+    """Raised where a body is read that is larger than its route takes."""
+
+    def __init__(self, limit: BodyLimit) -> None:
+        super().__init__(413, _detail(limit))
+        self.code = limit.code
+
+
+class BodyLimits:
+    """ASGI middleware: answers 413 to a body that is too large, of which no more is kept.
+
+    It stands behind the `Guard`, which says who asks.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._large = [
+            (method, _route_pattern_of_limit(prefix + path), limit)
+            for (method, path), limit in _limits_of_settings().items()
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with a body that raises at the limit, or answer it here."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._limit_of(scope)
+        is_stranger = scope["paceline.identity"] is None
+        connection = scope["paceline.connection"] if is_stranger else None
+        body = _LimitedBody(limit, receive, send, connection)
+        if _declared_bytes(scope) > limit.num_bytes:
+            body.is_refused = True
+            await problem(413, limit.code, _detail(limit))(scope, receive, body.send)
+        else:
+            await self._app(scope, body.receive, body.send)
+
+    def _limit_of(self, scope: Scope) -> BodyLimit:
+        if scope["paceline.identity"] is None:
+            return BodyLimit(_MAX_STRANGER_BYTES)
+        for method, pattern, limit in self._large:
+            if method == scope["method"] and pattern.fullmatch(scope["path"]):
+                return limit
+        return BodyLimit(_MAX_BYTES)
+
+
+class _LimitedBody:
+    """One request's body, and its answer; `stranger` is the connection of a stranger."""
+
+    def __init__(
+        self, limit: BodyLimit, receive: Receive, send: Send, stranger: Connection | None
+    ) -> None:
+        self._stranger = stranger
+        self._limit = limit
+        self._left = limit.num_bytes
+        self._receive = receive
+        self._send = send
+        self.is_refused = False
+
+    async def receive(self) -> Message:
+        """Return the next piece.
+
+        Raises:
+            BodyTooLargeError: There is more than the limit.
+        """
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            self.is_refused = True
+            raise BodyTooLargeError(self._limit)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a piece of the answer; after a refusal the body's rest is dropped before its end.
+
+        A client that sends all before it reads would otherwise find the connection broken.
+        """
+        is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if not self.is_refused or not is_end:
+            await self._send(message)
+            return
+        await self._send({**message, "more_body": True})
+        is_read = False
+        with suppress(asyncio.TimeoutError):
+            is_read = await asyncio.wait_for(self._drop_rest(), _LINGER_S)
+        await self._send({"type": "http.response.body"})
+        if not is_read and self._stranger is not None:
+            # Nothing more is read of who sends without an end.
+            self._stranger.transport.close()
+
+    async def _drop_rest(self) -> bool:
+        """Read what is left; False if a stranger sends too much of it."""
+        num_left = _LINGER_BYTES
+        while (message := await self._receive()).get("more_body", False):
+            num_left -= len(message.get("body", b""))
+            if num_left < 0 and self._stranger is not None:
+                return False
+        return True
+
+
+def _detail(limit: BodyLimit) -> str:
+    return f"The body must have at most {limit.num_bytes} bytes on this route, but has more."
+
+
+def _declared_bytes(scope: Scope) -> int:
+    """Return the body's length as its headers tell it; 0 if it comes in chunks."""
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(declared) if declared.isdigit() else 0
+
+
+def _route_pattern_of_limit(path: str) -> re.Pattern[str]:
+    """Return what the paths of a route match."""
+    return re.compile(re.sub(r"{\w+}", "[^/]+", path))
+
+
+logger = logging.getLogger(__name__)
+
+# They answer when something happens, or when enough time has passed.
+_WAITING_ROUTES = frozenset(
+    {
+        f"{PREFIX}/events",
+        f"{PREFIX}/attempts/{{attempt_id}}/control",
+        f"{PREFIX}/nodes/{{node_id}}/poll",
+    }
+)
+_UNMATCHED = "other"
+
+
+class RequestCounting:
+    """ASGI middleware: measures each request of the API until its answer begins.
+
+    It stands before all others, so that what they refuse is counted as well.
+    """
+
+    def __init__(self, app: ASGIApp, measurements: Measurements) -> None:
+        self._app = app
+        self._measurements = measurements
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        is_noted = False
+
+        async def note(message: Message) -> None:
+            nonlocal is_noted
+            if message["type"] == "http.response.start" and not is_noted:
+                is_noted = True
+                self._note(scope, message["status"], time.monotonic() - began)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            if not is_noted:
+                # The client went away, or the answer failed before it began.
+                self._note(scope, 499, time.monotonic() - began)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        route = _route_of(scope)
+        waits = route in _WAITING_ROUTES
+        method = scope["method"] if route != _UNMATCHED else "*"
+        if self._measurements.note_request(method, route, status, None if waits else seconds):
+            # Without its query, which may hold a secret.
+            logger.warning(
+                "A slow request: %s %s was answered %d after %.2f s (%s).",
+                scope["method"],
+                scope["path"][:200],
+                status,
+                seconds,
+                route,
+            )
+
+
+def _route_of(scope: Scope) -> str:
+    """Return the path of the route with the names of its parts; few, whatever is asked for."""
+    path = getattr(scope.get("route"), "path", None)
+    if not isinstance(path, str):
+        return _UNMATCHED
+    return path if path.startswith(PREFIX) else f"{PREFIX}{path}"

@@ -1,0 +1,359 @@
+"""Parameters and rows that many routes take; headers of answers.
+
+Also: errors as application/problem+json.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Annotated, Any, Protocol, TypeVar
+
+from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic_core import to_json
+from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, ProgrammingError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Send
+
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_transitions import (
+    NotFoundError,
+    RefusedError,
+    TransitionError,
+)
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import DatabaseUnavailableError, Transaction
+from paceline._cluster.master.store.list_pages import EncodingCache, NameCache, Order, Place
+from paceline._cluster.master.store.messages_from_rows import (
+    checkpoint_views,
+    decode_cursor,
+    encode_cursor,
+)
+from paceline._cluster.master.store.row_ids_and_counts import once
+from paceline._cluster.messages.experiment_models import Checkpoint, Page, Problem
+from paceline.config._fields_and_problems import ConfigError
+from paceline.search._search_method import SearchMethodError
+from paceline.storage._checkpoint_files import CheckpointError
+
+# Answers of the API are data: a browser that shows one loads and runs nothing.
+API_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_HEADERS = (
+    (b"content-security-policy", API_POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+def with_security_headers(
+    headers: list[tuple[bytes, bytes]],
+) -> list[tuple[bytes, bytes]]:
+    """Return headers with those of every answer; what is there already stays."""
+    there = {name.lower() for name, _ in headers}
+    return [*headers, *(header for header in _HEADERS if header[0] not in there)]
+
+
+def sending_security_headers(send: Send) -> Send:
+    """Return what sends an answer with the headers of every answer."""
+
+    async def wrapped(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": with_security_headers(list(message["headers"]))}
+        await send(message)
+
+    return wrapped
+
+
+_TITLES = {
+    400: "Bad request",
+    401: "Not signed in",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    409: "Conflict",
+    413: "Too large",
+    422: "Invalid",
+    429: "Too many requests",
+    431: "Headers too large",
+    500: "Internal error",
+    503: "Not available",
+}
+_CODES = {401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(Exception):
+    """Raised by a route to answer with a problem."""
+
+    def __init__(self, status: int, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+
+
+def problem(status: int, code: str, detail: str) -> Response:
+    """Return a problem as a response."""
+    body = Problem(title=_TITLES.get(status, "Error"), status=status, code=code, detail=detail)
+    # Details quote what was sent, which may be text that UTF-8 cannot hold: escaped, it always can.
+    content = json.dumps(body.model_dump())
+    return Response(content, status_code=status, media_type="application/problem+json")
+
+
+def install_problem_answers(app: FastAPI) -> None:
+    """Answer the errors that routes raise."""
+    _install_general(app)
+
+    @app.exception_handler(ApiError)
+    async def _api_error(_request: Request, error: ApiError) -> Response:
+        return problem(error.status, error.code, str(error))
+
+    @app.exception_handler(NotFoundError)
+    async def _not_found(_request: Request, error: NotFoundError) -> Response:
+        return problem(404, "not_found", str(error))
+
+    @app.exception_handler(RefusedError)
+    async def _refused(_request: Request, error: RefusedError) -> Response:
+        return problem(409, error.code, str(error))
+
+    @app.exception_handler(TransitionError)
+    async def _transition(_request: Request, error: TransitionError) -> Response:
+        return problem(409, "wrong_state", str(error))
+
+    @app.exception_handler(ConfigError)
+    async def _config(_request: Request, error: ConfigError) -> Response:
+        return problem(422, "invalid_config", str(error))
+
+    @app.exception_handler(SearchMethodError)
+    async def _search_method(_request: Request, error: SearchMethodError) -> Response:
+        return problem(422, "search_method_failed", str(error))
+
+    @app.exception_handler(CheckpointError)
+    async def _checkpoint(_request: Request, error: CheckpointError) -> Response:
+        return problem(409, "checkpoint_unusable", str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation(_request: Request, error: RequestValidationError) -> Response:
+        found = "; ".join(
+            f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()
+        )
+        return problem(422, "invalid_request", found)
+
+
+def _install_general(app: FastAPI) -> None:
+    """Answer what any route may raise."""
+
+    @app.exception_handler(OverflowError)
+    async def _overflow(_request: Request, _error: OverflowError) -> Response:
+        return problem(422, "invalid_request", "Integers must fit into 64 bits, but one does not.")
+
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(_request: Request, _error: ClientDisconnect) -> Response:
+        # Nobody reads this, and nothing is wrong here.
+        return problem(400, "client_gone", "The client went away before its request was complete.")
+
+    @app.exception_handler(UnicodeEncodeError)
+    async def _surrogate(_request: Request, _error: UnicodeEncodeError) -> Response:
+        return problem(422, "invalid_request", "Text must be Unicode, but has a lone surrogate.")
+
+    @app.exception_handler(DatabaseError)
+    async def _database(_request: Request, error: DatabaseError) -> Response:
+        if isinstance(error, (DataError, IntegrityError, ProgrammingError)):
+            # What was asked of it is to blame, not its state.
+            raise error
+        return problem(503, "database_unavailable", f"The database cannot answer: {error.orig}.")
+
+    @app.exception_handler(DatabaseUnavailableError)
+    async def _unavailable(_request: Request, error: DatabaseUnavailableError) -> Response:
+        return problem(503, "database_unavailable", str(error))
+
+    @app.exception_handler(HTTPException)
+    async def _http(_request: Request, error: HTTPException) -> Response:
+        code = getattr(error, "code", _CODES.get(error.status_code, "error"))
+        return problem(error.status_code, code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def _internal(_request: Request, error: Exception) -> Response:
+        detail = f"The master failed ({type(error).__name__}); its log says more."
+        return problem(500, "internal_error", detail)
+
+
+class ReadableDatabase(Protocol):
+    """A database that can be read."""
+
+    def read(self) -> AbstractContextManager[Connection]:
+        """Give a connection that sees one consistent state."""
+
+
+class StoredRecords(Protocol):
+    """The database and what is kept of it in memory, which a second process can have as well."""
+
+    @property
+    def database(self) -> ReadableDatabase:
+        """The database."""
+
+    @property
+    def encodings(self) -> EncodingCache:
+        """Encoded rows."""
+
+    @property
+    def kept_names(self) -> NameCache:
+        """Names of hyperparameters."""
+
+
+Result = TypeVar("Result")
+
+MAX_PAGE = 1000
+_MAX_INTEGER = 2**63 - 1
+
+
+# Dependencies are coroutines: FastAPI gives plain functions a thread, which takes longer than they.
+async def _master(request: Request) -> Master:
+    master: Master = request.app.state.master
+    return master
+
+
+MasterOf = Annotated[Master, Depends(_master)]
+# A GET route that takes this, and no master, may be answered by a second process.
+RecordsOf = Annotated[StoredRecords, Depends(_master)]
+TrialId = Annotated[int, Path(ge=1, le=2**62)]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="At most so many items.")]
+Cursor = Annotated[str | None, Query(description="`next_cursor` of the answer before.")]
+
+
+@functools.cache
+def records_parameter(endpoint: Callable[..., Any]) -> str | None:
+    """Return which parameter of a route's function takes the `StoredRecords`, None if none does."""
+    for name, one in inspect.signature(endpoint).parameters.items():
+        if one.annotation == RecordsOf:
+            return name
+    return None
+
+
+async def write_rows(master: Master, job: Callable[[Transaction], Result]) -> Result:
+    """Run a job in the writer thread and wait for its commit."""
+    return await asyncio.wrap_future(master.database.write(job))
+
+
+async def _request_key(
+    request: Request,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            max_length=100,
+            description="A new random key; a request that is sent again with it, within a day,"
+            " gets the experiment of the first one.",
+        ),
+    ] = None,
+) -> str | None:
+    return None if idempotency_key is None else f"{request.url.path} {idempotency_key}"
+
+
+RequestKey = Annotated[str | None, Depends(_request_key)]
+
+
+async def write_once(master: Master, key: str | None, job: Callable[[Transaction], int]) -> int:
+    """Run a job like `write_rows`, and not again for a request that had the same key."""
+
+    def keyed_job(transaction: Transaction) -> int:
+        if key is None:
+            return job(transaction)
+        return once(transaction.connection, key, lambda: job(transaction))
+
+    return await write_rows(master, keyed_job)
+
+
+def position_in_rows(cursor: str | None, default: list[Any]) -> list[Any]:
+    """Return the position in a cursor.
+
+    Raises:
+        ApiError: The cursor was made elsewhere.
+    """
+    if cursor is None:
+        return default
+    try:
+        decoded = decode_cursor(cursor)
+    except ValueError as error:
+        raise ApiError(400, "invalid_cursor", str(error)) from error
+    if [type(item) for item in decoded] != [type(item) for item in default]:
+        raise ApiError(400, "invalid_cursor", f"`cursor` {cursor!r} belongs to another list.")
+    return decoded
+
+
+def place_in_rows(cursor: str | None, order: str, num_keys: int) -> Place | None:
+    """Return the place in a list of some order that a cursor names; None is the beginning.
+
+    A cursor of an earlier version says how many rows come before.
+
+    Raises:
+        ApiError: The cursor was made elsewhere.
+    """
+    if cursor is None:
+        return None
+    try:
+        given, *keys = decode_cursor(cursor)
+    except ValueError as error:
+        raise ApiError(400, "invalid_cursor", str(error)) from error
+    if type(given) is int and not keys and 0 <= given <= _MAX_INTEGER:
+        return given
+    if given != order or len(keys) != num_keys or not all(map(_is_key, keys)):
+        raise ApiError(400, "invalid_cursor", f"`cursor` {cursor!r} belongs to another list.")
+    return keys
+
+
+def _is_key(value: Any) -> bool:
+    """Tell whether the database can compare to a value."""
+    if isinstance(value, str):
+        return value.isascii() or value == value.encode(errors="replace").decode()
+    return (
+        value is None
+        or type(value) is float
+        or (type(value) is int and -_MAX_INTEGER <= value <= _MAX_INTEGER)
+    )
+
+
+def page_of_encoded(items: Sequence[bytes], next_cursor: str | None, total: int | None) -> Response:
+    """Return the answer of a `Page` whose items are encoded already."""
+    last = to_json({"next_cursor": next_cursor, "total": total}).removeprefix(b"{")
+    return Response(b'{"items":[' + b",".join(items) + b"]," + last, media_type="application/json")
+
+
+def experiment_row(connection: Connection, experiment_id: int) -> Row[Any]:
+    """Return an experiment's row or answer 404."""
+    return StateChanges.experiment(connection, experiment_id)
+
+
+def trial_row(connection: Connection, trial_id: int) -> Row[Any]:
+    """Return a trial's row or answer 404."""
+    return StateChanges.trial(connection, trial_id)
+
+
+def checkpoint_row(connection: Connection, uuid: str) -> Row[Any]:
+    """Return a checkpoint's row or answer 404."""
+    query = select(tables.checkpoints).where(tables.checkpoints.c.uuid == uuid)
+    row = connection.execute(query).first()
+    if row is None:
+        raise ApiError(404, "not_found", f"There is no checkpoint {uuid!r}.")
+    return row
+
+
+def checkpoint_page(
+    connection: Connection,
+    query: Select[Any],
+    order: Order,
+    name: str,
+    cursor: str | None,
+    limit: int,
+) -> Page[Checkpoint]:
+    """Return one page of checkpoints; `name` is that of the order, for the cursor."""
+    after = place_in_rows(cursor, name, len(order.keys))
+    rows = order.read(connection, query, after=after, limit=limit + 1)
+    more = None
+    if len(rows) > limit:
+        last = rows[limit - 1]._mapping
+        more = encode_cursor(name, *(last[str(key.key)] for key in order.keys))
+    return Page(items=checkpoint_views(rows[:limit]), next_cursor=more)

@@ -1,0 +1,355 @@
+"""Trials: details, checkpoints, metrics; series for charts and as CSV."""
+
+import asyncio
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+import msgspec
+import numpy as np
+from fastapi import Query, Response
+from fastapi.responses import StreamingResponse
+from numpy.typing import NDArray
+from sqlalchemy import Connection, select
+
+from paceline._cluster.master.api.experiment_routes import ExperimentId
+from paceline._cluster.master.api.readers import ReadingRoute
+from paceline._cluster.master.api.requests_and_answers import (
+    MAX_PAGE,
+    ApiError,
+    Cursor,
+    Limit,
+    MasterOf,
+    RecordsOf,
+    RequestKey,
+    TrialId,
+    checkpoint_page,
+    experiment_row,
+    position_in_rows,
+    trial_row,
+    write_once,
+    write_rows,
+)
+from paceline._cluster.master.api.route_scopes import ApiRouter
+from paceline._cluster.master.master import Master
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.list_pages import Order
+from paceline._cluster.master.store.messages_from_rows import (
+    encode_cursor,
+    read_environment,
+    trial_view,
+)
+from paceline._cluster.master.store.metric_rows_and_times import iter_points, read_rows, time_shares
+from paceline._cluster.master.store.metric_series import (
+    Selection,
+    cut_curve,
+    read_curve,
+    sample_curve,
+    smooth_at,
+    tagged,
+)
+from paceline._cluster.master.store.series_writer import metric_names, num_metric_names
+from paceline._cluster.messages.experiment_models import (
+    AttemptEnvironment,
+    Checkpoint,
+    ContinueTrial,
+    Experiment,
+    MetricName,
+    MetricRow,
+    Page,
+    SeriesOf,
+    SeriesReply,
+    SeriesRequest,
+    Trial,
+    TrialTime,
+)
+
+trial_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
+
+# Of a page of metrics; one row may have more.
+_MAX_VALUES = 100_000
+
+
+@trial_router.get("/trials/{trial_id}")
+def read_trial(trial_id: TrialId, records: RecordsOf) -> Trial:
+    """Read one trial with its attempts and metric summaries."""
+    with records.database.read() as connection:
+        return trial_view(connection, trial_row(connection, trial_id))
+
+
+@trial_router.get("/trials/{trial_id}/time")
+def read_trial_time(trial_id: TrialId, records: RecordsOf) -> TrialTime:
+    """Read what the time of a trial went to."""
+    with records.database.read() as connection:
+        shares, until = time_shares(connection, trial_row(connection, trial_id))
+    return TrialTime(
+        **shares.seconds(), total_s=shares.total_s, goodput=shares.goodput, until=until
+    )
+
+
+@trial_router.get("/trials/{trial_id}/environments")
+def list_environments(trial_id: TrialId, records: RecordsOf) -> list[AttemptEnvironment]:
+    """Read what the attempts of a trial ran in, the earliest first."""
+    attempts = tables.attempts.c
+    with records.database.read() as connection:
+        trial = trial_row(connection, trial_id)
+        source = experiment_row(connection, trial.experiment_id).source
+        query = select(attempts.number, attempts.environment).where(attempts.trial_id == trial_id)
+        found = []
+        for row in connection.execute(query.order_by(attempts.number)).all():
+            environment = read_environment(connection, row.environment)
+            own = None if environment is None else environment.pop("source", None)
+            found.append(
+                AttemptEnvironment(number=row.number, environment=environment, source=source or own)
+            )
+    return found
+
+
+@trial_router.post("/trials/{trial_id}/kill")
+async def kill_trial(trial_id: TrialId, master: MasterOf) -> Trial:
+    """End a trial at once."""
+    await write_rows(master, lambda transaction: master.commands.kill_trial(transaction, trial_id))
+    return await asyncio.to_thread(read_trial, trial_id, master)
+
+
+@trial_router.post("/trials/{trial_id}/continue", status_code=201)
+async def continue_trial(
+    trial_id: TrialId, request: ContinueTrial, master: MasterOf, key: RequestKey
+) -> Experiment:
+    """Create a `single` experiment that starts from the trial's latest checkpoint."""
+    from paceline._cluster.master.api.experiment_routes import read_experiment
+
+    def job(transaction: Transaction) -> int:
+        return master.commands.continue_trial(
+            transaction, trial_id, request.config, activate=request.activate
+        )
+
+    experiment_id = await write_once(master, key, job)
+    return await asyncio.to_thread(read_experiment, experiment_id, master)
+
+
+@trial_router.get("/trials/{trial_id}/metrics")
+def list_metrics(
+    trial_id: TrialId,
+    records: RecordsOf,
+    group: str = "validation",
+    limit: Limit = MAX_PAGE,
+    cursor: Cursor = None,
+) -> Page[MetricRow]:
+    """List the rows of one metric group in step order; superseded rows are left out.
+
+    A page ends earlier where rows have very many metrics.
+    """
+    after = position_in_rows(cursor, [0])[0] if cursor is not None else -1
+    with records.database.read() as connection:
+        trial_row(connection, trial_id)
+        num_names = num_metric_names(connection, trial_id, group, at_most=_MAX_VALUES)
+        limit = max(1, min(limit, _MAX_VALUES // max(1, num_names)))
+        rows = read_rows(connection, trial_id, group, after_step=after, limit=limit + 1)
+    more = encode_cursor(rows[limit - 1].step) if len(rows) > limit else None
+    items = [
+        MetricRow(
+            group=group,
+            steps_completed=row.step,
+            attempt=row.attempt,
+            time=row.time,
+            metrics=tagged(row.metrics),
+        )
+        for row in rows[:limit]
+    ]
+    return Page(items=items, next_cursor=more)
+
+
+@trial_router.get("/trials/{trial_id}/checkpoints")
+def list_trial_checkpoints(
+    trial_id: TrialId, records: RecordsOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
+) -> Page[Checkpoint]:
+    """List a trial's checkpoints, the latest first."""
+    checkpoints = tables.checkpoints.c
+    keys = (checkpoints.steps_completed, checkpoints.created_at, checkpoints.uuid)
+    with records.database.read() as connection:
+        trial_row(connection, trial_id)
+        query = select(tables.checkpoints).where(checkpoints.trial_id == trial_id)
+        order = Order(keys, is_descending=True)
+        return checkpoint_page(connection, query, order, "a trial's checkpoints", cursor, limit)
+
+
+series_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
+
+
+@series_router.post("/metric-series", response_model=SeriesReply)
+def read_metric_series(request: SeriesRequest, master: MasterOf) -> Response:
+    """Read points of many series, each down-sampled so that no extreme is lost.
+
+    With `smoothing_steps` each point also has the moving average of the whole series up to it.
+    """
+    with master.database.read() as connection:
+        found = [_read_series(connection, one, request) for one in request.series]
+    # Straight to bytes: a model would look at each of a hundred thousand points.
+    return Response(msgspec.json.encode({"series": found}), media_type="application/json")
+
+
+@series_router.get("/experiments/{experiment_id}/metric-names")
+def list_metric_names(
+    experiment_id: ExperimentId, records: RecordsOf, limit: Limit = MAX_PAGE, cursor: Cursor = None
+) -> Page[MetricName]:
+    """List the metrics that an experiment's trials reported so far, by group and name."""
+    group, name = position_in_rows(cursor, ["", ""])
+    with records.database.read() as connection:
+        experiment_row(connection, experiment_id)
+        names = metric_names(connection, experiment_id, after=(group, name), limit=limit + 1)
+    more = encode_cursor(*names[limit - 1]) if len(names) > limit else None
+    items = [MetricName(group=group, name=name) for group, name in names[:limit]]
+    return Page(items=items, next_cursor=more)
+
+
+def _read_series(
+    connection: Connection, wanted: SeriesOf, request: SeriesRequest
+) -> dict[str, object]:
+    selection = Selection(
+        trial_id=wanted.trial_id, group=wanted.group, key=wanted.name, after_step=wanted.after_step
+    )
+    whole, last_step = read_curve(connection, selection, x=request.x)
+    curve = cut_curve(whole, request.x_min, request.x_max)
+    shown = sample_curve(curve, request.max_points)
+    smoothed = {}
+    if request.smoothing_steps is not None:
+        # Of the whole series, whatever part of it is shown: what comes before counts as well.
+        series, everything = whole, replace(selection, after_step=-1)
+        if request.x != "batches" or selection != everything:
+            series, _ = read_curve(connection, everything)
+        smoothed["smoothed"] = _with_gaps(smooth_at(series, shown.steps, request.smoothing_steps))
+    return {
+        "trial_id": wanted.trial_id,
+        "group": wanted.group,
+        "name": wanted.name,
+        "x": shown.x.tolist(),
+        "y": _with_gaps(shown.y),
+        "steps": shown.steps.tolist(),
+        "num_points": len(curve.x),
+        "num_gaps": int(np.count_nonzero(~np.isfinite(curve.y))),
+        "last_step": last_step,
+        "is_sampled": len(shown.x) < len(curve.x),
+        **smoothed,
+    }
+
+
+def _with_gaps(values: NDArray[np.float64]) -> list[float | None]:
+    is_finite = np.isfinite(values).tolist()
+    return [
+        value if finite else None for value, finite in zip(values.tolist(), is_finite, strict=True)
+    ]
+
+
+series_csv_router = ApiRouter(tags=["trials"], route_class=ReadingRoute)
+
+_ROWS_PER_READ = 16_384
+_SERIES = re.compile("([0-9]+)/([^/]+)/(.+)", re.DOTALL)
+# A spreadsheet takes text that begins so for a formula, and runs it.
+_FORMULA = re.compile(r"[=+\-@\t\r]")
+
+SeriesNames = Annotated[
+    list[str],
+    Query(
+        min_length=1,
+        max_length=1000,
+        description="Each is TRIAL/GROUP/NAME. Percent-encode group and name.",
+    ),
+]
+
+
+@series_csv_router.get(
+    "/metric-series.csv",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
+)
+def export_metric_series(
+    master: MasterOf, series: SeriesNames, x: str = "batches"
+) -> StreamingResponse:
+    """Export every point of series as CSV, in step order, one series after the other.
+
+    The columns are `series`, `x`, `value`, and `batches` unless that is `x`. With "time" as `x`
+    they are in seconds since the epoch. If `x` is a metric, a step at which it was not reported
+    has an empty cell.
+    """
+    selections = [(name, _csv_selection(name)) for name in series]
+    with master.database.read() as connection:
+        for _, selection in selections:
+            trial_row(connection, selection.trial_id)
+    return StreamingResponse(
+        _csv_lines(master, selections, x),
+        media_type="text/csv",
+        headers={"Content-Disposition": "attachment", "Cache-Control": "no-store"},
+    )
+
+
+def _csv_selection(name: str) -> Selection:
+    found = _SERIES.fullmatch(name)
+    if found is None:
+        raise ApiError(
+            422,
+            "invalid_request",
+            f"`series` must be TRIAL/GROUP/NAME, but got {name!r}. Hint: 3/validation/loss.",
+        )
+    trial, group, key = found.groups()
+    return Selection(trial_id=int(trial), group=unquote(group), key=unquote(key))
+
+
+def _csv_lines(master: Master, selections: list[tuple[str, Selection]], x: str) -> Iterator[bytes]:
+    batches = [] if x == "batches" else ["batches"]
+    yield _encoded([["series", _csv_text(x), "value", *batches]])
+    for name, selection in selections:
+        after: int | None = -1
+        # No read stays open while the client takes its time: it would hold old pages on disk.
+        while after is not None:
+            with master.database.read() as connection:
+                points = _csv_points(connection, replace(selection, after_step=after), x)
+                read = list(islice(points, _ROWS_PER_READ))
+            after = read[-1][0] if len(read) == _ROWS_PER_READ else None
+            yield _encoded(
+                [name, _csv_cell(along), _csv_cell(value), *([step] if batches else [])]
+                for step, along, value in read
+            )
+
+
+def _csv_points(
+    connection: Connection, selection: Selection, x: str
+) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (step, place on the x axis, value)."""
+    points = iter_points(connection, selection)
+    if x == "batches":
+        yield from ((step, step, value) for step, _, value in points)
+    elif x == "time":
+        yield from points
+    else:
+        others = iter_points(connection, replace(selection, key=x))
+        other = next(others, None)
+        for step, _, value in points:
+            while other is not None and other[0] < step:
+                other = next(others, None)
+            yield step, other[2] if other is not None and other[0] == step else None, value
+
+
+def _encoded(rows: Any) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode("utf-8", "replace")
+
+
+def _csv_cell(value: Any) -> Any:
+    """Return a reported value as a cell: numbers exact, also those that are not finite."""
+    if isinstance(value, str):
+        return _csv_text(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number or value is None else json.dumps(value)
+
+
+def _csv_text(text: str) -> str:
+    return f"'{text}" if _FORMULA.match(text) else text

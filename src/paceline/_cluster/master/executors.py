@@ -1,0 +1,185 @@
+"""Executors of attempts: base class, registry, this machine (plug point)."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import msgspec
+
+from paceline._base.imports import class_named
+from paceline._base.run_directory import RunInfo
+from paceline._cluster.messages.runner_messages import AttemptSpec, MasterAddress
+from paceline._cluster.runner.attempt_directory import note_attempt
+from paceline._cluster.runner.attempt_processes import AttemptProcesses
+
+
+class AttemptStatus(str, Enum):
+    """Status of an attempt, as the executor sees it."""
+
+    NOT_STARTED = "not_started"
+    ALIVE = "alive"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """All that is needed to start an attempt.
+
+    The executor completes `spec` with `home` or `master`, which say where the runner finds the
+    master. A runner with `master` gets the secrets by `AttemptDirectory.write_secrets`; one with
+    `home` reads them there.
+    """
+
+    spec: AttemptSpec
+    info: RunInfo
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorContext:
+    """Facts about the master that an executor needs.
+
+    Attributes:
+        attempts: The directory of attempts, which the executor makes and cleans.
+        home: The master's home, where runners on this machine find its address and the contexts.
+        master: Where the master answers, for runners elsewhere. A master that is started again can
+            have another address. It has no token: `Launch.spec` has that of the attempt.
+        devices: One entry per slot: "cpu" or the id of a GPU. `AttemptSpec.slot_ids` counts them.
+    """
+
+    attempts: Path
+    home: Path
+    master: MasterAddress
+    devices: tuple[str, ...]
+
+
+class Executor(ABC):
+    """Start runners and tell how they are.
+
+    Implementations must survive the master: an attempt that was started goes on without it, and a
+    new executor finds it again. Starting an attempt twice must run it once. All methods are called
+    from one thread, `status` also from another one while the master stops.
+    """
+
+    @classmethod
+    def make(cls, context: ExecutorContext) -> "Executor":
+        """Return the executor of a master; by default the class is called without arguments."""
+        return cls()
+
+    @abstractmethod
+    def start(self, launch: Launch) -> None:
+        """Start an attempt's runner."""
+
+    @abstractmethod
+    def status(self, attempt_id: int) -> AttemptStatus:
+        """Tell whether an attempt's runner is at work."""
+
+    @abstractmethod
+    def ship(self, attempt_id: int) -> None:
+        """Have what a dead or departed runner left behind sent to the master."""
+
+    @abstractmethod
+    def kill_runner(self, attempt_id: int) -> None:
+        """Kill a runner that does not follow or gives no sign of life; its processes end with it.
+
+        One that cannot be reached must end by itself once it is: the master refuses all that it
+        sends for an attempt that has ended (409, `attempt_over`).
+        """
+
+    def is_out_of_reach(self, attempt_id: int) -> bool:
+        """Tell whether nobody can kill an attempt's runner, as its machine is lost.
+
+        A runner that gives no sign of life has then lost its attempt at once.
+        """
+        return False
+
+    def sign_of_life(self, attempt_id: int) -> object:
+        """Return what changes from time to time while a runner lives, as far as this is seen here.
+
+        A runner whose requests do not arrive is not taken for dead while this changes.
+        """
+        return None
+
+    @abstractmethod
+    def clean(self, keep: set[int]) -> None:
+        """Remove what ended attempts left, except those in `keep`."""
+
+    def close(self) -> None:
+        """Let go of what belongs to this process, which ends; attempts go on."""
+        return
+
+
+class LocalExecutor(Executor):
+    """Keep attempts in ``<root>/<attempt id>/``."""
+
+    def __init__(self, root: Path, home: Path) -> None:
+        self._root = root
+        self._home = home
+        self._processes = AttemptProcesses(root, home)
+
+    @classmethod
+    def make(cls, context: ExecutorContext) -> "LocalExecutor":
+        """Return the executor of a master."""
+        return cls(context.attempts, context.home)
+
+    def start(self, launch: Launch) -> None:
+        """Start an attempt's runner."""
+        attempt_id = launch.spec.attempt_id
+        if not self._processes.is_prepared(attempt_id):
+            note_attempt(self._root, attempt_id)
+            spec = msgspec.structs.replace(launch.spec, home=str(self._home))
+            self._processes.prepare(spec, launch.info)
+        self._processes.start(attempt_id)
+
+    def status(self, attempt_id: int) -> AttemptStatus:
+        """Tell whether an attempt's runner is at work."""
+        if self._processes.is_alive(attempt_id):
+            return AttemptStatus.ALIVE
+        was_started = self._processes.was_started(attempt_id)
+        return AttemptStatus.GONE if was_started else AttemptStatus.NOT_STARTED
+
+    def ship(self, attempt_id: int) -> None:
+        """Send what a dead or departed runner left behind."""
+        self._processes.ship(attempt_id)
+
+    def sign_of_life(self, attempt_id: int) -> object:
+        """Return when a runner last gave a sign of life."""
+        return self._processes.sign_of_life(attempt_id)
+
+    def kill_runner(self, attempt_id: int) -> None:
+        """Kill a runner; what is left of its processes is ended before the rest is shipped."""
+        self._processes.kill_runner(attempt_id)
+
+    def clean(self, keep: set[int]) -> None:
+        """Remove the directories of ended attempts whose runner has left."""
+        self._processes.clean(keep)
+
+    def close(self) -> None:
+        """End the process that forks runners; runners go on."""
+        self._processes.close()
+
+
+ENTRY_POINTS = "paceline.executors"
+"""The group of entry points: the name of each is that of an executor, its object the class."""
+
+_OWN: dict[str, type[Executor]] = {"local": LocalExecutor}
+# What starts runners for a pool, which users of other systems look for here.
+STARTERS = ("kubernetes", "ray", "slurm", "ssh")
+
+
+def executor_named(name: str) -> type[Executor]:
+    """Return the class of an executor.
+
+    Raises:
+        TypeError: The package that offers it names something else than an `Executor`.
+        ValueError: Nobody offers one of this name.
+    """
+    if name in STARTERS:
+        raise ValueError(
+            f"`executor` must be local or that of a package, but got {name!r}, which starts the"
+            f" runners of a pool. Hint: name it in a file of pools (`starter: {name}`) and use"
+            " `paceline up --pool-file FILE`; see docs/clusters.md."
+        )
+    kind: type[Executor] = class_named(name, ENTRY_POINTS, _OWN, Executor, "executor")
+    return kind

@@ -1,0 +1,459 @@
+"""Attempts: rows, leases, control, requests that wait for it, launch data."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from paceline._base.journal_records import encode_float
+from paceline._base.process_and_network import LOOPBACK, num_cores
+from paceline._base.run_directory import RunInfo, TrialInfo
+from paceline._cluster.master.executors import Launch
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_transitions import NotFoundError, RefusedError
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.messages_from_rows import (
+    config_of,
+    num_slots_of,
+    read_members,
+    slots_by_node,
+)
+from paceline._cluster.messages.runner_messages import (
+    LOCAL_NAME,
+    AttemptControl,
+    AttemptSpec,
+    StorageMark,
+)
+from paceline._cluster.messages.states import LIVE_ATTEMPTS, AttemptState, TrialState
+from paceline.config._entrypoint_command import build_command
+from paceline.config._environment_and_secrets import Environment, hide_secrets
+from paceline.config._experiment_config import ExperimentConfig
+
+_ALL = 0
+
+
+class WaitingRequests:
+    """Let coroutines wait for a key to be notified from any thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: defaultdict[int, set[asyncio.Event]] = defaultdict(set)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind to the server's event loop; notifications before that have no listeners."""
+        self._loop = loop
+
+    def notify(self, key: int = _ALL) -> None:
+        """Wake whoever waits for `key`."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._wake, key)
+
+    @contextmanager
+    def listen(self, key: int = _ALL) -> Iterator[asyncio.Event]:
+        """Give an event that notifications set; open it before looking at what may change."""
+        event = asyncio.Event()
+        self._waiting[key].add(event)
+        try:
+            yield event
+        finally:
+            self._waiting[key].discard(event)
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+    def notify_all(self) -> None:
+        """Wake everybody, whatever they wait for."""
+        for key in tuple(self._waiting):
+            self.notify(key)
+
+    def _wake(self, key: int) -> None:
+        for event in self._waiting.get(key, ()):
+            event.set()
+
+
+async def wait_for(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait until an event is set; False after `timeout_s` seconds."""
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except asyncio.TimeoutError:
+        return False
+    return True
+
+
+DEFAULT_LEASE_S = 60.0
+LEAST_LEASE_S = 3.0
+
+_TICK_S = 0.5
+# A runner asks what is wanted at least so often within one lease.
+_RENEWALS = 3
+
+
+@dataclass(slots=True)
+class _Lease:
+    silent_s: float = 0.0
+    seen_version: int = 0
+
+
+class Leases:
+    """Leases of the attempts that have a runner; for any thread.
+
+    A runner renews its lease by each request. The time that counts is the time in which this
+    process could hear: it is measured on the event loop that takes the requests, so that no runner
+    is late because the master was stopped, suspended or busy. Leases are not stored: a master that
+    starts gives each runner a new one. The number of an attempt is its fencing token, as no other
+    attempt of the trial has it and what has ended is refused.
+
+    Args:
+        length_s: How long a runner may be silent, in seconds.
+
+    Raises:
+        ValueError: `length_s` is below the least.
+    """
+
+    def __init__(self, length_s: float = DEFAULT_LEASE_S) -> None:
+        if not length_s >= LEAST_LEASE_S:
+            raise ValueError(
+                f"`runner_timeout` must be at least {LEAST_LEASE_S:g} seconds, but got"
+                f" {length_s!r}."
+            )
+        self.length_s = length_s
+        self._lock = threading.Lock()
+        self._leases: dict[int, _Lease] = {}
+        self._last = 0.0
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long a runner's request may wait for news, so that the next one comes in time."""
+        return self.length_s / _RENEWALS
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Measure the time on an event loop; without one no lease ends."""
+        self._last = time.monotonic()
+        loop.call_later(_TICK_S, self._tick, loop)
+
+    def begin(self, attempt_id: int) -> None:
+        """Give an attempt a lease, unless it has one."""
+        with self._lock:
+            self._leases.setdefault(attempt_id, _Lease())
+
+    def renew(self, attempt_id: int, seen_version: int = 0) -> None:
+        """Note a sign of life of a runner, and which version of what is wanted it has seen."""
+        with self._lock:
+            if lease := self._leases.get(attempt_id):
+                lease.silent_s = 0.0
+                lease.seen_version = max(lease.seen_version, seen_version)
+
+    def is_over(self, attempt_id: int) -> bool:
+        """Tell whether a runner was silent for too long."""
+        with self._lock:
+            lease = self._leases.get(attempt_id)
+            return lease is not None and lease.silent_s > self.length_s
+
+    def has_seen(self, attempt_id: int, version: int) -> bool:
+        """Tell whether a runner has seen what is wanted since a version."""
+        with self._lock:
+            lease = self._leases.get(attempt_id)
+            return lease is not None and lease.seen_version >= version
+
+    def end(self, attempt_id: int) -> None:
+        """Forget the lease of an attempt whose runner has left."""
+        with self._lock:
+            self._leases.pop(attempt_id, None)
+
+    def advance(self, elapsed_s: float) -> None:
+        """Count time in which no runner was heard."""
+        with self._lock:
+            for lease in self._leases.values():
+                lease.silent_s += elapsed_s
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = time.monotonic()
+        # After a pause, the requests that came meanwhile are taken before the next tick.
+        self.advance(min(now - self._last, 2 * _TICK_S))
+        self._last = now
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_later(_TICK_S, self._tick, loop)
+
+
+def read_attempt(connection: Connection, attempt_id: int) -> Row[Any]:
+    """Return an attempt's row.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    row = connection.execute(
+        select(tables.attempts).where(tables.attempts.c.id == attempt_id)
+    ).first()
+    if row is None:
+        raise NotFoundError(f"There is no attempt {attempt_id}.")
+    return row
+
+
+def live_attempts(connection: Connection) -> list[Row[Any]]:
+    """Return the attempts to look after; those of unmanaged experiments have no runner."""
+    attempts, experiments = tables.attempts, tables.experiments
+    # Asked of each attempt that is live: a join would begin with the experiments, which are many.
+    is_unmanaged = (
+        select(experiments.c.id)
+        .where(experiments.c.id == attempts.c.experiment_id, experiments.c.external_id.is_not(None))
+        .exists()
+    )
+    query = select(attempts).where(attempts.c.state.in_(LIVE_ATTEMPTS), ~is_unmanaged)
+    return list(connection.execute(query.order_by(attempts.c.id)).all())
+
+
+def check_not_over(attempt: Row[Any]) -> None:
+    """Refuse what a runner sends for an attempt that has ended, and was maybe given away.
+
+    Raises:
+        RefusedError: It has ended.
+    """
+    if attempt.state == AttemptState.ENDED.value:
+        raise RefusedError(
+            "attempt_over",
+            f"Attempt {attempt.id} has ended: its runner reports and starts nothing any more.",
+        )
+
+
+_KILLED = (TrialState.STOPPING_KILLED.value, TrialState.STOPPING_ERROR.value)
+_SHUTDOWN_GRACE_S = 5.0
+
+
+def read_control_of(connection: Connection, attempt_id: int) -> AttemptControl:
+    """Return what is wanted of an attempt.
+
+    Raises:
+        NotFoundError: There is no such attempt.
+        RefusedError: It has ended.
+    """
+    attempt = read_attempt(connection, attempt_id)
+    check_not_over(attempt)
+    trial = StateChanges.trial(connection, attempt.trial_id)
+    experiment = StateChanges.experiment(connection, attempt.experiment_id)
+    config = config_of(experiment)
+    timeout_s = config.preemption_timeout
+    if trial.state == TrialState.STOPPING_COMPLETED.value:
+        timeout_s = config.searcher.stop_timeout
+    best = experiment.best_metric
+    return AttemptControl(
+        version=attempt.control_version,
+        should_preempt=attempt.preempt_reason is not None,
+        preempt_timeout_s=timeout_s,
+        should_kill=attempt.should_kill,
+        # A user who kills means now; a master that shuts down wants the trial to go on later.
+        kill_grace_s=0.0 if trial.state in _KILLED else _SHUTDOWN_GRACE_S,
+        operation_length=trial.target_length,
+        operations_closed=trial.operations_closed,
+        best_validation=None if best is None else encode_float(best),
+        meeting_port=attempt.meeting_port,
+        sends_checkpoints=any(one.sends_checkpoints for one in read_members(attempt)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The machine on which an attempt runs.
+
+    Attributes:
+        name: Its name among the nodes.
+        devices: One entry per slot: "cpu" or a GPU's id.
+        num_cores: Its CPU cores.
+        python: The interpreter of attempts that name none.
+        address: Where other nodes reach it.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    num_cores: int
+    python: str
+    address: str = LOOPBACK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The master's own machine; what gives an attempt its place, its token and its secrets.
+
+    `devices` has one entry per slot, "cpu" or a GPU's id. `place_of` gives the place of another
+    node by its id, None if there is none. `mark_of` marks a storage directory for nodes, or raises
+    `StoragePendingError` while that takes.
+    """
+
+    home: Path
+    cluster_id: str
+    devices: tuple[str, ...]
+    token_of: Callable[[int], str] = field(repr=False)
+    secrets_of: Callable[[int], dict[str, str]] = field(default=lambda _: {}, repr=False)
+    place_of: Callable[[int], Place | None] = field(default=lambda _: None, repr=False)
+    mark_of: Callable[[str], StorageMark | None] = field(default=lambda _: None, repr=False)
+    lease_s: float = DEFAULT_LEASE_S
+
+    @property
+    def default_storage(self) -> str:
+        """Where checkpoints go unless the configuration says otherwise."""
+        return str(self.home / "checkpoints")
+
+    def place(self, node_id: int | None) -> Place:
+        """Return where an attempt runs.
+
+        Raises:
+            LookupError: There is no such node.
+        """
+        if node_id is None:
+            return Place(
+                name=LOCAL_NAME,
+                devices=self.devices,
+                num_cores=num_cores(),
+                python=sys.executable,
+            )
+        place = self.place_of(node_id)
+        if place is None:
+            raise LookupError(f"There is no node {node_id}.")
+        return place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PlacedAttempt:
+    """An attempt with its trial and experiment, and where it runs: `parts` are places and slots.
+
+    `member` is the part that is to be started.
+    """
+
+    attempt: Row[Any]
+    trial: Row[Any]
+    experiment: Row[Any]
+    config: ExperimentConfig
+    parts: list[tuple[Place, list[int]]]
+    member: int
+    storage: str
+
+
+def build_launch(connection: Connection, node: Node, attempt_id: int, member: int = 0) -> Launch:
+    """Return what starts an attempt on one of its nodes.
+
+    It depends on the database and the nodes alone.
+
+    Raises:
+        StoragePendingError: A storage directory has not been marked yet; ask again.
+    """
+    placed = _read_placed(connection, node, attempt_id, member)
+    return Launch(
+        spec=_spec_of(connection, node, placed),
+        info=_run_info_of(node, placed),
+        secrets=node.secrets_of(placed.experiment.id),
+    )
+
+
+def _read_placed(
+    connection: Connection, node: Node, attempt_id: int, member: int
+) -> _PlacedAttempt:
+    attempts, trials, experiments = tables.attempts, tables.trials, tables.experiments
+    attempt = connection.execute(select(attempts).where(attempts.c.id == attempt_id)).one()
+    trial = connection.execute(select(trials).where(trials.c.id == attempt.trial_id)).one()
+    experiment = connection.execute(
+        select(experiments).where(experiments.c.id == trial.experiment_id)
+    ).one()
+    config = config_of(experiment)
+    return _PlacedAttempt(
+        attempt=attempt,
+        trial=trial,
+        experiment=experiment,
+        config=config,
+        parts=[(node.place(node_id or None), s) for node_id, s in slots_by_node(attempt).items()],
+        member=member,
+        storage=checkpoint_root(config) or node.default_storage,
+    )
+
+
+def _spec_of(connection: Connection, node: Node, placed: _PlacedAttempt) -> AttemptSpec:
+    attempt, trial, config = placed.attempt, placed.trial, placed.config
+    environment, parts, member = config.environment, placed.parts, placed.member
+    place, slots = parts[member]
+    # A master with more slots may have placed the attempt and died before it started it.
+    devices = [place.devices[slot] for slot in slots if slot < len(place.devices)]
+    num_threads = place.num_cores * len(devices) // max(1, len(place.devices))
+    python = environment.python or place.python
+    fewest = config.resources.fewest_slots
+    return AttemptSpec(
+        attempt_id=attempt.id,
+        trial_id=trial.id,
+        number=attempt.number,
+        entrypoint=build_command(
+            config.entrypoint,
+            hparams=trial.hparams,
+            # The one of the environment that the runner makes comes first on PATH then.
+            python="python3" if environment.uv else python,
+            num_slots=num_slots_of(attempt),
+            prefix=environment.prefix,
+        ),
+        python=python,
+        variables=_variables(environment),
+        working_dir=environment.working_dir,
+        context_digest=placed.experiment.context_digest,
+        slot_ids=slots,
+        num_threads=max(1, num_threads),
+        gpu_ids=[device for device in devices if device != "cpu"],
+        keep_directory=config.debug,
+        control=read_control_of(connection, attempt.id),
+        lease_s=node.lease_s,
+        # Of each node, as two of them can be on one machine.
+        mark=f"{node.cluster_id}.{attempt.id}" + (f".{member}" if len(parts) > 1 else ""),
+        token=node.token_of(attempt.id),
+        experiment_id=placed.experiment.id,
+        secret_names=sorted(environment.secrets),
+        member=member,
+        num_members=len(parts),
+        num_shards=most if (most := config.resources.most_slots) > fewest else None,
+        storage_mark=None if attempt.node_id is None else node.mark_of(placed.storage),
+        has_prefix=bool(environment.prefix),
+        uses_uv=environment.uv,
+    )
+
+
+def _run_info_of(node: Node, placed: _PlacedAttempt) -> RunInfo:
+    attempt, trial, experiment = placed.attempt, placed.trial, placed.experiment
+    parts, member = placed.parts, placed.member
+    place, slots = parts[member]
+    return RunInfo(
+        run_id=f"trial-{trial.id}",
+        name=experiment.name,
+        created=attempt.created_at,
+        attempt=attempt.number,
+        trial=TrialInfo(
+            trial_id=trial.id,
+            experiment_id=experiment.id,
+            trial_seed=trial.seed,
+            hparams=trial.hparams,
+            # The trial gets the values as variables; its directory may be copied and shown.
+            config=hide_secrets(experiment.config),
+        ),
+        latest_checkpoint=attempt.resumed_from,
+        steps_completed=attempt.resumed_steps,
+        checkpoint_storage=placed.storage,
+        cluster_id=node.cluster_id,
+        agent_id=place.name,
+        slot_ids=slots,
+        container_addrs=[LOOPBACK] if len(parts) == 1 else [one.address for one, _ in parts],
+        container_rank=member,
+        container_slot_counts=[] if len(parts) == 1 else [len(held) for _, held in parts],
+        judged_metrics=placed.config.searcher.judged_metrics,
+        metadata=trial.metadata,
+    )
+
+
+def _variables(environment: Environment) -> dict[str, str]:
+    if environment.uv and environment.python is not None:
+        return {"UV_PYTHON": environment.python, **environment.variables}
+    return environment.variables
+
+
+def checkpoint_root(config: ExperimentConfig) -> str | None:
+    """Return the directory or URL of a configuration's checkpoint storage, if it names one."""
+    return None if config.checkpoint_storage is None else config.checkpoint_storage.root

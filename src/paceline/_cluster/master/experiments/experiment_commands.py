@@ -1,0 +1,448 @@
+"""Create, pause, activate, cancel, kill, continue."""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from paceline import faults
+from paceline._cluster.master.experiments.attempts import checkpoint_root
+from paceline._cluster.master.experiments.checkpoints import check_checkpoint, latest_checkpoint
+from paceline._cluster.master.experiments.scheduler_input import check_slots
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_transitions import (
+    RefusedError,
+    SearchEnd,
+    TransitionError,
+)
+from paceline._cluster.master.home_directory import SecretStore, text_to_store
+from paceline._cluster.master.scheduling.pools import NodeSlots
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.messages_from_rows import config_of
+from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.messages.states import ExperimentState, TrialState
+from paceline.config._environment_and_secrets import reveal_secrets, without_secrets
+from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._searcher_section import Searcher
+from paceline.config._validate_config import merge_configs, validate_config
+from paceline.search._search_method import Started
+
+
+def config_of_continued_trial(
+    parent: Row[Any], trial: Row[Any], overrides: dict[str, Any]
+) -> ExperimentConfig:
+    """Return the config of a `single` experiment that goes on with a trial.
+
+    Args:
+        parent: The experiment of the trial.
+        trial: The trial.
+        overrides: Fields of the config that change.
+
+    Raises:
+        paceline.config.ConfigError: The overrides do not fit.
+    """
+    old = config_of(parent)
+    config = parent.config | {
+        "name": f"{parent.name} (trial {trial.id} continued)",
+        "searcher": {
+            "name": "single",
+            "metric": old.searcher.metric,
+            "smaller_is_better": old.searcher.smaller_is_better,
+            "source_trial_id": trial.id,
+        },
+        "hyperparameters": _as_constants(old.hyperparameters, trial.hparams),
+    }
+    return validate_config(merge_configs(config, overrides))
+
+
+def overridden_config(experiment: Row[Any], overrides: dict[str, Any]) -> ExperimentConfig:
+    """Return the config of an experiment that is continued with overrides.
+
+    Raises:
+        RefusedError: The overrides change what a continued experiment keeps.
+        paceline.config.ConfigError: The overrides do not fit.
+    """
+    if config_of(experiment).searcher.name != "single":
+        raise RefusedError(
+            "override_refused",
+            "Only a single search takes a changed configuration when it is continued.",
+        )
+    merged = validate_config(merge_configs(experiment.config, overrides))
+    if merged.searcher.name != "single":
+        raise RefusedError("override_refused", "The continued search must remain single.")
+    if "hyperparameters" in overrides:
+        raise RefusedError(
+            "override_refused",
+            "A trial keeps its hyperparameters when its experiment is continued. Hint:"
+            " `paceline trial continue` begins another trial, with others if you like.",
+        )
+    if checkpoint_root(merged) != checkpoint_root(config_of(experiment)):
+        raise RefusedError(
+            "override_refused",
+            "A continued experiment keeps its checkpoint storage: its checkpoints are there.",
+        )
+    return merged
+
+
+def _as_constants(space: dict[str, Any], hparams: dict[str, Any]) -> dict[str, Any]:
+    """Return the space with every hyperparameter fixed at a trial's value."""
+    fixed: dict[str, Any] = {}
+    for name, value in hparams.items():
+        entry = space.get(name)
+        if isinstance(value, dict) and isinstance(entry, dict) and "type" not in entry:
+            fixed[name] = _as_constants(entry, value)
+        else:
+            fixed[name] = {"type": "const", "val": value}
+    return fixed
+
+
+faults.register("master.experiment.created")
+
+_MAX_SEED = 2**31
+
+
+class Commands:
+    """Carry out requests; used in the writer thread, inside a transaction."""
+
+    def __init__(
+        self,
+        changes: StateChanges,
+        slots: Callable[[], list[NodeSlots]],
+        secret_store: SecretStore,
+    ) -> None:
+        self._changes = changes
+        self._slots = slots
+        self._secret_store = secret_store
+
+    def create(
+        self,
+        transaction: Transaction,
+        config: ExperimentConfig,
+        *,
+        submitted_config: str | None,
+        context_digest: str | None,
+        activate: bool,
+        parent_trial_id: int | None = None,
+        forked_from: int | None = None,
+        secrets_from: int | None = None,
+        source: dict[str, Any] | None = None,
+    ) -> int:
+        """Create an experiment with its first trials and return its id.
+
+        Values that are not shown, `***` in the configuration, are those of the experiment
+        `secrets_from`.
+
+        Raises:
+            paceline.config.ConfigError: There is no such value.
+            RefusedError: It needs more slots than there are, or its source has no checkpoint.
+            SearchMethodError: The code of its search method fails.
+        """
+        connection = transaction.connection
+        check_slots(connection, config, self._slots())
+        resolved = self._reveal(connection, config, secrets_from)
+        values = resolved["environment"]["secrets"]
+        source_trial_id = self._settle_source(connection, resolved["searcher"])
+        seed = resolved["reproducibility"]["experiment_seed"]
+        if seed is None:
+            seed = resolved["reproducibility"]["experiment_seed"] = secrets.randbelow(_MAX_SEED)
+        state = ExperimentState.ACTIVE if activate else ExperimentState.PAUSED
+        result = connection.execute(
+            insert(tables.experiments).values(
+                id=new_id(connection, tables.experiments),
+                name=config.name,
+                description=config.description,
+                labels=list(config.labels),
+                state=state.value,
+                config=without_secrets(resolved),
+                submitted_config=text_to_store(submitted_config, values),
+                context_digest=context_digest,
+                warnings=list(config.warnings),
+                seed=seed,
+                created_at=time.time(),
+                parent_trial_id=parent_trial_id if source_trial_id is None else source_trial_id,
+                forked_from=forked_from,
+                source=source,
+            )
+        )
+        assert result.inserted_primary_key is not None
+        experiment_id = int(result.inserted_primary_key[0])
+        self._secret_store.keep(transaction, experiment_id, values)
+        transaction.emit("experiment_state", experiment_id, state=state.value, error=None)
+        self._changes.search_operations.apply_input(transaction, experiment_id, Started())
+        self._changes.searches.check(transaction, experiment_id)
+        transaction.force()
+        faults.reach("master.experiment.created")
+        return experiment_id
+
+    def pause(self, transaction: Transaction, experiment_id: int) -> None:
+        """Let running attempts checkpoint and leave, and start no others.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            TransitionError: It is not active.
+        """
+        if self._state(transaction, experiment_id) is ExperimentState.PAUSED:
+            return
+        self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
+        for trial in self._changes.live_trials(transaction.connection, experiment_id):
+            attempt = self._changes.live_attempt(transaction.connection, trial.id)
+            if attempt is not None:
+                self._changes.preempt(transaction, attempt, "paused")
+
+    def activate(self, transaction: Transaction, experiment_id: int) -> None:
+        """Let a paused experiment run again.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            TransitionError: It has ended or is stopping.
+        """
+        state = self._state(transaction, experiment_id)
+        if state is ExperimentState.ACTIVE:
+            return
+        if state is not ExperimentState.PAUSED:
+            raise TransitionError(
+                f"Experiment {experiment_id} must be PAUSED to be activated, but is {state.value}."
+                " Hint: `paceline experiment continue` reopens an ended one."
+            )
+        self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
+
+    def cancel(self, transaction: Transaction, experiment_id: int) -> None:
+        """Let running attempts checkpoint and leave, then end; nothing to do if it ends anyway."""
+        state = self._state(transaction, experiment_id)
+        if not (state.is_stopping or state.is_terminal):
+            self._stop(transaction, experiment_id, ExperimentState.STOPPING_CANCELED)
+
+    def kill(self, transaction: Transaction, experiment_id: int) -> None:
+        """End an experiment at once."""
+        state = self._state(transaction, experiment_id)
+        harsher = (ExperimentState.STOPPING_KILLED, ExperimentState.STOPPING_ERROR)
+        if not state.is_terminal and state not in harsher:
+            self._stop(transaction, experiment_id, ExperimentState.STOPPING_KILLED)
+
+    def kill_trial(self, transaction: Transaction, trial_id: int) -> None:
+        """End one trial at once; the search is told that it was canceled."""
+        trial = self._changes.trial(transaction.connection, trial_id)
+        self._managed(transaction, trial.experiment_id)
+        state = TrialState(trial.state)
+        harsher = (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR)
+        if not state.is_terminal and state not in harsher:
+            self._changes.stop_trial(
+                transaction, trial, TrialState.STOPPING_KILLED, "killed by the user"
+            )
+
+    def continue_trial(
+        self,
+        transaction: Transaction,
+        trial_id: int,
+        overrides: dict[str, Any],
+        *,
+        activate: bool,
+    ) -> int:
+        """Create a `single` experiment that starts from a trial's latest checkpoint.
+
+        Raises:
+            NotFoundError: There is no such trial.
+            RefusedError: The trial has no checkpoint.
+            paceline.config.ConfigError: The overrides do not fit.
+        """
+        connection = transaction.connection
+        trial = self._changes.trial(connection, trial_id)
+        parent = self._managed(transaction, trial.experiment_id)
+        merged = config_of_continued_trial(parent, trial, overrides)
+        return self.create(
+            transaction,
+            merged,
+            submitted_config=None,
+            context_digest=parent.context_digest,
+            activate=activate,
+            parent_trial_id=trial_id,
+            secrets_from=parent.id,
+            source=parent.source,
+        )
+
+    def fork(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        config: dict[str, Any],
+        *,
+        replaces_config: bool,
+        submitted_config: str | None,
+        activate: bool,
+    ) -> int:
+        """Create an experiment with the code of another one and return its id.
+
+        `config` overrides fields of the other's configuration, or replaces all of it.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            RefusedError: It is not this master's, or `create` refuses.
+            paceline.config.ConfigError: The configuration is not valid.
+        """
+        row = self._managed(transaction, experiment_id)
+        if not replaces_config:
+            config = merge_configs({**row.config, "name": f"{row.name} (fork)"}, config)
+        return self.create(
+            transaction,
+            validate_config(config),
+            submitted_config=submitted_config,
+            context_digest=row.context_digest,
+            activate=activate,
+            forked_from=experiment_id,
+            secrets_from=experiment_id,
+            source=row.source,
+        )
+
+    def continue_experiment(
+        self, transaction: Transaction, experiment_id: int, overrides: dict[str, Any]
+    ) -> None:
+        """Reopen an ended experiment: its trials go on from their latest checkpoints.
+
+        A `single` experiment goes on in any case, with overrides if given; `random` and `grid`
+        experiments go on with the trials that did not complete, and with those that their search
+        has yet to create.
+
+        Raises:
+            NotFoundError: There is no such experiment.
+            RefusedError: It has not ended, or its search cannot be reopened.
+            paceline.config.ConfigError: The overrides do not fit.
+        """
+        row = self._managed(transaction, experiment_id)
+        searcher = config_of(row).searcher
+        _check_can_reopen(row, searcher)
+        if overrides:
+            self._override(transaction, row, overrides)
+        trials = tables.trials
+        query = select(trials).where(trials.c.experiment_id == experiment_id)
+        if searcher.name != "single":
+            query = query.where(trials.c.state != TrialState.COMPLETED.value)
+        reopened = list(transaction.connection.execute(query.order_by(trials.c.id)))
+        search = self._changes.searches.peek(transaction, experiment_id)
+        # A search whose experiment was canceled has not come to its end.
+        is_unfinished = search is not None and not search.is_over
+        if not reopened and not is_unfinished:
+            raise RefusedError(
+                "nothing_to_continue",
+                f"Experiment {experiment_id} must have trials that did not complete, but all did.",
+            )
+        for trial in reopened:
+            self._reopen_trial(transaction, trial)
+        transaction.connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(
+                ended_at=None,
+                error=None,
+                progress=0.0,
+                search_end=None if is_unfinished else SearchEnd.REOPENED.value,
+                is_archived=False,
+            )
+        )
+        self._changes.set_experiment_state(transaction, experiment_id, ExperimentState.ACTIVE)
+        if is_unfinished:
+            self._changes.tell_missed_exits(transaction, experiment_id)
+
+    def _reopen_trial(self, transaction: Transaction, trial: Any) -> None:
+        if TrialState(trial.state).is_terminal:
+            self._changes.set_trial_state(
+                transaction, trial, TrialState.ACTIVE, reason="continued", restarts=0
+            )
+        self._changes.update_trial(
+            transaction,
+            trial.id,
+            ended_at=None,
+            error=None,
+            error_kind=None,
+            operations_closed=False,
+        )
+
+    def _override(
+        self,
+        transaction: Transaction,
+        experiment: Row[Any],
+        overrides: dict[str, Any],
+    ) -> None:
+        merged = overridden_config(experiment, overrides)
+        check_slots(transaction.connection, merged, self._slots())
+        resolved = self._reveal(transaction.connection, merged, experiment.id)
+        self._secret_store.keep(transaction, experiment.id, resolved["environment"]["secrets"])
+        transaction.connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment.id)
+            .values(config=without_secrets(resolved))
+        )
+        if merged.searcher.length is not None:
+            transaction.connection.execute(
+                update(tables.trials)
+                .where(tables.trials.c.experiment_id == experiment.id)
+                .values(target_length=merged.searcher.length)
+            )
+
+    def _reveal(
+        self, connection: Connection, config: ExperimentConfig, secrets_from: int | None
+    ) -> dict[str, Any]:
+        """Return a resolved configuration with all values, those of another experiment included."""
+        if secrets_from is None:
+            return reveal_secrets(config.to_json(), {}, {})
+        source = config_of(self._changes.experiment(connection, secrets_from)).environment
+        values = self._secret_store.of(secrets_from)
+        return reveal_secrets(config.to_json(), source.variables, values)
+
+    def _state(self, transaction: Transaction, experiment_id: int) -> ExperimentState:
+        return ExperimentState(self._managed(transaction, experiment_id).state)
+
+    def _managed(self, transaction: Transaction, experiment_id: int) -> Row[Any]:
+        """Return an experiment that this master runs, or refuse what was asked."""
+        row = self._changes.experiment(transaction.connection, experiment_id)
+        if row.external_id is not None:
+            raise RefusedError(
+                "unmanaged",
+                f"Experiment {experiment_id} must be managed by this master for that, but it only"
+                f" shows the run in {row.external_path!r}. Hint: stop the run's own process"
+                " (SIGTERM lets it store a checkpoint), and go on with it by"
+                f" PACELINE_RESUME={row.external_path}.",
+            )
+        return row
+
+    def _stop(self, transaction: Transaction, experiment_id: int, state: ExperimentState) -> None:
+        self._changes.stop_experiment(transaction, experiment_id, state)
+        self._changes.end_experiment_if_done(transaction, experiment_id)
+
+    def _settle_source(self, connection: Connection, searcher: dict[str, Any]) -> int | None:
+        """Put the checkpoint to start from in place of a source trial, and return that trial."""
+        trial_id: int | None = searcher.get("source_trial_id")
+        if trial_id is not None:
+            searcher["source_checkpoint_uuid"] = self._latest_of(connection, trial_id)
+            searcher["source_trial_id"] = None
+        elif searcher.get("source_checkpoint_uuid") is not None:
+            check_checkpoint(
+                connection, searcher["source_checkpoint_uuid"], self._changes.being_deleted
+            )
+        return trial_id
+
+    def _latest_of(self, connection: Connection, trial_id: int) -> str:
+        self._changes.trial(connection, trial_id)
+        found = latest_checkpoint(connection, trial_id, self._changes.being_deleted)
+        if found is None:
+            raise RefusedError(
+                "no_checkpoint",
+                f"Trial {trial_id} must have a checkpoint to start from, but has none.",
+            )
+        return found[0]
+
+
+def _check_can_reopen(experiment: Row[Any], searcher: Searcher) -> None:
+    if not ExperimentState(experiment.state).is_terminal:
+        raise RefusedError(
+            "not_ended", f"Experiment {experiment.id} must have ended, but is {experiment.state}."
+        )
+    if not searcher.can_reopen:
+        raise RefusedError(
+            "search_cannot_reopen",
+            f"The search of experiment {experiment.id} ({searcher.name}) cannot be reopened, as"
+            " it has made its decisions. Hint: `paceline trial continue` goes on with one of"
+            " its trials.",
+        )

@@ -1,0 +1,375 @@
+"""Changes by people, deletion."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, delete, or_, select, update
+
+from paceline._cluster.master.experiments.checkpoints import CheckpointPlace, places_of_checkpoints
+from paceline._cluster.master.experiments.scheduler_input import waiting_trials
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.scheduling.pool_policies import moved
+from paceline._cluster.master.scheduling.pools import Waiting
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.messages_from_rows import config_of, drop_unused_environments
+from paceline._cluster.master.store.row_ids_and_counts import (
+    POINTS,
+    TRIALS,
+    checkpoint_sizes,
+    keep_ids,
+    numbers_of,
+)
+from paceline._cluster.messages.runner_messages import DEFAULT_POOL
+from paceline._cluster.messages.states import (
+    LIVE_ATTEMPTS,
+    LIVE_TRIALS,
+    CheckpointState,
+    ExperimentState,
+    TrialState,
+)
+
+
+def edit_experiment(
+    transaction: Transaction,
+    experiment_id: int,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    labels: list[str] | None = None,
+    notes: str | None = None,
+    priority: int | None = None,
+    weight: float | None = None,
+    max_slots: int | None = None,
+) -> None:
+    """Change what is given; what is None stays.
+
+    Raises:
+        NotFoundError: There is no such experiment.
+        RefusedError: It has ended, or is not this master's, and one of the last three is given, or
+            `max_slots` are too few for a trial.
+    """
+    row = StateChanges.experiment(transaction.connection, experiment_id)
+    if not priority is weight is max_slots is None:
+        _check_waits(row)
+    if max_slots:
+        _check_max_slots(row, max_slots)
+    values: dict[str, Any] = {
+        "name": name, "description": description, "notes": notes,
+        "priority": priority, "weight": weight, "max_slots": max_slots,
+    }  # fmt: skip
+    if labels is not None:
+        values["labels"] = list(dict.fromkeys(label for label in labels if label.strip()))
+    _change_experiment(
+        transaction, experiment_id, {k: v for k, v in values.items() if v is not None}
+    )
+
+
+def move_experiment(
+    transaction: Transaction,
+    experiment_id: int,
+    *,
+    ahead_of: int | None = None,
+    behind: int | None = None,
+    to_end: bool = False,
+) -> None:
+    """Change when an experiment gets slots, among those of its pool that are as important.
+
+    Args:
+        transaction: The transaction.
+        experiment_id: The experiment.
+        ahead_of: It goes right ahead of this one.
+        behind: It goes right behind this one.
+        to_end: It goes to the end, and not to the front, if neither is given.
+
+    Raises:
+        NotFoundError: There is no such experiment.
+        RefusedError: One of them has ended, is not this master's, or waits in another pool.
+    """
+    connection = transaction.connection
+    row = StateChanges.experiment(connection, experiment_id)
+    _check_waits(row)
+    others = [
+        trial
+        for trial in waiting_trials(connection, is_by_arrival=True)
+        if trial.pool == _pool_of_experiment(row) and trial.experiment_id != experiment_id
+    ]
+    experiments = tables.experiments
+    query = select(experiments.c.id, experiments.c.queue_place).where(
+        experiments.c.queue_place.is_not(None),
+        experiments.c.state.in_([ExperimentState.ACTIVE.value, ExperimentState.PAUSED.value]),
+    )
+    places = {one.id: float(one.queue_place) for one in connection.execute(query)}
+    other_id = ahead_of if ahead_of is not None else behind
+    if other_id is not None:
+        other = StateChanges.experiment(connection, other_id)
+        _check_waits(other)
+        _check_together(row, other)
+        first, last = _ends_of_queue(connection, other, others, places)
+    elif others:
+        first = _place_in_queue(others[0], places)
+        last = _place_in_queue(others[-1], places)
+    else:
+        return
+    is_ahead = ahead_of is not None or (behind is None and not to_end)
+    changed = moved(
+        places, experiment_id,
+        ahead_of=first if is_ahead else None, behind=None if is_ahead else last,
+    )  # fmt: skip
+    for changed_id, place in changed.items():
+        if places.get(changed_id) != place:
+            _change_experiment(transaction, changed_id, {"queue_place": place})
+
+
+def set_archived(transaction: Transaction, experiment_id: int, *, is_archived: bool) -> None:
+    """Put an ended experiment into the archive, where lists leave it out, or take it back.
+
+    Raises:
+        NotFoundError: There is no such experiment.
+        RefusedError: It has not ended.
+    """
+    row = StateChanges.experiment(transaction.connection, experiment_id)
+    if is_archived and not ExperimentState(row.state).is_terminal:
+        raise RefusedError(
+            "not_ended",
+            f"Experiment {experiment_id} must have ended to be archived, but is {row.state}.",
+        )
+    if row.is_archived != is_archived:
+        _change_experiment(transaction, experiment_id, {"is_archived": is_archived})
+
+
+def _check_waits(row: Row[Any]) -> None:
+    """Refuse a change of the order for what never waits again."""
+    state = ExperimentState(row.state)
+    if row.external_id is None and not (state.is_terminal or state.is_stopping):
+        return
+    how = "runs without this master" if row.external_id is not None else f"is {row.state}"
+    raise RefusedError(
+        "not_scheduled",
+        f"Experiment {row.id} must be active or paused to change when it gets slots, but {how}.",
+    )
+
+
+def _check_max_slots(row: Row[Any], max_slots: int) -> None:
+    needed = config_of(row).resources.fewest_slots
+    if max_slots < needed:
+        raise RefusedError(
+            "too_few_slots",
+            f"`max_slots` must be at least {needed}, which a trial of experiment {row.id} needs,"
+            f" but got {max_slots}. Hint: pause the experiment to let none of its trials run.",
+        )
+
+
+def _check_together(row: Row[Any], other: Row[Any]) -> None:
+    if row.id == other.id:
+        raise RefusedError(
+            "same_experiment", f"Experiment {row.id} cannot go ahead of or behind itself."
+        )
+    if _pool_of_experiment(row) != _pool_of_experiment(other):
+        raise RefusedError(
+            "other_pool",
+            f"Experiment {row.id} waits in the pool {_pool_of_experiment(row)!r}, but {other.id} in"
+            f" {_pool_of_experiment(other)!r}. Each pool has an order of its own.",
+        )
+
+
+def _pool_of_experiment(row: Row[Any]) -> str:
+    return config_of(row).resources.pool or DEFAULT_POOL
+
+
+def _place_in_queue(trial: Waiting, places: dict[int, float]) -> float:
+    return places.get(trial.experiment_id, float(trial.trial_id))
+
+
+def _ends_of_queue(
+    connection: Connection, other: Row[Any], waiting: list[Waiting], places: dict[int, float]
+) -> tuple[float, float]:
+    """Return the first and the last place at which trials of an experiment wait."""
+    if other.id in places:
+        return places[other.id], places[other.id]
+    ids = [trial.trial_id for trial in waiting if trial.experiment_id == other.id]
+    if not ids:
+        # None waits now; the next one does so where those are that run.
+        trials = tables.trials.c
+        query = select(trials.id).where(
+            trials.experiment_id == other.id, trials.state == TrialState.ACTIVE.value
+        )
+        ids = list(connection.execute(query).scalars())
+    if not ids:
+        raise RefusedError("nothing_waits", f"No trial of experiment {other.id} wants slots now.")
+    return float(min(ids)), float(max(ids))
+
+
+def _change_experiment(
+    transaction: Transaction, experiment_id: int, values: dict[str, Any]
+) -> None:
+    if not values:
+        return
+    experiments = tables.experiments
+    transaction.connection.execute(
+        update(experiments).where(experiments.c.id == experiment_id).values(**values)
+    )
+    transaction.emit("experiment_changed", experiment_id, fields=sorted(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """Data that a deletion removes; `obstacle` is the reason to refuse it, or None."""
+
+    num_trials: int
+    num_checkpoints: int
+    checkpoint_bytes: int
+    num_metric_points: int
+    obstacle: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leftovers:
+    """Files outside the database: trial logs, attempt directories, checkpoints by their UUIDs."""
+
+    trial_ids: tuple[int, ...]
+    attempt_ids: tuple[int, ...]
+    checkpoints: dict[str, CheckpointPlace]
+
+
+def loss_of(connection: Connection, experiment_id: int) -> Loss:
+    """Return what deleting an experiment would take away.
+
+    Raises:
+        NotFoundError: There is no such experiment.
+    """
+    row = StateChanges.experiment(connection, experiment_id)
+    num_checkpoints, size = 0, 0
+    if row.external_id is None:
+        stored = checkpoint_sizes(connection, [experiment_id])
+        num_checkpoints, size = stored.get(experiment_id, (0, 0))
+    return Loss(
+        num_trials=numbers_of(connection, TRIALS, [experiment_id]).get(experiment_id, 0),
+        num_checkpoints=num_checkpoints,
+        checkpoint_bytes=size,
+        num_metric_points=numbers_of(connection, POINTS, [experiment_id]).get(experiment_id, 0),
+        obstacle=_obstacle_to_deletion(connection, row),
+    )
+
+
+def delete_experiment(
+    transaction: Transaction, changes: StateChanges, experiment_id: int
+) -> Leftovers:
+    """Delete all that the database holds of an experiment; the caller removes the rest.
+
+    Raises:
+        NotFoundError: There is no such experiment.
+        RefusedError: It has not ended, others start from its checkpoints, or its run still exists.
+    """
+    connection = transaction.connection
+    row = StateChanges.experiment(connection, experiment_id)
+    obstacle = _obstacle_to_deletion(connection, row)
+    if obstacle is not None:
+        raise RefusedError("not_deletable", obstacle)
+    trials = tables.trials.c
+    ids = select(trials.id).where(trials.experiment_id == experiment_id)
+    attempts = tables.attempts.c
+    attempt_ids = select(attempts.id).where(attempts.experiment_id == experiment_id)
+    leftovers = Leftovers(
+        trial_ids=tuple(connection.execute(ids).scalars()),
+        attempt_ids=tuple(connection.execute(attempt_ids).scalars()),
+        checkpoints=places_of_checkpoints(
+            connection,
+            experiment_id,
+            _checkpoints_to_delete(connection, row),
+            changes.default_storage,
+        ),
+    )
+    keep_ids(connection, tables.experiments, tables.trials, tables.attempts)
+    _delete_rows(connection, experiment_id, ids)
+    transaction.emit("experiment_deleted", experiment_id)
+    transaction.after_commit(lambda: changes.searches.forget(experiment_id))
+    return leftovers
+
+
+def _delete_rows(connection: Connection, experiment_id: int, trial_ids: Any) -> None:
+    series, attempts = tables.series, tables.attempts
+    series_ids = select(series.c.id).where(series.c.trial_id.in_(trial_ids))
+    attempt_ids = select(attempts.c.id).where(attempts.c.experiment_id == experiment_id)
+    used = select(attempts.c.environment).where(
+        attempts.c.experiment_id == experiment_id, attempts.c.environment.is_not(None)
+    )
+    environments = set(connection.execute(used.distinct()).scalars())
+    connection.execute(delete(tables.chunks).where(tables.chunks.c.series_id.in_(series_ids)))
+    connection.execute(delete(series).where(series.c.trial_id.in_(trial_ids)))
+    for marks in (tables.journal_marks, tables.time_marks):
+        connection.execute(delete(marks).where(marks.c.attempt_id.in_(attempt_ids)))
+    # Trials and the experiment itself come last: the others refer to them.
+    for table in (
+        attempts,
+        tables.checkpoints,
+        tables.search_inputs,
+        tables.search_snapshots,
+        tables.search_views,
+        tables.events,
+        tables.trials,
+    ):
+        connection.execute(delete(table).where(table.c.experiment_id == experiment_id))
+    experiments = tables.experiments
+    connection.execute(delete(experiments).where(experiments.c.id == experiment_id))
+    drop_unused_environments(connection, environments)
+
+
+def _obstacle_to_deletion(connection: Connection, row: Row[Any]) -> str | None:
+    if not ExperimentState(row.state).is_terminal:
+        return (
+            f"Experiment {row.id} must have ended to be deleted, but is {row.state}. Hint: kill it"
+            " first, or wait for its end."
+        )
+    if row.external_path is not None and Path(row.external_path).exists():
+        return (
+            f"Experiment {row.id} shows the run in {row.external_path!r}, which is not the"
+            " master's to delete. Hint: remove that directory first, or archive the experiment."
+        )
+    user = _user_of_checkpoints(connection, row.id)
+    if user is not None:
+        return (
+            f"Experiment {row.id} must not be deleted while trial {user} starts from one of its"
+            " checkpoints. Hint: kill that trial first, or wait for its end."
+        )
+    return None
+
+
+def _user_of_checkpoints(connection: Connection, experiment_id: int) -> int | None:
+    """Return a trial of another experiment that is going to start from a checkpoint of this one."""
+    checkpoints, trials, attempts = tables.checkpoints.c, tables.trials, tables.attempts
+
+    def is_ours(uuid: ColumnElement[Any]) -> ColumnElement[bool]:
+        # Looked up by its name: an experiment may have many checkpoints, but few trials go on.
+        return (
+            select(checkpoints.uuid)
+            .where(checkpoints.uuid == uuid, checkpoints.experiment_id == experiment_id)
+            .exists()
+        )
+
+    resumed = select(attempts.c.trial_id).where(
+        attempts.c.state.in_(LIVE_ATTEMPTS), is_ours(attempts.c.resumed_from)
+    )
+    is_used = or_(is_ours(trials.c.source_checkpoint), trials.c.id.in_(resumed))
+    query = select(trials.c.id).where(
+        is_used, trials.c.state.in_(LIVE_TRIALS), trials.c.experiment_id != experiment_id
+    )
+    found: int | None = connection.execute(query.limit(1)).scalar()
+    return found
+
+
+def _checkpoints_to_delete(connection: Connection, row: Row[Any]) -> list[Row[Any]]:
+    """Return the checkpoints whose files are the master's to delete."""
+    if row.external_id is not None:
+        return []
+    checkpoints = tables.checkpoints
+    return list(
+        connection.execute(
+            select(checkpoints).where(
+                checkpoints.c.experiment_id == row.id,
+                checkpoints.c.state != CheckpointState.DELETED.value,
+            )
+        )
+    )

@@ -1,0 +1,396 @@
+"""What the database wants against what runs; creation of attempts."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, func, insert, select
+
+from paceline import faults
+from paceline._cluster.master.executors import AttemptStatus, Executor
+from paceline._cluster.master.experiments.attempt_runners import (
+    AttemptRunner,
+    RunnerWatch,
+    end_runner,
+    give_back_node,
+    runners_of_attempt,
+)
+from paceline._cluster.master.experiments.attempts import Leases, Node, build_launch, live_attempts
+from paceline._cluster.master.experiments.checkpoints import usable_checkpoint
+from paceline._cluster.master.experiments.failures import start_delay_after
+from paceline._cluster.master.experiments.scheduler_input import Cluster, read_cluster
+from paceline._cluster.master.experiments.state_changes import (
+    StateChanges,
+    experiments_without_live_trials,
+)
+from paceline._cluster.master.experiments.state_transitions import MAX_SHORTAGES
+from paceline._cluster.master.experiments.storage_calls import StoragePendingError
+from paceline._cluster.master.scheduling.pools import (
+    NodeSlots,
+    PolicyName,
+    PoolNeed,
+    SlotAssignment,
+    needs_of,
+)
+from paceline._cluster.master.scheduling.schedule import Schedule, decide, schedule
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, DatabaseLostError, Transaction
+from paceline._cluster.master.store.messages_from_rows import Member, config_of, stored_members
+from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.messages.master_models import RUNNER_GRACE_S
+from paceline._cluster.messages.runner_messages import AttemptEnd
+from paceline._cluster.messages.states import AttemptState, ErrorKind, ExitReason
+from paceline._cluster.runner.attempt_preparation import judge_start
+
+faults.register("master.attempt.created")
+
+
+def create_attempt(
+    changes: StateChanges, node: Node, transaction: Transaction, assignment: SlotAssignment
+) -> None:
+    """Create an attempt of a waiting trial on the slots that it was given."""
+    connection, trial_id = transaction.connection, assignment.trial_id
+    trial = changes.trial(connection, trial_id)
+    number = trial.num_attempts + 1
+    latest = usable_checkpoint(changes, transaction, trial_id, number)
+    if latest is None and trial.source_checkpoint is not None:
+        # A warm start brings weights, not steps: the trial counts from its own beginning.
+        latest = (trial.source_checkpoint, 0)
+    uuid, steps = latest or (None, 0)
+    place = node.place_of(assignment.node_id) if assignment.node_id else None
+    connection.execute(
+        insert(tables.attempts).values(
+            id=new_id(connection, tables.attempts),
+            trial_id=trial_id,
+            experiment_id=trial.experiment_id,
+            number=number,
+            state=AttemptState.PENDING.value,
+            slots=list(assignment.slots),
+            node_id=assignment.node_id or None,
+            node_name=None if place is None else place.name,
+            members=_members_of_attempt(node, assignment),
+            created_at=time.time(),
+            resumed_from=uuid,
+            resumed_steps=steps,
+        )
+    )
+    changes.update_trial(transaction, trial_id, num_attempts=number)
+    # The directory of the attempt must not outlive its row: after a power cut, another attempt
+    # would get the same number and find it.
+    transaction.force()
+    faults.reach("master.attempt.created")
+
+
+def _members_of_attempt(node: Node, assignment: SlotAssignment) -> Any:
+    parts = [(assignment.node_id, assignment.slots), *assignment.others]
+    if len(parts) == 1:
+        return None
+    return stored_members(
+        [
+            Member(node_id=node_id, name=node.place(node_id).name, slots=list(slots))
+            for node_id, slots in parts
+        ]
+    )
+
+
+logger = logging.getLogger(__name__)
+
+faults.register("master.attempt.spawned")
+
+_TICK_S = 1.0
+_MAX_EVENTS = 200_000
+_PRUNE_INTERVAL_S = 600.0
+
+
+class Reconciler:
+    """A thread that makes reality follow the database; woken by changes and once a second."""
+
+    def __init__(
+        self,
+        database: Database,
+        changes: StateChanges,
+        executor: Executor,
+        node: Node,
+        leases: Leases,
+        other_slots: Callable[[], list[NodeSlots]] = list,
+        returning_slots: Callable[[], list[NodeSlots]] = list,
+        upkeep: Sequence[Callable[[Transaction], None]] = (),
+        clean_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._database = database
+        self._changes = changes
+        self._executor = executor
+        self._node = node
+        self._other_slots = other_slots
+        self._returning_slots = returning_slots
+        changes.known_nodes = lambda: [
+            *(node for node in self.slots() if node.is_open),
+            *returning_slots(),
+        ]
+        self._upkeep = upkeep
+        self._clean_up = clean_up
+        self._wakeup = threading.Event()
+        self._is_closing = False
+        self._is_draining = False
+        self._runners = RunnerWatch(database, changes, executor, leases, self._end)
+        # How many runners each attempt was given that did not start it, and when the next may be.
+        self._num_runners: dict[int, int] = {}
+        self._next_runner: dict[int, float] = {}
+        # Since when the nodes of attempts were waited for.
+        self._waiting_since: dict[int, float] = {}
+        self._next_prune = 0.0
+        self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+
+    def slots(self) -> list[NodeSlots]:
+        """Return the slots of all nodes, the master's own machine first."""
+        own = NodeSlots(slots=tuple(range(len(self._node.devices))))
+        return [own, *self._other_slots()]
+
+    def cluster(self, connection: Connection, now: float) -> Cluster:
+        """Return all nodes with what is known of them, and who holds and wants their slots."""
+        return read_cluster(
+            connection,
+            self.slots(),
+            now,
+            returning=self._returning_slots(),
+            failing=self._changes.failing_nodes.all(now),
+        )
+
+    def resting_nodes(self, connection: Connection, now: float) -> dict[int, float]:
+        """Return the nodes that rest as one trial after another failed there, and until when."""
+        if not self._changes.failing_nodes.all(now):
+            return {}
+        return self.cluster(connection, now).failing_nodes
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        """Ask for a pass soon; safe from any thread."""
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Stop making passes; attempts go on."""
+        self._is_closing = True
+        self.wake()
+        self._thread.join()
+        self._executor.close()
+
+    def drain(self, timeout_s: float) -> None:
+        """Start nothing more, let all attempts checkpoint and leave, kill what is left.
+
+        The trials stay active: they go on when a master starts on this home again. With a database
+        that stores nothing more, nothing is changed, and the attempts go on without a master.
+        """
+        if self._database.failure is not None:
+            return
+        with self._database.read() as connection:
+            left = [
+                runner.id
+                for attempt in live_attempts(connection)
+                for runner in runners_of_attempt(attempt)
+            ]
+        self._is_draining = True
+        self.wake()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self._has_attempts():
+            time.sleep(0.05)
+        self._database.write(self._kill_all).result()
+        deadline = time.monotonic() + RUNNER_GRACE_S
+        while time.monotonic() < deadline and (self._has_attempts() or self._any_alive(left)):
+            time.sleep(0.05)
+
+    def _any_alive(self, runners: list[int]) -> bool:
+        """Tell whether a runner is there; it leaves a moment after its last word."""
+        return any(self._executor.status(id_) is AttemptStatus.ALIVE for id_ in runners)
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wakeup.wait(_TICK_S)
+            self._wakeup.clear()
+            # Each by itself, so that one that fails does not hold up the others.
+            for step in (
+                self._make_pass,
+                self._watch_attempts,
+                self._clean_up,
+                self._prune_events,
+            ):
+                try:
+                    step()
+                except DatabaseLostError:
+                    # The database has told of it, and decides nothing more.
+                    return
+                except Exception:
+                    logger.exception("A step of the reconciler failed; the next pass tries again.")
+                    time.sleep(_TICK_S)
+
+    def _make_pass(self) -> None:
+        self._database.write(self._pass).result()
+
+    # ---- one pass, in a transaction ------------------------------------------------------
+
+    def _pass(self, transaction: Transaction) -> None:
+        connection = transaction.connection
+        for step in self._upkeep:
+            step(transaction)
+        for experiment_id in experiments_without_live_trials(connection):
+            self._changes.end_experiment_if_done(transaction, experiment_id)
+        if self._is_draining:
+            for attempt in live_attempts(connection):
+                self._changes.preempt(transaction, attempt, "the master is shutting down")
+        else:
+            self._schedule(transaction)
+
+    def _schedule(self, transaction: Transaction) -> None:
+        connection, now = transaction.connection, time.time()
+        cluster = self.cluster(connection, now)
+        if cluster.is_full and not cluster.preempts:
+            return
+        waiting = (
+            trial
+            for trial in cluster.waiting_trials(connection)
+            if trial.trial_id not in cluster.pausing_trials
+        )
+        found = schedule(waiting, cluster.holding, cluster.nodes, cluster.pools)
+        self._preempt(transaction, found, cluster.policies)
+        for assignment in found.assignments:
+            create_attempt(self._changes, self._node, transaction, assignment)
+
+    def _preempt(
+        self, transaction: Transaction, found: Schedule, policies: dict[int, PolicyName]
+    ) -> None:
+        """Ask attempts to make room for trials that go before theirs."""
+        if not found.preemptions:
+            return
+        live = {attempt.id: attempt for attempt in live_attempts(transaction.connection)}
+        for one, trial in found.preemptions:
+            why = "is more important"
+            if policies[one.node_id] is PolicyName.FAIR_SHARE:
+                why = "has less than its share of the slots"
+            reason = f"makes room for experiment {trial.experiment_id}, which {why}"
+            self._changes.preempt(transaction, live[one.attempt_id], reason)
+
+    def pool_needs(self) -> dict[str, PoolNeed]:
+        """Return of each pool what further nodes would be used for now.
+
+        Pools that need none are absent. For executors that start runners by need.
+        """
+        with self._database.read() as connection:
+            cluster = self.cluster(connection, time.time())
+            waiting = cluster.waiting_trials(connection)
+            results = decide(waiting, cluster.holding, cluster.nodes, cluster.pools)
+            return needs_of(results, cluster.holding)
+
+    def _kill_all(self, transaction: Transaction) -> None:
+        for attempt in live_attempts(transaction.connection):
+            if not attempt.should_kill:
+                self._changes.change_attempt(transaction, attempt.id, should_kill=True)
+
+    # ---- outside of transactions ---------------------------------------------------------
+
+    def _has_attempts(self) -> bool:
+        with self._database.read() as connection:
+            return bool(live_attempts(connection))
+
+    def _watch_attempts(self) -> None:
+        with self._database.read() as connection:
+            attempts = live_attempts(connection)
+        runners = [runner for attempt in attempts for runner in runners_of_attempt(attempt)]
+        for runner in runners:
+            status = self._executor.status(runner.id)
+            if status is AttemptStatus.NOT_STARTED:
+                self._start(runner)
+            elif status is AttemptStatus.GONE:
+                # Its last records and its exit lie in its directory, or it died without a word.
+                self._runners.ship(runner.id)
+            elif self._runners.look(runner):
+                # What it left is shipped in the next pass.
+                self.wake()
+        keep = {runner.id for runner in runners}
+        self._runners.keep(keep)
+        for runner_id in self._num_runners.keys() - keep:
+            del self._num_runners[runner_id], self._next_runner[runner_id]
+        self._executor.clean(keep={attempt.id for attempt in attempts})
+        for attempt in attempts:
+            self._give_back_if_late(attempt)
+
+    def _give_back_if_late(self, attempt: Row[Any]) -> None:
+        """Take the slots of an attempt whose nodes have not all begun in time."""
+        if attempt.members is None or attempt.meeting_port is not None:
+            return
+        # Of this process, so that no attempt is late because the master was away.
+        since = self._waiting_since.setdefault(attempt.id, time.monotonic())
+        with self._database.read() as connection:
+            experiment = StateChanges.experiment(connection, attempt.experiment_id)
+            timeout_s = config_of(experiment).resources.start_timeout
+        if time.monotonic() > since + timeout_s:
+            self._database.write(
+                lambda transaction: give_back_node(
+                    self._changes, transaction, attempt.id, timeout_s
+                )
+            ).result()
+
+    def _start(self, runner: AttemptRunner) -> None:
+        """Start a runner, or end its attempt if it is not wanted any more or cannot be started."""
+        end = None
+        num_before = self._num_runners.get(runner.id, 0)
+        if runner.should_kill:
+            end = _unstarted(ExitReason.KILLED, "not started")
+        elif num_before > MAX_SHORTAGES:
+            end = _unstarted(ExitReason.START_FAILED, f"{num_before} runners ended before it began")
+        elif time.monotonic() < self._next_runner.get(runner.id, 0.0):
+            return
+        else:
+            try:
+                with self._database.read() as connection:
+                    launch = build_launch(connection, self._node, runner.attempt_id, runner.member)
+                self._num_runners[runner.id] = num_before + 1
+                self._next_runner[runner.id] = time.monotonic() + start_delay_after(num_before + 1)
+                self._executor.start(launch)
+            except StoragePendingError:
+                # The next pass asks again; nothing else waits for the storage.
+                return
+            except Exception as error:
+                logger.exception("Attempt %d cannot be started.", runner.attempt_id)
+                reason, kind = judge_start(error)
+                end = _unstarted(reason, f"{type(error).__name__}: {error}", kind)
+        faults.reach("master.attempt.spawned")
+        if end is not None:
+            ended = end
+            self._database.write(lambda transaction: self._end(transaction, runner, ended)).result()
+
+    def _end(
+        self,
+        transaction: Transaction,
+        runner: AttemptRunner,
+        end: AttemptEnd,
+        is_lost: bool = False,
+    ) -> None:
+        end_runner(
+            self._changes, transaction, runner.attempt_id, runner.member, end, is_lost=is_lost
+        )
+
+    def _prune_events(self) -> None:
+        """Keep the newest events; whoever is further behind reads the present state instead."""
+        if time.monotonic() < self._next_prune:
+            return
+        self._next_prune = time.monotonic() + _PRUNE_INTERVAL_S
+        events = tables.events
+
+        def prune(transaction: Transaction) -> None:
+            newest = transaction.connection.execute(select(func.max(events.c.id))).scalar() or 0
+            transaction.connection.execute(
+                delete(events).where(events.c.id <= newest - _MAX_EVENTS)
+            )
+
+        self._database.write(prune).result()
+
+
+def _unstarted(reason: ExitReason, detail: str, kind: ErrorKind | None = None) -> AttemptEnd:
+    return AttemptEnd(
+        reason=reason, code=None, signal=None, time=time.time(), detail=detail, kind=kind
+    )

@@ -1,0 +1,77 @@
+"""Checks of records, which are claims: what no training process writes could break every list."""
+
+from paceline._base.journal_records import (
+    MAX_DEPTH,
+    AnyRecord,
+    AttemptStarted,
+    CheckpointFilesDeleted,
+    CheckpointStored,
+    MetricsReported,
+    RecordsDropped,
+    RunMetadataSet,
+    TimeSpent,
+    is_too_deep,
+)
+from paceline._base.run_directory import RunInfo
+from paceline._cluster.messages.runner_messages import MAX_TIME_S
+
+_MAX_INTEGER = 2**63 - 1
+# What a number in JSON can tell exactly everywhere.
+_MAX_COUNT = 2**53
+_MAX_RANK = 2**31 - 1
+_MAX_TEXT = 4096
+
+
+def check_run_info(info: RunInfo) -> None:
+    """Refuse a run with a value that cannot be; raises like `check_record`."""
+    _check_range("created", info.created, MAX_TIME_S)
+    for name, value in (("hparams", info.hparams), ("metadata", info.metadata)):
+        _check_depth(name, value)
+    if info.trial is not None:
+        _check_depth("trial.config", info.trial.config)
+        _check_depth("trial.hparams", info.trial.hparams)
+
+
+def check_record(record: AnyRecord) -> None:
+    """Refuse a record with a value that cannot be.
+
+    Raises:
+        ValueError: It has one; the message names it.
+    """
+    _check_range("time", record.time, MAX_TIME_S)
+    _check_range("steps_completed", getattr(record, "steps_completed", 0), _MAX_INTEGER)
+    if isinstance(record, MetricsReported):
+        _check_depth("metrics", record.metrics)
+        _check_depth("validation", record.validation)
+    elif isinstance(record, (CheckpointStored, CheckpointFilesDeleted)):
+        for name, size in record.resources.items():
+            _check_range(f"resources[{name!r:.200}]", size, _MAX_INTEGER)
+        _check_range("resources", sum(record.resources.values()), _MAX_INTEGER)
+        _check_depth("metadata", getattr(record, "metadata", None))
+    elif isinstance(record, RunMetadataSet):
+        _check_depth("metadata", record.metadata)
+    elif isinstance(record, AttemptStarted):
+        _check_depth("environment", record.environment)
+        for name in ("attempt", "generation", "rank", "world_size"):
+            _check_range(name, getattr(record, name), _MAX_RANK)
+    elif isinstance(record, TimeSpent):
+        for name, seconds in record.seconds.items():
+            _check_range(f"seconds[{name!r:.200}]", seconds, MAX_TIME_S)
+    elif isinstance(record, RecordsDropped):
+        _check_range("count", record.count, _MAX_COUNT)
+    for name in ("storage", "reason"):
+        text = getattr(record, name, None)
+        if isinstance(text, str) and len(text) > _MAX_TEXT:
+            raise ValueError(
+                f"`{name}` must have at most {_MAX_TEXT} characters, but has {len(text)}."
+            )
+
+
+def _check_range(name: str, value: float, limit: float) -> None:
+    if not 0 <= value <= limit:
+        raise ValueError(f"`{name}` must be from 0 to {limit}, but got {value:g}.")
+
+
+def _check_depth(name: str, value: object) -> None:
+    if is_too_deep(value):
+        raise ValueError(f"`{name}` must not be nested more than {MAX_DEPTH} times.")

@@ -1,0 +1,493 @@
+"""Ingest of journal records; lost records."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+from sqlalchemy import Connection, Row, insert, select, update
+
+from paceline import faults
+from paceline._base.journal_records import (
+    AlertRaised,
+    AnyRecord,
+    AttemptFinished,
+    AttemptStarted,
+    CheckpointDeleted,
+    CheckpointFilesDeleted,
+    CheckpointSentApart,
+    CheckpointStored,
+    EarlyExitReported,
+    MetricsReported,
+    OperationCompleted,
+    OperationsRequested,
+    PreemptionAcknowledged,
+    ProgressReported,
+    RecordLost,
+    RecordsDropped,
+    RunMetadataSet,
+    SearchInputTaken,
+    StatusReported,
+    StoreChecked,
+    TimeSpent,
+)
+from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
+from paceline._cluster.master.experiments.checkpoints import (
+    store_checkpoint,
+    take_checkpoint_deletion,
+)
+from paceline._cluster.master.experiments.record_checks import check_record
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.validation_ingest import (
+    recompute_best,
+    small_metrics,
+    take_operation,
+    take_validation,
+)
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.messages_from_rows import (
+    config_of,
+    read_members,
+    store_environment,
+)
+from paceline._cluster.master.store.metric_rows_and_times import (
+    add_metrics,
+    add_time_mark,
+    has_points_beyond,
+    measure_checkpoints,
+)
+from paceline._cluster.master.store.series_writer import trim_summaries
+from paceline._cluster.messages.runner_messages import Mark, RecordBatch
+from paceline._cluster.messages.states import AttemptState
+
+Numbered = Sequence[tuple[int, AnyRecord]]
+
+# How many lines a trial's log has on what is lost; the count goes on.
+_MAX_TOLD = 20
+_MISSING = "damaged or missing in the journal"
+
+
+def take_lost_records(
+    changes: StateChanges,
+    transaction: Transaction,
+    attempt: Row[Any],
+    whose: str,
+    mark: int,
+    new: Numbered,
+) -> None:
+    """Count the records that are missing from a journal.
+
+    The numbers of a journal have no gaps. A number that is passed over is a record that is lost,
+    and so is one that was sent as lost.
+
+    Args:
+        changes: Where the trial's log goes.
+        transaction: Everything happens in it, or nothing.
+        attempt: The attempt that wrote the journal.
+        whose: The rank and the generation, in words.
+        mark: The number of the last record that is stored.
+        new: The records that follow it, with their numbers.
+    """
+    texts: list[str] = []
+    reasons: list[str] = []
+    num_lost = 0
+    for first, last in find_record_gaps(mark, [number for number, _ in new]):
+        num_lost += last - first + 1
+        if first == last:
+            texts.append(f"Record {first} of {whose} is lost: its line is {_MISSING}.")
+        else:
+            text = f"Records {first} to {last} of {whose} are lost: their lines are {_MISSING}."
+            texts.append(text)
+    for number, record in new:
+        if isinstance(record, RecordLost):
+            num_lost += 1
+            texts.append(f"Record {number} of {whose} is lost: {record.reason}.")
+        elif isinstance(record, RecordsDropped):
+            # Their numbers are missing before this record, so they are counted.
+            reasons.append(
+                f"{record.count} reports of {whose} were lost: the disk stayed full for too long."
+            )
+    if num_lost:
+        num_before = _count_lost_records(changes, transaction, attempt, num_lost)
+        texts = texts[: max(0, _MAX_TOLD - num_before)]
+    for text in texts + reasons:
+        changes.note(transaction, attempt.trial_id, attempt.number, "ERROR", text)
+
+
+def find_record_gaps(mark: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last number of each gap after `mark`."""
+    if not numbers or numbers[-1] - mark == len(numbers):
+        return []
+    befores = [mark, *numbers]
+    pairs = zip(befores, numbers, strict=False)
+    return [(before + 1, number - 1) for before, number in pairs if number > before + 1]
+
+
+def _count_lost_records(
+    changes: StateChanges, transaction: Transaction, attempt: Row[Any], num_lost: int
+) -> int:
+    """Add to the counts of the trial and its experiment; return how many the trial had lost."""
+    trial = changes.trial(transaction.connection, attempt.trial_id)
+    for table, row_id in (
+        (tables.trials, trial.id),
+        (tables.experiments, trial.experiment_id),
+    ):
+        transaction.connection.execute(
+            update(table)
+            .where(table.c.id == row_id)
+            .values(num_records_lost=table.c.num_records_lost + num_lost)
+        )
+    num_before: int = trial.num_records_lost
+    return num_before
+
+
+faults.register("master.records.stored")
+
+CHIEF = 0
+_INVALID_HP = "invalid_hp"
+_NUM_ALERTS = 20
+_LOG_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}
+
+
+class RecordIngest:
+    """Store what an attempt's journals say; used in the writer thread, inside a transaction."""
+
+    def __init__(self, changes: StateChanges) -> None:
+        self._changes = changes
+
+    def store(
+        self, transaction: Transaction, attempt_id: int, batches: Sequence[RecordBatch]
+    ) -> list[Mark]:
+        """Store the records beyond the marks and return the new marks.
+
+        Records, marks and the search decisions that follow are one transaction: after a crash
+        between any two instructions, either all of it is there or nothing.
+
+        Raises:
+            NotFoundError: There is no such attempt.
+            RefusedError: The attempt has ended.
+            ValueError: A record has a value that cannot be.
+        """
+        for batch in batches:
+            for _, record in batch.records:
+                check_record(record)
+        connection = transaction.connection
+        attempt = read_attempt(connection, attempt_id)
+        check_not_over(attempt)
+        self._mark_running(transaction, attempt)
+        marks = _read_marks(connection, attempt_id)
+        for batch in batches:
+            mark = marks.get((batch.generation, batch.rank), -1)
+            if batch.after is not None and batch.after > mark:
+                continue  # the marks in the answer have the runner send what is missing
+            fresh = [(number, record) for number, record in batch.records if number > mark]
+            if not fresh:
+                continue
+            _write_mark(connection, attempt_id, batch, mark, fresh[-1][0])
+            marks[batch.generation, batch.rank] = fresh[-1][0]
+            whose = f"rank {batch.rank} (generation {batch.generation})"
+            take_lost_records(self._changes, transaction, attempt, whose, mark, fresh)
+            records = _with_validations(
+                connection, attempt, batch.rank, [record for _, record in fresh]
+            )
+            self._take(transaction, attempt, batch.rank, records)
+            _take_times(connection, attempt.id, batch, records)
+        faults.reach("master.records.stored")
+        return [Mark(generation, rank, n) for (generation, rank), n in sorted(marks.items())]
+
+    def _mark_running(self, transaction: Transaction, attempt: Row[Any]) -> None:
+        is_waiting = attempt.members is not None and attempt.meeting_port is None
+        if attempt.state != AttemptState.PENDING.value or is_waiting:
+            return
+        attempts = tables.attempts
+        transaction.connection.execute(
+            update(attempts)
+            .where(attempts.c.id == attempt.id)
+            .values(state=AttemptState.RUNNING.value, started_at=time.time())
+        )
+        transaction.emit(
+            "attempt_started",
+            attempt.experiment_id,
+            attempt.trial_id,
+            number=attempt.number,
+            slots=attempt.slots,
+            num_nodes=len(read_members(attempt)) or 1,
+            node=attempt.node_name,
+        )
+        if attempt.number > 1 and has_points_beyond(
+            transaction.connection, attempt.trial_id, attempt.resumed_steps
+        ):
+            trial = self._changes.trial(transaction.connection, attempt.trial_id)
+            trim_summaries(transaction.connection, trial.id)
+            recompute_best(self._changes, transaction, trial)
+            measure_checkpoints(
+                transaction.connection,
+                trial.id,
+                _searched_metric(transaction.connection, trial.experiment_id),
+                beyond_step=attempt.resumed_steps,
+            )
+
+    def _take(
+        self, transaction: Transaction, attempt: Row[Any], rank: int, records: list[AnyRecord]
+    ) -> None:
+        reports = [record for record in records if isinstance(record, MetricsReported)]
+        if reports:
+            self._take_metrics(transaction, attempt, reports)
+        untold: dict[str, list[MetricsReported]] = {}
+        for record in records:
+            if isinstance(record, MetricsReported):
+                if record.group == "validation":
+                    _emit_newest(transaction, attempt, rank, untold)
+                    take_validation(self._changes, transaction, attempt, record)
+                else:
+                    _note_untold(untold, record)
+            elif isinstance(record, CheckpointStored):
+                store_checkpoint(self._changes, transaction, attempt, record)
+            elif isinstance(record, (CheckpointDeleted, CheckpointFilesDeleted)):
+                take_checkpoint_deletion(transaction.connection, attempt, record)
+            elif isinstance(record, AttemptStarted):
+                _take_environment(transaction.connection, attempt, record)
+                _take_restarts(transaction, attempt, record)
+            elif isinstance(record, (AlertRaised, StoreChecked)):
+                self._take_notice(transaction, attempt, rank, record)
+            elif isinstance(record, EarlyExitReported) and record.reason == _INVALID_HP:
+                # Any rank decides for all by it.
+                _update_attempt(
+                    transaction.connection, attempt.id, early_exit=_INVALID_HP, outcome=_INVALID_HP
+                )
+            elif isinstance(record, AttemptFinished) and record.outcome == _INVALID_HP:
+                # The rank that refused knows why; others may have no error of their own.
+                why = {} if record.error is None else {"error": record.error}
+                _update_attempt(transaction.connection, attempt.id, outcome=_INVALID_HP, **why)
+            elif rank == CHIEF:
+                self._take_chief_record(transaction, attempt, record)
+        _emit_newest(transaction, attempt, rank, untold)
+
+    def _take_metrics(
+        self, transaction: Transaction, attempt: Row[Any], reports: list[MetricsReported]
+    ) -> None:
+        conflicts = add_metrics(
+            transaction.connection,
+            trial_id=attempt.trial_id,
+            attempt=attempt.number,
+            resumed_steps=attempt.resumed_steps,
+            records=reports,
+        )
+        for conflict in conflicts:
+            self._changes.note(
+                transaction,
+                attempt.trial_id,
+                attempt.number,
+                "ERROR",
+                f"{conflict.group} metric `{conflict.key}` at step {conflict.step} was reported as"
+                f" {conflict.kept!r} by an earlier attempt and now as {conflict.refused!r}; the"
+                " earlier value is kept. Hint: report a step only once per trial.",
+            )
+        newest = max(report.steps_completed for report in reports)
+        trial = self._changes.trial(transaction.connection, attempt.trial_id)
+        if newest > trial.steps_completed:
+            self._changes.update_trial(transaction, trial.id, steps_completed=newest)
+
+    def _take_notice(
+        self,
+        transaction: Transaction,
+        attempt: Row[Any],
+        rank: int,
+        notice: AlertRaised | StoreChecked,
+    ) -> None:
+        """Take in what people should see, from any rank."""
+        if isinstance(notice, AlertRaised):
+            self._take_alert(transaction, attempt, rank, notice)
+        else:
+            transaction.after_commit(
+                partial(self._changes.failing_stores.note, attempt, rank, notice)
+            )
+
+    def _take_alert(
+        self, transaction: Transaction, attempt: Row[Any], rank: int, alert: AlertRaised
+    ) -> None:
+        text = ": ".join(filter(None, (alert.title, alert.description)))
+        level = _LOG_LEVELS.get(alert.level, "INFO")
+        trial_id = attempt.trial_id
+        self._changes.note(
+            transaction, trial_id, attempt.number, level, f"Alert of rank {rank}: {text}"
+        )
+        shown = {
+            "title": alert.title,
+            "description": alert.description,
+            "level": alert.level,
+            "rank": rank,
+        }
+        earlier = self._changes.trial(transaction.connection, trial_id).alerts or []
+        alerts = [*earlier, {"time": alert.time, **shown}][-_NUM_ALERTS:]
+        self._changes.update_trial(transaction, trial_id, alerts=alerts)
+        transaction.emit("alert", attempt.experiment_id, trial_id, **shown)
+
+    def _take_chief_record(
+        self, transaction: Transaction, attempt: Row[Any], record: AnyRecord
+    ) -> None:
+        changes = self._changes
+        if isinstance(record, ProgressReported):
+            trial = changes.trial(transaction.connection, attempt.trial_id)
+            changes.search_operations.note_progress(transaction, trial, record.progress)
+        elif isinstance(record, StatusReported):
+            changes.update_trial(transaction, attempt.trial_id, status=record.status)
+        elif isinstance(record, RunMetadataSet):
+            changes.update_trial(transaction, attempt.trial_id, metadata=record.metadata)
+        elif isinstance(record, OperationsRequested):
+            changes.update_trial(transaction, attempt.trial_id, uses_operations=True)
+        elif isinstance(record, OperationCompleted):
+            take_operation(changes, transaction, attempt, record)
+        elif isinstance(record, PreemptionAcknowledged):
+            _update_attempt(transaction.connection, attempt.id, preempt_acknowledged=True)
+        elif isinstance(record, EarlyExitReported):
+            _update_attempt(transaction.connection, attempt.id, early_exit=record.reason)
+        elif isinstance(record, AttemptFinished):
+            is_refused = _early_exit(transaction.connection, attempt.id) == _INVALID_HP
+            if not (is_refused and record.outcome == "error"):
+                # An error of the chief's only answers the end of the rank that refused.
+                _update_attempt(
+                    transaction.connection, attempt.id, outcome=record.outcome, error=record.error
+                )
+        else:
+            assert isinstance(
+                record,
+                (
+                    AttemptStarted,
+                    CheckpointSentApart,
+                    RecordLost,
+                    RecordsDropped,
+                    SearchInputTaken,
+                    TimeSpent,
+                ),
+            )
+
+
+def _with_validations(
+    connection: Connection, attempt: Row[Any], rank: int, records: list[AnyRecord]
+) -> list[AnyRecord]:
+    """Return records with a validation beside each report of a train function that counts as one.
+
+    Other ranks than the chief are not judged, and a run without this master has no search: their
+    reports stay what they are. A report whose `validation` is still True is told as the validation
+    beside it.
+    """
+    if not any(isinstance(each, MetricsReported) and each.validation for each in records):
+        return records
+    experiment = StateChanges.experiment(connection, attempt.experiment_id)
+    is_judged = rank == CHIEF and experiment.external_id is None
+    metric = config_of(experiment).searcher.metric
+    found: list[AnyRecord] = []
+    for record in records:
+        if not isinstance(record, MetricsReported) or not record.validation:
+            found.append(record)
+            continue
+        is_whole = record.validation is True
+        judged = record.metrics if record.validation is True else record.validation
+        found.append(replace(record, validation=is_judged and is_whole and metric in judged))
+        if is_judged:
+            found.append(replace(record, group="validation", metrics=judged, validation=is_whole))
+    return found
+
+
+def _take_times(
+    connection: Connection, attempt_id: int, batch: RecordBatch, records: list[AnyRecord]
+) -> None:
+    """Store what the chief has spent its time on."""
+    for record in records:
+        if isinstance(record, TimeSpent) and batch.rank == CHIEF:
+            add_time_mark(connection, attempt_id, batch.generation, record)
+
+
+def _note_untold(untold: dict[str, list[MetricsReported]], record: MetricsReported) -> None:
+    if record.validation is not True:
+        untold.setdefault(record.group, []).append(record)
+
+
+def _emit_newest(
+    transaction: Transaction,
+    attempt: Row[Any],
+    rank: int,
+    untold: dict[str, list[MetricsReported]],
+) -> None:
+    """Emit one event per group for its newest report, and forget the reports.
+
+    Validation reports have events of their own.
+    """
+    for group, reports in untold.items():
+        transaction.emit(
+            "metrics",
+            attempt.experiment_id,
+            attempt.trial_id,
+            group=group,
+            rank=rank,
+            steps_completed=reports[-1].steps_completed,
+            count=len(reports),
+            metrics=small_metrics(reports[-1].metrics),
+        )
+    untold.clear()
+
+
+def _take_environment(connection: Connection, attempt: Row[Any], record: AttemptStarted) -> None:
+    if record.environment is not None:
+        digest = store_environment(connection, record.environment)
+        _update_attempt(connection, attempt.id, environment=digest)
+
+
+def _take_restarts(transaction: Transaction, attempt: Row[Any], record: AttemptStarted) -> None:
+    if not record.restart_causes:
+        return
+    column = tables.attempts.c.restart_causes
+    query = select(column).where(tables.attempts.c.id == attempt.id)
+    # By generation, as a database that is made anew takes a record twice.
+    causes = (transaction.connection.scalar(query) or {}) | {
+        str(record.generation): list(record.restart_causes)
+    }
+    _update_attempt(transaction.connection, attempt.id, restart_causes=causes)
+    transaction.emit(
+        "workers_restarted",
+        attempt.experiment_id,
+        attempt.trial_id,
+        number=attempt.number,
+        restarts=sum(map(len, causes.values())),
+        cause=record.restart_causes[-1],
+    )
+
+
+def _read_marks(connection: Connection, attempt_id: int) -> dict[tuple[int, int], int]:
+    """Return the highest stored sequence number per (generation, rank)."""
+    marks = tables.journal_marks
+    rows = connection.execute(select(marks).where(marks.c.attempt_id == attempt_id))
+    return {(row.generation, row.rank): row.sequence for row in rows}
+
+
+def _write_mark(
+    connection: Connection, attempt_id: int, batch: RecordBatch, present: int, sequence: int
+) -> None:
+    marks = tables.journal_marks
+    key = {"attempt_id": attempt_id, "generation": batch.generation, "rank": batch.rank}
+    if present < 0:
+        connection.execute(insert(marks).values(**key, sequence=sequence))
+        return
+    statement = update(marks).values(sequence=sequence)
+    for name, value in key.items():
+        statement = statement.where(marks.c[name] == value)
+    connection.execute(statement)
+
+
+def _update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
+    connection.execute(
+        update(tables.attempts).where(tables.attempts.c.id == attempt_id).values(**values)
+    )
+
+
+def _early_exit(connection: Connection, attempt_id: int) -> str | None:
+    column = tables.attempts.c.early_exit
+    reason: str | None = connection.scalar(select(column).where(tables.attempts.c.id == attempt_id))
+    return reason
+
+
+def _searched_metric(connection: Connection, experiment_id: int) -> str:
+    return config_of(StateChanges.experiment(connection, experiment_id)).searcher.metric

@@ -1,0 +1,213 @@
+"""Following the run directories of a directory, live."""
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from paceline._base.files import (
+    NotRegularFileError,
+    open_regular_below,
+    opened_below,
+    opened_directory,
+)
+from paceline._base.journal_files import Entry
+from paceline._base.run_directory import JournalKey, RunDirectory, RunTail
+from paceline._cluster.master.experiments.unmanaged_runs import Unmanaged
+from paceline._cluster.master.store.database import Database
+from paceline._cluster.messages.runner_messages import RunBatch
+from paceline.core._run_summaries import moved_storage
+
+logger = logging.getLogger(__name__)
+
+_SCAN_S = 1.0
+_MAX_RECORDS = 1000
+# A run that is over is looked at again now and then: on a file system that keeps locks to one
+# machine, a run on another one looks dead while it is not.
+_SETTLED_S = 10.0
+# What says that a directory is damaged, of another version, or an attempt of a master; looking at
+# it again would end in the same way.
+_UNUSABLE = (ArithmeticError, RecursionError, TypeError, ValueError, msgspec.MsgspecError)
+
+
+class RunsWatcher:
+    """A thread that takes up what the runs in a directory write, within about a second.
+
+    Args:
+        directory: It holds run directories, or is one; it may be made later.
+        database: Where what they write goes.
+        unmanaged: What takes it up.
+    """
+
+    def __init__(self, directory: Path, database: Database, unmanaged: Unmanaged) -> None:
+        self._directory = directory
+        self._database = database
+        self._unmanaged = unmanaged
+        self._runs: dict[Path, _Run] = {}
+        self._skipped: dict[Path, int] = {}
+        self._failing: set[Path] = set()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="runs-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following; what was read is stored."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def scan(self) -> None:
+        """Look at every run once."""
+        found = self._find()
+        for path in found:
+            if self._stopping.is_set():
+                return
+            self._follow(path)
+        for path in self._runs.keys() - found:
+            # Its directory was removed: what is known of it is all that will ever be.
+            self._end(self._runs.pop(path))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.scan()
+            except Exception:
+                logger.exception("The runs in %s could not be read.", self._directory)
+            if self._stopping.wait(_SCAN_S):
+                return
+
+    def _find(self) -> set[Path]:
+        """Return the run directories, except those that were found unusable."""
+        own = _changed_at(self._directory)
+        if own is not None:
+            stamps = {self._directory: own}
+        else:
+            paths = self._directory.iterdir() if self._directory.is_dir() else ()
+            stamps = {path: stamp for path in paths if (stamp := _changed_at(path)) is not None}
+        return {path for path, stamp in stamps.items() if self._skipped.get(path) != stamp}
+
+    def _follow(self, path: Path) -> None:
+        try:
+            run = self._runs.get(path) or self._open(path)
+            if run is not None and run.is_due():
+                self._take_up(run)
+            self._failing.discard(path)
+        except _UNUSABLE as error:
+            logger.warning("The run directory %s is left out: %s", path, error)
+            self._skipped[path] = _changed_at(path) or 0
+            self._runs.pop(path, None)
+        except Exception:
+            if path not in self._failing:
+                logger.exception("The run directory %s cannot be followed now.", path)
+            self._failing.add(path)
+            # What was stored is not known here; the next scan asks the database.
+            self._runs.pop(path, None)
+
+    def _open(self, path: Path) -> "_Run | None":
+        _check_links(path)
+        directory = RunDirectory.open(path)
+        if not directory.journal_keys():
+            return None  # it has only just begun, or never did
+        info = directory.read_info()
+        reply = self._database.write(
+            lambda transaction: self._unmanaged.register(transaction, info, str(path))
+        ).result()
+        marks = {JournalKey(m.attempt, m.generation, m.rank): m.sequence for m in reply.marks}
+        run = self._runs[path] = _Run(directory, info.run_id, RunTail(directory, marks))
+        run.moved.update(moved_storage(directory, info))
+        return run
+
+    def _take_up(self, run: "_Run") -> None:
+        run.note_look()
+        # Asked before reading: what a dead run wrote is all there.
+        is_alive = run.directory.is_alive()
+        while not self._stopping.is_set():
+            found = run.tail.read(_MAX_RECORDS)
+            is_rest = sum(len(entries) for _, entries in found) < _MAX_RECORDS
+            if is_rest and not is_alive:
+                found += run.tail.finish()
+            batches = [_decode(key, entries) for key, entries in found]
+            if batches or is_alive != run.was_alive:
+                self._store(run, batches, is_alive=is_alive or not is_rest)
+            if is_rest:
+                run.was_alive = is_alive
+                return
+
+    def _end(self, run: "_Run") -> None:
+        try:
+            self._store(run, [], is_alive=False)
+        except Exception:
+            logger.exception("The end of the run %s could not be stored.", run.directory.path)
+
+    def _store(self, run: "_Run", batches: list[RunBatch], *, is_alive: bool) -> None:
+        self._database.write(
+            lambda transaction: self._unmanaged.take(
+                transaction, run.run_id, batches, is_alive=is_alive, moved=run.moved
+            )
+        ).result()
+
+
+class _Run:
+    """One run that is followed; `was_alive` is None before the first look."""
+
+    def __init__(self, directory: RunDirectory, run_id: str, tail: RunTail) -> None:
+        self.directory = directory
+        self.run_id = run_id
+        self.tail = tail
+        self.moved: dict[str, str] = {}
+        self.was_alive: bool | None = None
+        self._journals_changed_at = 0
+        self._next_look = 0.0
+
+    def is_due(self) -> bool:
+        """Whether there may be news: always while the run is alive, else seldom."""
+        if self.was_alive is not False or time.monotonic() >= self._next_look:
+            return True
+        return _journals_changed_at(self.directory) != self._journals_changed_at
+
+    def note_look(self) -> None:
+        """Remember what the following look is about to see."""
+        self._next_look = time.monotonic() + _SETTLED_S
+        self._journals_changed_at = _journals_changed_at(self.directory)
+
+
+def _decode(key: JournalKey, entries: list[Entry]) -> RunBatch:
+    records = [(entry.sequence, entry.decode()) for entry in entries]
+    return RunBatch(key.attempt, key.generation, key.rank, records)
+
+
+def _check_links(path: Path) -> None:
+    """Refuse links by which another user would have what is ours shown as a run of theirs.
+
+    Raises:
+        ValueError: There is one.
+    """
+    try:
+        with opened_directory(path) as directory:
+            open_regular_below(directory, "run.json").close()
+            with suppress(FileNotFoundError), opened_below(directory, "journal"):
+                pass
+    except NotRegularFileError as error:
+        raise ValueError(f"{error.filename!r}: {error.strerror}") from error
+
+
+def _changed_at(path: Path) -> int | None:
+    """Return when a run directory's `run.json` was written; None if it is no run directory."""
+    try:
+        return (path / "run.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _journals_changed_at(directory: RunDirectory) -> int:
+    """Return a stamp that changes when an attempt begins."""
+    try:
+        return (directory.path / "journal").stat().st_mtime_ns
+    except OSError:
+        return 0

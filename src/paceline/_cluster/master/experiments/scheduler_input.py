@@ -1,0 +1,376 @@
+"""What the scheduler decides on; whether there are slots at all."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, func, select
+
+from paceline._cluster.master.experiments.attempts import live_attempts
+from paceline._cluster.master.experiments.failures import (
+    nodes_in_start_delay,
+    nodes_of_failed_attempts,
+    resting_nodes,
+    trials_in_start_delay,
+)
+from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.scheduling.pools import (
+    DEFAULT_PRIORITY,
+    Holding,
+    NodeSlots,
+    PolicyName,
+    PoolSettings,
+    Waiting,
+    in_pools,
+)
+from paceline._cluster.master.scheduling.slot_placement import fits_nodes
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.messages_from_rows import config_of, slots_by_node
+from paceline._cluster.messages.runner_messages import DEFAULT_POOL
+from paceline._cluster.messages.states import LIVE_ATTEMPTS, ExperimentState, TrialState
+from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._searcher_section import MissingSearcher
+
+_NUM_READ_AT_ONCE = 200
+_NOWHERE: Mapping[int, frozenset[int]] = {}
+_NEVER: Mapping[int, float] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The nodes in their pools, and who holds their slots.
+
+    Attributes:
+        pausing_nodes: The nodes that get nothing for a moment, and until when.
+        failing_nodes: Those of them on which several trials failed.
+        returning: Nodes that are not open, but were a moment ago.
+        pausing_trials: The same of trials.
+        failed_on: Of trials whose last attempts failed, the nodes of these.
+    """
+
+    nodes: list[NodeSlots]
+    holding: list[Holding]
+    pools: Mapping[str, PoolSettings]
+    pausing_nodes: dict[int, float]
+    failing_nodes: dict[int, float]
+    returning: list[NodeSlots]
+    pausing_trials: dict[int, float]
+    failed_on: dict[int, frozenset[int]]
+
+    def waiting_trials(self, connection: Connection) -> "Iterator[Waiting]":
+        """Yield the trials that want to run, as `waiting_trials`."""
+        for trial in waiting_trials(
+            connection, is_by_arrival=self.is_by_arrival, failed_on=self.failed_on
+        ):
+            awaits = bool(trial.failed_on) and any(
+                node.pool == trial.pool
+                and node.node_id not in trial.failed_on
+                and len(set(node.slots) - node.drained) >= trial.num_slots
+                for node in self.returning
+            )
+            yield replace(trial, awaits_node=True) if awaits else trial
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no slot is free."""
+        held = sum(one.num_slots for one in self.holding)
+        return held >= sum(len(node.slots) for node in self.nodes)
+
+    @property
+    def preempts(self) -> bool:
+        """Whether a policy lets trials take the slots of others."""
+        return any(policy is not PolicyName.FIFO for policy in self._policies)
+
+    @property
+    def policies(self) -> dict[int, PolicyName]:
+        """The policy that holds on each node."""
+        return {node.node_id: self._policy_of(node.pool) for node in self.nodes}
+
+    @property
+    def is_by_arrival(self) -> bool:
+        """Whether experiments need not be asked when they last got slots."""
+        return PolicyName.FAIR_SHARE not in self._policies
+
+    @property
+    def _policies(self) -> set[PolicyName]:
+        return {self._policy_of(pool) for pool in {node.pool for node in self.nodes}}
+
+    def _policy_of(self, pool: str) -> PolicyName:
+        settings = self.pools.get(pool)
+        return PolicyName.FIFO if settings is None else settings.policy
+
+
+def read_cluster(
+    connection: Connection,
+    nodes: Sequence[NodeSlots],
+    now: float,
+    *,
+    returning: Sequence[NodeSlots] = (),
+    failing: Mapping[int, float] = _NEVER,
+) -> Cluster:
+    """Return nodes with what the database says of them.
+
+    Args:
+        connection: The database.
+        nodes: The nodes that are there.
+        now: The time in seconds since the epoch.
+        returning: Nodes that are not open, but were a moment ago.
+        failing: Nodes on which several trials failed, and until when they would rest.
+    """
+    pools, drained = read_pools(connection), drained_slots(connection)
+    lacking = nodes_in_start_delay(connection, now)
+    placed, returning = in_pools(nodes, pools), in_pools(returning, pools)
+    failing = resting_nodes(failing, placed, returning)
+    resting = lacking | failing
+    known = [
+        replace(
+            node,
+            drained=node.drained | drained.get(node.node_id, frozenset()),
+            is_pausing=node.node_id in resting,
+        )
+        if node.node_id in drained or node.node_id in resting
+        else node
+        for node in placed
+    ]
+    # One that lacks something, and will have it in a moment, is waited for as well.
+    returning += [node for node in known if node.node_id in lacking and node.node_id not in failing]
+    is_ranked = any(one.policy is not PolicyName.FIFO for one in pools.values())
+    return Cluster(
+        nodes=known,
+        holding=_slot_holdings(connection, is_ranked=is_ranked),
+        pools=pools,
+        pausing_nodes=resting,
+        failing_nodes=failing,
+        returning=returning,
+        pausing_trials=trials_in_start_delay(connection, now),
+        failed_on=nodes_of_failed_attempts(connection) if len(known) + len(returning) > 1 else {},
+    )
+
+
+def read_pools(connection: Connection) -> dict[str, PoolSettings]:
+    """Return the settings of the pools that have any."""
+    return {
+        row.name: PoolSettings(
+            policy=PolicyName(row.policy), max_slots=row.max_slots, labels=row.labels
+        )
+        for row in connection.execute(select(tables.pools)).all()
+    }
+
+
+def drained_slots(connection: Connection) -> dict[int, frozenset[int]]:
+    """Return the drained slots by node."""
+    found: dict[int, set[int]] = {}
+    for row in connection.execute(select(tables.drained_slots)).all():
+        found.setdefault(row.node_id, set()).add(row.slot)
+    return {node_id: frozenset(slots) for node_id, slots in found.items()}
+
+
+def _slot_holdings(connection: Connection, *, is_ranked: bool) -> list[Holding]:
+    """Return who holds which slots; with priorities and weights if the order depends on them."""
+    ranks = _QueueRanks(connection)
+    attempts = live_attempts(connection)
+    if is_ranked:
+        ranks.load({attempt.experiment_id for attempt in attempts})
+    found: list[Holding] = []
+    for attempt in attempts:
+        priority, weight = DEFAULT_PRIORITY, 1.0
+        if is_ranked:
+            priority, weight = ranks.of(attempt.experiment_id)
+        parts = [(node_id, tuple(held)) for node_id, held in slots_by_node(attempt).items()]
+        (node_id, slots), *others = parts
+        found.append(
+            Holding(
+                experiment_id=attempt.experiment_id,
+                slots=slots,
+                node_id=node_id,
+                others=tuple(others),
+                attempt_id=attempt.id,
+                priority=priority,
+                weight=weight,
+                is_leaving=attempt.preempt_reason is not None or attempt.should_kill,
+            )
+        )
+    return found
+
+
+def waiting_trials(
+    connection: Connection,
+    *,
+    is_by_arrival: bool = False,
+    failed_on: Mapping[int, frozenset[int]] = _NOWHERE,
+) -> Iterator[Waiting]:
+    """Yield the trials that want to run in order; the caller takes as many as it has slots for.
+
+    Args:
+        connection: The database.
+        is_by_arrival: Nobody asks when their experiments last got slots.
+        failed_on: Of trials whose last attempts failed, the nodes of these.
+    """
+    trials, experiments, attempts = tables.trials, tables.experiments, tables.attempts
+    running = select(attempts.c.trial_id).where(attempts.c.state.in_(LIVE_ATTEMPTS))
+    is_active = experiments.c.state == ExperimentState.ACTIVE.value
+    query = (
+        select(trials.c.id, trials.c.experiment_id)
+        .join(experiments, experiments.c.id == trials.c.experiment_id)
+        .where(
+            trials.c.state == TrialState.ACTIVE.value,
+            is_active,
+            experiments.c.external_id.is_(None),
+            trials.c.id.not_in(running),
+        )
+    )
+    was_moved = select(experiments.c.id).where(is_active, experiments.c.queue_place.is_not(None))
+    # The order of ids needs no sorting.
+    if connection.execute(was_moved.limit(1)).first() is not None:
+        query = query.order_by(func.coalesce(experiments.c.queue_place, trials.c.id), trials.c.id)
+    else:
+        query = query.order_by(trials.c.id)
+    ranks = _QueueRanks(connection)
+    with connection.execution_options(yield_per=_NUM_READ_AT_ONCE).execute(query) as rows:
+        for part in rows.partitions():
+            # Only of the experiments that the caller gets to.
+            experiment_ids = {experiment_id for _, experiment_id in part}
+            ranks.load(experiment_ids)
+            if not is_by_arrival:
+                ranks.load_last_served(experiment_ids)
+            for trial_id, experiment_id in part:
+                make_waiting = ranks.waiting(experiment_id)
+                if make_waiting is not None:
+                    yield make_waiting(
+                        trial_id=trial_id, failed_on=failed_on.get(trial_id, frozenset())
+                    )
+
+
+class _QueueRanks:
+    """What the order depends on, read once for each experiment."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._known: dict[int, tuple[Row[Any], ExperimentConfig]] = {}
+        self._served: dict[int, float] = {}
+        self._waiting: dict[int, Callable[..., Waiting] | None] = {}
+
+    def load(self, experiment_ids: set[int]) -> None:
+        """Read several experiments at once."""
+        wanted = experiment_ids - self._known.keys()
+        if not wanted:
+            return
+        experiments = tables.experiments
+        query: Select[Any] = select(
+            experiments.c.id,
+            experiments.c.config,
+            experiments.c.priority,
+            experiments.c.weight,
+            experiments.c.max_slots,
+            experiments.c.created_at,
+        ).where(experiments.c.id.in_(wanted))
+        self._known |= {row.id: (row, config_of(row)) for row in self._connection.execute(query)}
+
+    def load_last_served(self, experiment_ids: set[int]) -> None:
+        """Read when several experiments last got slots."""
+        wanted = experiment_ids - self._served.keys()
+        if not wanted:
+            return
+        attempts = tables.attempts.c
+        query = (
+            select(attempts.experiment_id, func.max(attempts.created_at))
+            .where(attempts.experiment_id.in_(wanted))
+            .group_by(attempts.experiment_id)
+        )
+        # One that got none waits since it was created.
+        self._served |= {id_: self._known[id_][0].created_at for id_ in wanted}
+        self._served |= {row[0]: row[1] for row in self._connection.execute(query)}
+
+    def of(self, experiment_id: int) -> tuple[int, float]:
+        """Return the priority and the weight of an experiment."""
+        return rank_of(*self._known[experiment_id])
+
+    def waiting(self, experiment_id: int) -> Callable[..., Waiting] | None:
+        """Return a function that makes an experiment's trials from their ids; None if all wait.
+
+        Without its method a search decides nothing: its trials wait, others get the slots.
+        """
+        if experiment_id not in self._waiting:
+            self._waiting[experiment_id] = self._make_waiting(experiment_id)
+        return self._waiting[experiment_id]
+
+    def _make_waiting(self, experiment_id: int) -> Callable[..., Waiting] | None:
+        config = self._known[experiment_id][1]
+        if isinstance(config.searcher, MissingSearcher):
+            return None
+        wanted = config.resources
+        priority, weight = self.of(experiment_id)
+        return partial(
+            Waiting,
+            experiment_id=experiment_id,
+            num_slots=wanted.fewest_slots,
+            max_slots=_max_slots_of(*self._known[experiment_id]),
+            # Brackets and trials that are continued may be more than a search may run.
+            max_trials=getattr(config.searcher, "max_concurrent_trials", None) or None,
+            pool=wanted.pool or DEFAULT_POOL,
+            priority=priority,
+            weight=weight,
+            last_served=self._served.get(experiment_id, 0.0),
+            most_slots=wanted.most_slots,
+            allow_uneven=wanted.allow_uneven,
+        )
+
+
+def _max_slots_of(experiment: Row[Any], config: ExperimentConfig) -> int | None:
+    """Return how many slots an experiment may use at once, None for any number."""
+    if experiment.max_slots is None:
+        return config.resources.max_slots
+    return experiment.max_slots or None
+
+
+def rank_of(experiment: Row[Any], config: ExperimentConfig) -> tuple[int, float]:
+    """Return the priority and the weight of an experiment: what was set, or its configuration's."""
+    priority, weight = experiment.priority, experiment.weight
+    if priority is None:
+        priority = config.resources.priority or DEFAULT_PRIORITY
+    return priority, config.resources.weight if weight is None else weight
+
+
+def check_slots(
+    connection: Connection, config: ExperimentConfig, known: Sequence[NodeSlots]
+) -> None:
+    """Refuse a configuration whose trials would wait for ever.
+
+    Args:
+        connection: Reads the pools.
+        config: The configuration.
+        known: The slots of all nodes.
+
+    Raises:
+        RefusedError: There is no such pool, or its nodes have too few slots.
+    """
+    wanted, pool = config.resources.fewest_slots, config.resources.pool or DEFAULT_POOL
+    nodes = in_pools(known, read_pools(connection))
+    pools = sorted({node.pool for node in nodes})
+    if pool not in pools:
+        raise RefusedError(
+            "no_such_pool",
+            f"`resources.pool` must be a pool that has a node ({', '.join(pools)}), but got"
+            f" {pool!r}. Hint: start `paceline runner --pool {pool}` first.",
+        )
+    of_pool = [node for node in nodes if node.pool == pool]
+    if fits_nodes(of_pool, wanted, allow_uneven=config.resources.allow_uneven):
+        return
+    if fits_nodes(of_pool, wanted, allow_uneven=True):
+        raise RefusedError(
+            "uneven_slots",
+            f"`resources.slots_per_trial` must be a number that nodes of the pool {pool!r} have"
+            f" together, equally many on each, but got {wanted}. Hint: choose another number,"
+            " or allow different numbers by `resources: {allow_uneven: true}`.",
+        )
+    most = max(len(node.slots) for node in of_pool)
+    total = sum(len(node.slots) for node in of_pool if node.can_join)
+    whose = "this master" if len(nodes) == 1 else "the largest node of its pool"
+    if total > most:
+        most, whose = total, "the nodes of its pool that reach each other"
+    raise RefusedError(
+        "not_enough_slots",
+        f"`resources.slots_per_trial` must be at most {most}, the slots of {whose}, but got"
+        f" {wanted}. Hint: lower it, or start the master or a runner with more `--slots`.",
+    )

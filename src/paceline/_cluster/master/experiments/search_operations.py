@@ -1,0 +1,315 @@
+"""Inputs of searches and the operations that follow; checks of the searched metric."""
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from paceline import faults
+from paceline._cluster.master.experiments.state_transitions import SearchEnd
+from paceline._cluster.master.experiments.stored_searches import Searches
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.messages_from_rows import config_of
+from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.master.store.series_writer import read_summary
+from paceline._cluster.messages.states import (
+    FULLY_TRAINED,
+    STOPPED_BY_SEARCH,
+    ExperimentState,
+    TrialState,
+)
+from paceline.config._searcher_section import MissingSearcher, Searcher, SingleSearcher
+from paceline.search._search_method import (
+    Create,
+    Input,
+    Operation,
+    Progressed,
+    Reported,
+    SearchMethodError,
+    Shutdown,
+    Started,
+    Stop,
+    Train,
+)
+
+if TYPE_CHECKING:
+    from paceline._cluster.master.experiments.state_changes import StateChanges
+
+
+_GROUP = "validation"
+
+
+def describe_nan_metric(
+    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+) -> str | None:
+    """Say that the searched metric was never finite, if a trial reported it so."""
+    if trial.best_metric is not None or trial.latest_metric is None:
+        return None
+    metric = config_of(experiment).searcher.metric
+    summary = read_summary(transaction.connection, trial.id).get("validation", {}).get(metric)
+    if summary is None:
+        return None
+    reports = "the only report" if summary.count == 1 else f"all {summary.count} reports"
+    return (
+        f"The searched metric `{metric}` was NaN or infinite in {reports}. Hint: look for a"
+        " learning rate that is too high, or a division by zero."
+    )
+
+
+def describe_missing_metric(
+    transaction: Transaction, trial: Row[Any], experiment: Row[Any]
+) -> str | None:
+    """Say what a trial that ended by itself failed to report, if the search needed it."""
+    searcher = config_of(experiment).searcher
+    if isinstance(searcher, MissingSearcher):
+        return None
+    judged = searcher.judged_metrics
+    if trial.uses_operations and judged is not None:
+        return None
+    reported = read_summary(transaction.connection, trial.id).get("validation", {})
+    if not reported and judged is None:
+        # A script that does not validate is welcome to any search that needs nothing.
+        return None
+    missing = [name for name in judged or [searcher.metric] if name not in reported]
+    if not missing:
+        return None
+    named = " and ".join(f"`{name}`" for name in missing)
+    found = ", ".join(sorted(reported)) or "none"
+    return (
+        f"The search needs {named} in the validation metrics, but the code never reported it"
+        f" (reported: {found}). Hint: report it, or set `searcher.metric` and"
+        " `searcher.time_metric` to what is reported."
+    )
+
+
+def is_single(experiment: Row[Any]) -> bool:
+    """Tell whether an experiment has one trial, which needs no metric to be chosen by."""
+    return isinstance(config_of(experiment).searcher, SingleSearcher)
+
+
+def others_have_reported(transaction: Transaction, trial: Row[Any], experiment: Row[Any]) -> bool:
+    """Tell whether some trial of the search has reported what this one lacks."""
+    searcher = config_of(experiment).searcher
+    reported = read_summary(transaction.connection, trial.id).get(_GROUP, {})
+    names = [name for name in searcher.judged_metrics or [searcher.metric] if name not in reported]
+    series, trials = tables.series.c, tables.trials.c
+    found = (
+        select(series.id)
+        .join_from(tables.series, tables.trials, trials.id == series.trial_id)
+        .where(trials.experiment_id == experiment.id, series.group == _GROUP)
+        .limit(1)
+    )
+    connection = transaction.connection
+    return all(connection.scalar(found.where(series.key == name)) is not None for name in names)
+
+
+def num_validations(connection: Connection, trial_id: int) -> tuple[int, int | None]:
+    """Return how many validations a trial has reported, and the step of the first one."""
+    series = tables.series.c
+    row = connection.execute(
+        select(func.max(series.num_points), func.min(series.first_step)).where(
+            series.trial_id == trial_id, series.group == _GROUP
+        )
+    ).one()
+    return row[0] or 0, row[1]
+
+
+def is_never_finite(connection: Connection, experiment_id: int) -> bool:
+    """Tell whether trials of a search have reported its metric, but no finite value of it."""
+    experiments, trials = tables.experiments, tables.trials.c
+    experiment = connection.execute(
+        select(experiments).where(experiments.c.id == experiment_id)
+    ).one()
+    if experiment.best_metric is not None or is_single(experiment):
+        return False
+    reported = select(trials.id).where(
+        trials.experiment_id == experiment_id, trials.latest_metric.is_not(None)
+    )
+    return connection.execute(reported.limit(1)).first() is not None
+
+
+def describe_unmeasured(connection: Connection, experiment_id: int) -> str:
+    """Say that no trial of a search has reported a finite value of its metric."""
+    experiments = tables.experiments
+    experiment = connection.execute(
+        select(experiments).where(experiments.c.id == experiment_id)
+    ).one()
+    return (
+        f"A trial must report a finite value of the searched metric"
+        f" `{config_of(experiment).searcher.metric}`, but all values were NaN or infinite. Hint:"
+        " look for a learning rate that is too high, or a division by zero."
+    )
+
+
+logger = logging.getLogger(__name__)
+
+faults.register("master.trial.created")
+
+
+class SearchOperations:
+    """Give inputs to the searches of experiments, and carry out what they decide.
+
+    All methods run in the writer thread, inside the transaction they are given.
+
+    Args:
+        changes: Sets the states of experiments and trials.
+        searches: The searches' states.
+    """
+
+    def __init__(self, changes: "StateChanges", searches: Searches) -> None:
+        self._changes = changes
+        self._searches = searches
+
+    def apply_input(self, transaction: Transaction, experiment_id: int, given: Input) -> None:
+        """Give an input to the search and carry out what it decides.
+
+        Once the experiment is stopping or its search has ended, inputs are ignored. If the search's
+        method fails, the experiment does; what trials have reported is stored all the same.
+
+        Raises:
+            SearchMethodError: The method fails to start.
+        """
+        row = self._changes.experiment(transaction.connection, experiment_id)
+        if not _takes_inputs(row):
+            return
+        try:
+            operations = self._searches.apply(transaction, experiment_id, given)
+        except SearchMethodError as error:
+            if isinstance(given, Started):
+                raise
+            self._fail_search(transaction, experiment_id, error)
+            return
+        for operation in operations:
+            self._carry_out(transaction, row, operation, given)
+        self.update_progress(transaction, experiment_id)
+
+    def catch_up(self, transaction: Transaction, experiment_id: int) -> None:
+        """Carry out what a search decides on what came while its method was missing."""
+        row = self._changes.experiment(transaction.connection, experiment_id)
+        if not _takes_inputs(row):
+            return
+        try:
+            # All of it is decided before anything is carried out, which may lead to more inputs.
+            decided = self._searches.catch_up(transaction, experiment_id)
+        except SearchMethodError as error:
+            self._fail_search(transaction, experiment_id, error)
+            return
+        for given, operations in decided:
+            for operation in operations:
+                self._carry_out(transaction, row, operation, given)
+        self.update_progress(transaction, experiment_id)
+
+    def _fail_search(
+        self, transaction: Transaction, experiment_id: int, error: SearchMethodError
+    ) -> None:
+        logger.error("The search of experiment %d failed.", experiment_id, exc_info=error)
+        # It may be half changed.
+        self._searches.forget(experiment_id)
+        self._changes.fail_experiment(transaction, experiment_id, str(error))
+
+    def note_progress(self, transaction: Transaction, trial: Row[Any], progress: float) -> None:
+        """Record how far a trial says it is; progress decides nothing and is not logged."""
+        self._changes.update_trial(transaction, trial.id, progress=progress)
+        row = self._changes.experiment(transaction.connection, trial.experiment_id)
+        if _takes_inputs(row):
+            told = Progressed(request_id=trial.request_id, progress=progress)
+            self._searches.note_progress(transaction, trial.experiment_id, told)
+            self.update_progress(transaction, trial.experiment_id)
+
+    def update_progress(self, transaction: Transaction, experiment_id: int) -> None:
+        """Store the experiment's progress if it changed visibly."""
+        connection = transaction.connection
+        row = self._changes.experiment(connection, experiment_id)
+        if not _takes_inputs(row):
+            return
+        try:
+            search = self._searches.peek(transaction, experiment_id)
+            progress = None if search is None else search.progress()
+        except SearchMethodError as error:
+            self._fail_search(transaction, experiment_id, error)
+            return
+        if progress is None or abs(progress - row.progress) < 0.001:
+            return
+        connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(progress=progress)
+        )
+        transaction.emit("progress", experiment_id, progress=progress)
+
+    def _carry_out(
+        self, transaction: Transaction, experiment: Row[Any], operation: Operation, given: Input
+    ) -> None:
+        experiment_id = experiment.id
+        if isinstance(operation, Create):
+            self._create_trial(transaction, experiment_id, operation)
+        elif isinstance(operation, Train):
+            trial = self._trial_of(transaction, experiment_id, operation.request_id)
+            self._changes.update_trial(transaction, trial.id, target_length=operation.length)
+            self._tell_attempt(transaction, trial.id)
+        elif isinstance(operation, Stop):
+            trial = self._trial_of(transaction, experiment_id, operation.request_id)
+            self._changes.update_trial(transaction, trial.id, operations_closed=True)
+            self._tell_attempt(transaction, trial.id)
+            if TrialState(trial.state) is TrialState.ACTIVE:
+                reason = _stop_reason(config_of(experiment).searcher, given)
+                self._changes.stop_trial(transaction, trial, TrialState.STOPPING_COMPLETED, reason)
+        elif isinstance(operation, Shutdown):
+            end = SearchEnd.COMPLETED
+            if operation.failure:
+                end = SearchEnd.FAILED
+            elif operation.cancel:
+                end = SearchEnd.CANCELED
+            elif is_never_finite(transaction.connection, experiment_id):
+                end = SearchEnd.UNMEASURED
+            self._changes.end_search(transaction, experiment_id, end)
+
+    def _create_trial(
+        self, transaction: Transaction, experiment_id: int, operation: Create
+    ) -> None:
+        experiment = self._changes.experiment(transaction.connection, experiment_id)
+        result = transaction.connection.execute(
+            insert(tables.trials).values(
+                id=new_id(transaction.connection, tables.trials),
+                experiment_id=experiment_id,
+                request_id=operation.request_id,
+                state=TrialState.ACTIVE.value,
+                hparams=operation.hparams,
+                seed=operation.trial_seed,
+                created_at=time.time(),
+                source_checkpoint=config_of(experiment).searcher.source_checkpoint_uuid,
+            )
+        )
+        assert result.inserted_primary_key is not None
+        trial_id = result.inserted_primary_key[0]
+        transaction.emit("trial_created", experiment_id, trial_id, hparams=operation.hparams)
+        transaction.after_commit(self._changes.wake)
+        faults.reach("master.trial.created")
+
+    def _tell_attempt(self, transaction: Transaction, trial_id: int) -> None:
+        attempt = self._changes.live_attempt(transaction.connection, trial_id)
+        if attempt is not None:
+            self._changes.change_attempt(transaction, attempt.id)
+
+    @staticmethod
+    def _trial_of(transaction: Transaction, experiment_id: int, request_id: str) -> Row[Any]:
+        trials = tables.trials
+        return transaction.connection.execute(
+            select(trials).where(
+                trials.c.experiment_id == experiment_id, trials.c.request_id == request_id
+            )
+        ).one()
+
+
+def _takes_inputs(experiment: Row[Any]) -> bool:
+    state = ExperimentState(experiment.state)
+    return not (state.is_stopping or state.is_terminal) and experiment.search_end is None
+
+
+def _stop_reason(searcher: Searcher, given: Input) -> str:
+    longest = float("inf") if searcher.length is None else searcher.length
+    if searcher.wants_reports and isinstance(given, Reported) and given.time >= longest:
+        return FULLY_TRAINED
+    return STOPPED_BY_SEARCH

@@ -1,0 +1,391 @@
+"""Changes of experiments and trials inside a transaction: the one place where states are set."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, select, update
+
+from paceline import faults
+from paceline._cluster.master.experiments.failures import (
+    FailingNodes,
+    counted_trial_states,
+    describe_failure,
+)
+from paceline._cluster.master.experiments.search_operations import (
+    SearchOperations,
+    describe_unmeasured,
+)
+from paceline._cluster.master.experiments.state_transitions import (
+    EXPERIMENT_TRANSITIONS,
+    INVALID_HP,
+    TRIAL_TRANSITIONS,
+    NotFoundError,
+    SearchEnd,
+    check_transition,
+    end_of_experiment,
+    end_of_trial,
+    search_exit,
+    stopping_state,
+)
+from paceline._cluster.master.experiments.storage_calls import FailingStores, StorageCalls
+from paceline._cluster.master.experiments.stored_searches import Searches, store_search_view
+from paceline._cluster.master.scheduling.pools import NodeSlots
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.master.store.trial_logs import LogStore
+from paceline._cluster.messages.states import (
+    LIVE_TRIALS,
+    AttemptState,
+    ErrorKind,
+    ExperimentState,
+    TrialState,
+)
+from paceline.search._search_method import Exited, ExitReason
+
+faults.register("master.trial.ended")
+
+_LIVE_EXPERIMENTS = [s.value for s in ExperimentState if not s.is_terminal]
+# Made once, as most requests need them.
+_EXPERIMENT = select(tables.experiments).where(tables.experiments.c.id == bindparam("wanted"))
+_TRIAL = select(tables.trials).where(tables.trials.c.id == bindparam("wanted"))
+
+
+class StateChanges:
+    """Set states, and tell whoever waits for the outcome.
+
+    All methods run in the writer thread, inside the transaction they are given.
+
+    Args:
+        searches: The searches' states.
+        logs: Where notes for a trial's reader go.
+        wake: Called after a commit that the reconciler should look at.
+        notify_attempt: Called with an attempt's id after a commit that changed its control.
+    """
+
+    def __init__(
+        self,
+        searches: Searches,
+        logs: LogStore,
+        wake: Callable[[], None],
+        notify_attempt: Callable[[int], None],
+        default_storage: str = "",
+    ) -> None:
+        # Where checkpoints go unless the configuration of an experiment says otherwise.
+        self.default_storage = default_storage
+        # When this master began, in seconds since the epoch.
+        self.since_s = time.time()
+        self.searches = searches
+        self.search_operations = SearchOperations(self, searches)
+        self._logs = logs
+        self.wake = wake
+        self._notify_attempt = notify_attempt
+        # Checkpoints whose files are being deleted. Transactions add to it, as they come one after
+        # the other: then no trial may start from these any more. After a crash, they are deleted
+        # again, or their files are gone.
+        self.being_deleted: set[str] = set()
+        self.storage_calls = StorageCalls()
+        self.failing_stores = FailingStores()
+        self.failing_nodes = FailingNodes()
+        # The nodes that are open, and those that were a moment ago.
+        self.known_nodes: Callable[[], Sequence[NodeSlots]] = tuple
+
+    # ---- reading -------------------------------------------------------------------------
+
+    @staticmethod
+    def experiment(connection: Connection, experiment_id: int) -> Row[Any]:
+        """Return an experiment's row.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        row = connection.execute(_EXPERIMENT, {"wanted": experiment_id}).first()
+        if row is None:
+            raise NotFoundError(f"There is no experiment {experiment_id}.")
+        return row
+
+    @staticmethod
+    def trial(connection: Connection, trial_id: int) -> Row[Any]:
+        """Return a trial's row.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        row = connection.execute(_TRIAL, {"wanted": trial_id}).first()
+        if row is None:
+            raise NotFoundError(f"There is no trial {trial_id}.")
+        return row
+
+    @staticmethod
+    def live_trials(connection: Connection, experiment_id: int) -> list[Row[Any]]:
+        """Return the trials of an experiment that have not ended."""
+        trials = tables.trials
+        return list(
+            connection.execute(
+                select(trials)
+                .where(trials.c.experiment_id == experiment_id, trials.c.state.in_(LIVE_TRIALS))
+                .order_by(trials.c.id)
+            )
+        )
+
+    @staticmethod
+    def live_attempt(connection: Connection, trial_id: int) -> Row[Any] | None:
+        """Return the trial's attempt that has not ended, if there is one."""
+        attempts = tables.attempts
+        return connection.execute(
+            select(attempts).where(
+                attempts.c.trial_id == trial_id, attempts.c.state != AttemptState.ENDED.value
+            )
+        ).first()
+
+    # ---- experiments ---------------------------------------------------------------------
+
+    def set_experiment_state(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        state: ExperimentState,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """Move an experiment to another state.
+
+        Raises:
+            TransitionError: The state may not follow the present one.
+        """
+        row = self.experiment(transaction.connection, experiment_id)
+        present = ExperimentState(row.state)
+        check_transition(present, state, EXPERIMENT_TRANSITIONS, f"Experiment {experiment_id}")
+        values: dict[str, Any] = {"state": state.value}
+        if state.is_terminal:
+            values["ended_at"] = time.time()
+            values["retention_done"] = False
+            if state is ExperimentState.COMPLETED:
+                values["progress"] = 1.0
+        if error is not None and row.error is None:
+            values["error"] = error
+        transaction.connection.execute(
+            update(tables.experiments)
+            .where(tables.experiments.c.id == experiment_id)
+            .values(**values)
+        )
+        transaction.emit(
+            "experiment_state", experiment_id, state=state.value, error=error or row.error
+        )
+        transaction.after_commit(self.wake)
+
+    def stop_experiment(
+        self,
+        transaction: Transaction,
+        experiment_id: int,
+        state: ExperimentState,
+        *,
+        error: str | None = None,
+    ) -> None:
+        """Bring an experiment and all its live trials to a stopping state."""
+        self.set_experiment_state(transaction, experiment_id, state, error=error)
+        wanted = {
+            ExperimentState.STOPPING_COMPLETED: TrialState.STOPPING_COMPLETED,
+            ExperimentState.STOPPING_CANCELED: TrialState.STOPPING_CANCELED,
+            ExperimentState.STOPPING_KILLED: TrialState.STOPPING_KILLED,
+            ExperimentState.STOPPING_ERROR: TrialState.STOPPING_KILLED,
+        }[state]
+        reason = error or state.value.removeprefix("STOPPING_").lower()
+        for trial in self.live_trials(transaction.connection, experiment_id):
+            if wanted in TRIAL_TRANSITIONS[TrialState(trial.state)]:
+                self.stop_trial(transaction, trial, wanted, reason)
+
+    def tell_missed_exits(self, transaction: Transaction, experiment_id: int) -> None:
+        """Tell a search of trials that ended while its experiment was stopping."""
+        search = self.searches.peek(transaction, experiment_id)
+        assert search is not None
+        running = {view.request_id for view in search.trials() if view.exit_reason is None}
+        trials = tables.trials.c
+        query = select(tables.trials).where(
+            trials.experiment_id == experiment_id, trials.state.not_in(LIVE_TRIALS)
+        )
+        for trial in transaction.connection.execute(query.order_by(trials.id)).all():
+            if trial.request_id in running:
+                is_invalid = trial.stop_reason == INVALID_HP
+                reason = search_exit(TrialState(trial.state))
+                given = Exited(
+                    request_id=trial.request_id,
+                    reason=ExitReason.INVALID_HP if is_invalid else reason,
+                )
+                self.search_operations.apply_input(transaction, experiment_id, given)
+
+    def end_search(self, transaction: Transaction, experiment_id: int, end: SearchEnd) -> None:
+        """Note how an experiment's search has ended; it gets no more inputs."""
+        experiments = tables.experiments
+        transaction.connection.execute(
+            update(experiments)
+            .where(experiments.c.id == experiment_id)
+            .values(search_end=end.value)
+        )
+
+    def fail_experiment(self, transaction: Transaction, experiment_id: int, message: str) -> None:
+        """Stop an experiment because of an error that no other attempt can cure."""
+        row = self.experiment(transaction.connection, experiment_id)
+        if ExperimentState.STOPPING_ERROR in EXPERIMENT_TRANSITIONS[ExperimentState(row.state)]:
+            self.stop_experiment(
+                transaction, experiment_id, ExperimentState.STOPPING_ERROR, error=message
+            )
+
+    def end_experiment_if_done(self, transaction: Transaction, experiment_id: int) -> None:
+        """Bring an experiment without live trials to its terminal state, if it is over."""
+        row = self.experiment(transaction.connection, experiment_id)
+        state = ExperimentState(row.state)
+        if state.is_terminal or self._has_live_trials(transaction.connection, experiment_id):
+            return
+        if not state.is_stopping:
+            if row.search_end is None:
+                return
+            connection = transaction.connection
+            stopping = stopping_state(
+                SearchEnd(row.search_end), counted_trial_states(connection, experiment_id)
+            )
+            error = None
+            if row.search_end == SearchEnd.UNMEASURED.value:
+                error = describe_unmeasured(connection, experiment_id)
+            elif stopping is ExperimentState.STOPPING_ERROR:
+                error = describe_failure(connection, experiment_id)
+            self.set_experiment_state(transaction, experiment_id, stopping, error=error)
+            state = stopping
+        store_search_view(transaction, self.searches, experiment_id)
+        self.set_experiment_state(transaction, experiment_id, end_of_experiment(state))
+        transaction.after_commit(lambda: self.searches.forget(experiment_id))
+
+    @staticmethod
+    def _has_live_trials(connection: Connection, experiment_id: int) -> bool:
+        trials = tables.trials
+        query = select(trials.c.id).where(
+            trials.c.experiment_id == experiment_id, trials.c.state.in_(LIVE_TRIALS)
+        )
+        return connection.execute(query.limit(1)).first() is not None
+
+    # ---- trials --------------------------------------------------------------------------
+
+    def set_trial_state(
+        self,
+        transaction: Transaction,
+        trial: Row[Any],
+        state: TrialState,
+        *,
+        reason: str | None = None,
+        error: str | None = None,
+        kind: ErrorKind | None = None,
+        restarts: int | None = None,
+    ) -> None:
+        """Move a trial to another state; `kind` is that of `error`.
+
+        Raises:
+            TransitionError: The state may not follow the present one.
+        """
+        check_transition(TrialState(trial.state), state, TRIAL_TRANSITIONS, f"Trial {trial.id}")
+        values: dict[str, Any] = {"state": state.value}
+        if reason is not None:
+            values["stop_reason"] = reason
+        if error is not None:
+            values |= {"error": error, "error_kind": kind and kind.value}
+        if restarts is not None:
+            values |= {"restarts": restarts, "retries": 0}
+        if state.is_terminal:
+            values["ended_at"] = time.time()
+        self.update_trial(transaction, trial.id, **values)
+        transaction.emit(
+            "trial_state",
+            trial.experiment_id,
+            trial.id,
+            state=state.value,
+            reason=reason or trial.stop_reason,
+            error=error,
+            error_kind=kind and kind.value,
+        )
+        transaction.after_commit(self.wake)
+
+    @staticmethod
+    def update_trial(transaction: Transaction, trial_id: int, **values: Any) -> None:
+        """Set columns of a trial."""
+        transaction.connection.execute(
+            update(tables.trials).where(tables.trials.c.id == trial_id).values(**values)
+        )
+
+    def stop_trial(
+        self, transaction: Transaction, trial: Row[Any], state: TrialState, reason: str
+    ) -> None:
+        """Bring a trial to a stopping state; one without an attempt ends at once."""
+        self.set_trial_state(transaction, trial, state, reason=reason)
+        attempt = self.live_attempt(transaction.connection, trial.id)
+        if attempt is None:
+            stopped = self.trial(transaction.connection, trial.id)
+            self.end_trial(transaction, stopped, end_of_trial(state))
+        elif state in (TrialState.STOPPING_KILLED, TrialState.STOPPING_ERROR):
+            self.change_attempt(transaction, attempt.id, should_kill=True)
+        else:
+            self.preempt(transaction, attempt, reason)
+
+    def end_trial(
+        self,
+        transaction: Transaction,
+        trial: Row[Any],
+        state: TrialState,
+        *,
+        exit_reason: ExitReason | None = None,
+        reason: str | None = None,
+        error: str | None = None,
+        kind: ErrorKind | None = None,
+    ) -> None:
+        """Bring a trial to a terminal state and tell the search; `kind` is that of `error`."""
+        self.set_trial_state(transaction, trial, state, reason=reason, error=error, kind=kind)
+        faults.reach("master.trial.ended")
+        given = Exited(request_id=trial.request_id, reason=exit_reason or search_exit(state))
+        self.search_operations.apply_input(transaction, trial.experiment_id, given)
+        self.end_experiment_if_done(transaction, trial.experiment_id)
+
+    def note(
+        self, transaction: Transaction, trial_id: int, attempt: int, level: str, text: str
+    ) -> None:
+        """Add a line to a trial's log once the transaction is committed."""
+        transaction.after_commit(
+            lambda: self._logs.append_note(trial_id, max(attempt, 1), level, text)
+        )
+
+    # ---- attempts ------------------------------------------------------------------------
+
+    def update_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
+        """Set columns of an attempt that its runner need not hear of."""
+        attempts = tables.attempts
+        transaction.connection.execute(
+            update(attempts).where(attempts.c.id == attempt_id).values(**values)
+        )
+
+    def change_attempt(self, transaction: Transaction, attempt_id: int, **values: Any) -> None:
+        """Set columns of an attempt that its runner must hear of."""
+        attempts = tables.attempts
+        transaction.connection.execute(
+            update(attempts)
+            .where(attempts.c.id == attempt_id)
+            .values(control_version=attempts.c.control_version + 1, **values)
+        )
+        transaction.after_commit(lambda: self._notify_attempt(attempt_id))
+
+    def preempt(self, transaction: Transaction, attempt: Row[Any], reason: str) -> None:
+        """Ask an attempt to checkpoint and leave."""
+        if attempt.preempt_reason is None:
+            self.change_attempt(transaction, attempt.id, preempt_reason=reason)
+
+
+def experiments_without_live_trials(connection: Connection) -> list[int]:
+    """Return the live experiments that may be over; unmanaged ones follow their runs."""
+    experiments, trials = tables.experiments, tables.trials
+    has_live_trials = (
+        select(trials.c.id)
+        .where(trials.c.experiment_id == experiments.c.id, trials.c.state.in_(LIVE_TRIALS))
+        .exists()
+    )
+    query = select(experiments.c.id).where(
+        experiments.c.state.in_(_LIVE_EXPERIMENTS),
+        experiments.c.external_id.is_(None),
+        ~has_live_trials,
+    )
+    return list(connection.execute(query).scalars())

@@ -1,0 +1,308 @@
+"""Calls to storages that may hang; storages that do not answer."""
+
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Row, select
+
+from paceline._base.journal_records import StoreChecked
+from paceline._cluster.master.store import tables
+from paceline._cluster.messages.states import AttemptState, TrialState
+
+Result = TypeVar("Result")
+
+# Those that hang keep their thread until their storage answers.
+_MAX_THREADS = 64
+# What else is to be done waits so long for a call at most, and after that for none of the storage
+# for a while.
+_PATIENCE_S = 1.0
+_REST_S = 30.0
+# From when on a storage counts as one that does not answer.
+_SILENT_S = 10.0
+
+
+class StoragePendingError(Exception):
+    """Raised while a storage has not answered, but may yet do so soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class SilentStorage:
+    """A storage that has not answered for some seconds."""
+
+    storage: str
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """What is wrong, as a sentence."""
+        return (
+            f"The storage {self.storage!r} has not answered for {self.seconds:.0f} s: trials wait"
+            " that need it. Hint: see to its disk or file server; nothing has to be started again."
+        )
+
+
+class StorageCalls:
+    """Call storages in threads of their own; for any thread.
+
+    The threads end with the process, whatever they wait for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._running: dict[int, tuple[str, float]] = {}
+        self._begun: dict[tuple[str, str], tuple[Future[Any], float]] = {}
+        self._rests_until: dict[str, float] = {}
+
+    def silent(self) -> list[SilentStorage]:
+        """Return the storages that do not answer, the longest first."""
+        now = time.monotonic()
+        since: dict[str, float] = {}
+        with self._lock:
+            for storage, begun in self._running.values():
+                since[storage] = min(begun, since.get(storage, begun))
+        found = [SilentStorage(one, now - begun) for one, begun in since.items()]
+        return sorted((one for one in found if one.seconds > _SILENT_S), key=lambda x: -x.seconds)
+
+    @contextmanager
+    def noted(self, storage: str) -> Iterator[None]:
+        """Note that a storage is called within the block, by the thread that runs it."""
+        with self._lock:
+            number = next(self._numbers)
+            self._running[number] = (storage, time.monotonic())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[number]
+
+    @contextmanager
+    def watched(self, storage: str) -> Iterator[None]:
+        """Note if a storage stops to answer within the block, which may take long anyway.
+
+        The file system of a directory is asked now and then.
+        """
+        is_done = threading.Event()
+
+        def look() -> None:
+            while not is_done.wait(_SILENT_S):
+                with self.noted(storage), suppress(OSError):
+                    os.statvfs(storage)
+
+        if "://" not in storage:
+            in_own_thread(look)
+        try:
+            yield
+        finally:
+            is_done.set()
+
+    def ask(self, storage: str, call: Callable[[], Result], default: Result) -> Result:
+        """Return what a call returns if the storage answers within a second, else `default`.
+
+        One that has not answered is not asked for the next half minute.
+
+        Raises:
+            OSError: As the call does.
+        """
+        with self._lock:
+            is_resting = time.monotonic() < self._rests_until.get(storage, 0.0)
+        if is_resting:
+            return default
+        future = self._start(storage, call)
+        if future is not None and wait({future}, _PATIENCE_S).done:
+            return future.result()
+        with self._lock:
+            self._rests_until[storage] = time.monotonic() + _REST_S
+        return default
+
+    def poll(self, purpose: str, storage: str, call: Callable[[], Result]) -> Result:
+        """Return what a call returns; a call for this purpose that goes on is not made again.
+
+        Args:
+            purpose: What is wanted of the storage, in a word.
+            storage: The storage.
+            call: What asks it.
+
+        Raises:
+            StoragePendingError: The storage has not answered yet. Ask again.
+            OSError: As the call does; or the storage does not answer (`ETIMEDOUT`).
+        """
+        key = (purpose, storage)
+        with self._lock:
+            known = self._begun.get(key)
+        if known is None:
+            future = self._start(storage, call)
+            if future is None:
+                raise _silence(storage)
+            known = future, time.monotonic()
+            with self._lock:
+                self._begun[key] = known
+            wait({future}, _PATIENCE_S)
+        future, begun = known
+        if future.done():
+            with self._lock:
+                self._begun.pop(key, None)
+            result: Result = future.result()
+            return result
+        if time.monotonic() > begun + _SILENT_S:
+            raise _silence(storage)
+        raise StoragePendingError(storage)
+
+    def _start(self, storage: str, call: Callable[[], Result]) -> "Future[Result] | None":
+        """Begin a call; None if as many hang as there may be."""
+        with self._lock:
+            if len(self._running) >= _MAX_THREADS:
+                return None
+
+        def noted_call() -> Result:
+            with self.noted(storage):
+                return call()
+
+        return in_own_thread(noted_call)
+
+
+def in_own_thread(call: Callable[[], Result]) -> "Future[Result]":
+    """Make a call in a thread of its own, which ends with the process whatever it waits for."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name="storage-call", daemon=True).start()
+    return future
+
+
+def _silence(storage: str) -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, "The storage does not answer", storage)
+
+
+_MOST_TRIALS = 5
+_FIRST_MOMENTS_S = 60.0
+_MAX_TEXT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A storage that does not answer a trial since a moment, in seconds since the epoch."""
+
+    experiment_id: int
+    trial_id: int
+    storage: str
+    since: float
+    reason: str
+
+
+class FailingStores:
+    """Which storages do not answer; for any thread. Forgotten when the master ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failures: dict[tuple[int, int], _Failure] = {}
+
+    def note(self, attempt: Row[Any], rank: int, record: StoreChecked) -> None:
+        """Note what a rank of an attempt has said of its storage."""
+        with self._lock:
+            if record.reason is None:
+                self._failures.pop((attempt.id, rank), None)
+            else:
+                self._failures[attempt.id, rank] = _Failure(
+                    attempt.experiment_id,
+                    attempt.trial_id,
+                    _one_line(record.storage),
+                    record.time,
+                    _one_line(record.reason),
+                )
+
+    def forget(self, attempt_id: int) -> None:
+        """Forget what an attempt has said that has ended."""
+        with self._lock:
+            self._failures = {
+                key: one for key, one in self._failures.items() if key[0] != attempt_id
+            }
+
+    def describe(self, connection: Connection) -> list[str]:
+        """Return a sentence for each storage and experiment."""
+        with self._lock:
+            failures = [*self._failures.values()]
+        failures += _failures_of_waiting_trials(connection)
+        by_store: dict[tuple[int, str], list[_Failure]] = {}
+        for one in failures:
+            by_store.setdefault((one.experiment_id, one.storage), []).append(one)
+        return [_describe(by_store[key]) for key in sorted(by_store)]
+
+
+def _one_line(text: str) -> str:
+    """Return text of a job as a part of one line, which cannot pass for others."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_TEXT else f"{line[:_MAX_TEXT]}..."
+
+
+def _failures_of_waiting_trials(connection: Connection) -> list[_Failure]:
+    """Return the failures of trials whose last attempt that ended did so by one.
+
+    The next attempt says by itself what it finds, but not in its first moments.
+    """
+    trials, attempts = tables.trials.c, tables.attempts.c
+    query = (
+        select(
+            attempts.experiment_id,
+            attempts.trial_id,
+            attempts.number,
+            attempts.ended_at,
+            attempts.exit,
+            trials.num_attempts,
+        )
+        .join(tables.trials, trials.id == attempts.trial_id)
+        .where(
+            trials.state == TrialState.ACTIVE.value,
+            trials.retries > 0,
+            attempts.number >= trials.num_attempts - 1,
+            attempts.state == AttemptState.ENDED.value,
+        )
+        .order_by(attempts.number)
+    )
+    newest = {row.trial_id: row for row in connection.execute(query)}
+    begun_s = time.time() - _FIRST_MOMENTS_S
+    return [
+        _Failure(
+            row.experiment_id,
+            row.trial_id,
+            _one_line(row.exit["store"]),
+            row.ended_at,
+            _one_line(_reason(row.exit)),
+        )
+        for row in newest.values()
+        if row.exit
+        and row.exit.get("store") is not None
+        and (row.number == row.num_attempts or row.ended_at > begun_s)
+    ]
+
+
+def _reason(exit_: dict[str, Any]) -> str:
+    told = exit_["error"] or exit_["detail"] or "an attempt failed by that."
+    return str(told).partition("\n")[0]
+
+
+def _describe(failures: Iterable[_Failure]) -> str:
+    first, *_ = ordered = sorted(failures, key=lambda one: one.since)
+    ids = sorted({one.trial_id for one in ordered})
+    more = f" and {len(ids) - _MOST_TRIALS} more" if len(ids) > _MOST_TRIALS else ""
+    trials = f"trial{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:_MOST_TRIALS]))}{more}"
+    return (
+        f"Experiment {first.experiment_id} waits for its store {first.storage}, which does not"
+        f" answer {trials} for {max(0.0, time.time() - first.since):.0f} s: {first.reason}"
+    )

@@ -1,0 +1,447 @@
+"""Searches as input log and snapshot; what they show of their rungs."""
+
+import json
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    String,
+    cast,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
+
+from paceline import faults
+from paceline._base.journal_records import encode_float
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.messages_from_rows import config_of
+from paceline.config._searcher_section import MissingSearcher
+from paceline.search._search import Search
+from paceline.search._search_method import (
+    Input,
+    Operation,
+    Progressed,
+    RungView,
+    SearchMethodError,
+    input_from_json,
+    message_to_json,
+)
+
+logger = logging.getLogger(__name__)
+
+_SNAPSHOT_INPUTS = 100
+
+faults.register("master.search.applied")
+
+
+@dataclass(slots=True)
+class LoadedSearch:
+    """A search and how many inputs it has; without its method, what happens is kept for later."""
+
+    search: Search | None
+    num_inputs: int
+    num_in_snapshot: int
+
+
+class Searches:
+    """Apply inputs to searches; state = newest snapshot + the inputs after it.
+
+    The method of a search can be missing, as it may come from a package. Inputs are stored without
+    operations then, and `catch_up` lets the search decide once the method is back.
+
+    Used in the writer thread only.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[int, LoadedSearch] = {}
+
+    def apply(self, transaction: Transaction, experiment_id: int, given: Input) -> list[Operation]:
+        """Apply one input and store it with the operations that follow from it.
+
+        Raises:
+            SearchMethodError: The search's method fails.
+        """
+        loaded = self._load(transaction, experiment_id)
+        operations = None if loaded.search is None else loaded.search.apply(given)
+        transaction.connection.execute(
+            insert(tables.search_inputs).values(
+                experiment_id=experiment_id,
+                number=loaded.num_inputs,
+                time=time.time(),
+                input=json.loads(message_to_json(given)),
+                operations=_as_json(operations),
+            )
+        )
+        # A decision that was carried out must not be taken again, maybe in another way.
+        transaction.force()
+        faults.reach("master.search.applied")
+        loaded.num_inputs += 1
+        # Growing intervals keep the cost per input constant, however long the search is.
+        num_fresh = loaded.num_inputs - loaded.num_in_snapshot
+        if num_fresh >= max(_SNAPSHOT_INPUTS, loaded.num_in_snapshot // 2):
+            self._store_snapshot(transaction.connection, experiment_id, loaded)
+        return operations or []
+
+    def catch_up(
+        self, transaction: Transaction, experiment_id: int
+    ) -> list[tuple[Input, list[Operation]]]:
+        """Apply the inputs that came while the search's method was missing.
+
+        Raises:
+            SearchMethodError: The search's method fails.
+        """
+        loaded = self._load(transaction, experiment_id)
+        if loaded.search is None:
+            return []
+        inputs, decided = tables.search_inputs, []
+        waiting = select(inputs.c.number, inputs.c.input).where(
+            inputs.c.experiment_id == experiment_id, _is_undecided()
+        )
+        for number, stored in list(transaction.connection.execute(waiting.order_by("number"))):
+            given = input_from_json(json.dumps(stored))
+            operations = loaded.search.apply(given)
+            decided.append((given, operations))
+            transaction.connection.execute(
+                update(inputs)
+                .where(inputs.c.experiment_id == experiment_id, inputs.c.number == number)
+                .values(operations=_as_json(operations))
+            )
+        return decided
+
+    def check(self, transaction: Transaction, experiment_id: int) -> None:
+        """Store and restore a search that has just started, so that it does not fail at it later.
+
+        Raises:
+            SearchMethodError: The search's method fails, or does not take its state back.
+        """
+        search = self.peek(transaction, experiment_id)
+        assert search is not None
+        stored = search.snapshot()
+        row = _row(transaction.connection, experiment_id)
+        if _restored(row, json.loads(json.dumps(stored))).snapshot() != stored:
+            raise SearchMethodError(
+                f"The search method `{stored['kind']}` must have the same state after `load`, but"
+                " its snapshot is another.\nHint: keep to what JSON holds: strings as keys, lists"
+                " instead of tuples and sets."
+            )
+
+    def note_progress(self, transaction: Transaction, experiment_id: int, told: Progressed) -> None:
+        """Tell a search how far a trial is; this decides nothing and is not stored."""
+        search = self.peek(transaction, experiment_id)
+        if search is not None:
+            search.apply(told)
+
+    def peek(self, transaction: Transaction, experiment_id: int) -> Search | None:
+        """Return the search as it stands, None if its method is missing; it must not be changed."""
+        return self._load(transaction, experiment_id).search
+
+    def is_loaded(self, experiment_id: int) -> bool:
+        """Tell whether a search is at hand; may be asked from any thread."""
+        return experiment_id in self._loaded
+
+    def forget(self, experiment_id: int) -> None:
+        """Drop an ended search from the cache."""
+        self._loaded.pop(experiment_id, None)
+
+    def _load(self, transaction: Transaction, experiment_id: int) -> LoadedSearch:
+        transaction.after_rollback(lambda: self.forget(experiment_id))
+        loaded = self._loaded.get(experiment_id)
+        if loaded is None:
+            loaded = load_search(transaction.connection, experiment_id)
+            self._loaded[experiment_id] = loaded
+        return loaded
+
+    @staticmethod
+    def _store_snapshot(connection: Connection, experiment_id: int, loaded: LoadedSearch) -> None:
+        if loaded.search is None:
+            return
+        snapshots = tables.search_snapshots
+        connection.execute(delete(snapshots).where(snapshots.c.experiment_id == experiment_id))
+        connection.execute(
+            insert(snapshots).values(
+                experiment_id=experiment_id,
+                num_inputs=loaded.num_inputs,
+                snapshot=loaded.search.snapshot(),
+            )
+        )
+        loaded.num_in_snapshot = loaded.num_inputs
+
+
+def load_search(connection: Connection, experiment_id: int) -> LoadedSearch:
+    """Return a search from the database."""
+    inputs = tables.search_inputs
+    row = _row(connection, experiment_id)
+    snapshots = tables.search_snapshots
+    snapshot = connection.execute(
+        select(snapshots).where(snapshots.c.experiment_id == experiment_id)
+    ).first()
+    num_in_snapshot = 0 if snapshot is None else snapshot.num_inputs
+    num_inputs = connection.execute(
+        select(func.count()).where(inputs.c.experiment_id == experiment_id)
+    ).scalar_one()
+    decided = connection.execute(
+        select(inputs.c.input)
+        .where(
+            inputs.c.experiment_id == experiment_id,
+            inputs.c.number >= num_in_snapshot,
+            ~_is_undecided(),
+        )
+        .order_by(inputs.c.number)
+    ).scalars()
+    search = None
+    try:
+        search = _restored(row, None if snapshot is None else snapshot.snapshot)
+        for stored in decided:
+            search.apply(input_from_json(json.dumps(stored)))
+    except SearchMethodError as error:
+        if num_inputs == 0:
+            raise
+        # An error in code that worked before is that of another version: all is kept until one
+        # that works is back. A method that is not installed was told of when the master started.
+        if not isinstance(config_of(row).searcher, MissingSearcher):
+            logger.warning("The search of experiment %d waits: %s", experiment_id, error)
+        search = None
+    return LoadedSearch(search, num_inputs, num_in_snapshot)
+
+
+def _row(connection: Connection, experiment_id: int) -> Row[Any]:
+    experiments = tables.experiments
+    return connection.execute(select(experiments).where(experiments.c.id == experiment_id)).one()
+
+
+def _restored(row: Row[Any], snapshot: dict[str, Any] | None) -> Search:
+    config = config_of(row)
+    if snapshot is None:
+        return Search(config.search_config(), config.hyperparameters, row.seed)
+    return Search.restore(config.search_config(), config.hyperparameters, snapshot)
+
+
+def missing_methods(connection: Connection) -> list[tuple[int, str]]:
+    """Return the experiments that go on whose search method is missing, with its name."""
+    experiments = tables.experiments
+    rows = connection.execute(select(experiments).where(*_is_going_on()).order_by("id"))
+    searchers = [(row.id, config_of(row).searcher) for row in rows]
+    return [(id_, one.name) for id_, one in searchers if isinstance(one, MissingSearcher)]
+
+
+def undecided_searches(connection: Connection) -> list[int]:
+    """Return the experiments that go on whose searches have inputs to catch up with."""
+    experiments, inputs = tables.experiments, tables.search_inputs
+    query = (
+        select(experiments.c.id)
+        .join(inputs, inputs.c.experiment_id == experiments.c.id)
+        .where(*_is_going_on(), _is_undecided())
+    )
+    return list(connection.execute(query.distinct().order_by(experiments.c.id)).scalars())
+
+
+def _is_going_on() -> tuple[ColumnElement[bool], ...]:
+    experiments = tables.experiments
+    return experiments.c.ended_at.is_(None), experiments.c.external_id.is_(None)
+
+
+def _is_undecided() -> ColumnElement[bool]:
+    return cast(tables.search_inputs.c.operations, String) == "null"
+
+
+def _as_json(operations: list[Operation] | None) -> Any:
+    if operations is None:
+        return None
+    return [json.loads(message_to_json(operation)) for operation in operations]
+
+
+MAX_RUNG_ENTRIES = 1000
+# A view is made again after so many times what it took to make, however many inputs come.
+_REST = 20
+
+
+class ShownEntry(msgspec.Struct, array_like=True):
+    """A trial at a rung."""
+
+    trial_id: int
+    metric: Any
+    decision: str
+
+
+class ShownRung(msgspec.Struct, array_like=True):
+    """A rung: all entries by decision, and some of them in their order, first and last included."""
+
+    length: int
+    num_by_decision: dict[str, int]
+    entries: list[ShownEntry]
+
+
+Brackets: TypeAlias = list[list[ShownRung]]
+_decoder: msgspec.json.Decoder[Brackets] = msgspec.json.Decoder(Brackets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    brackets: Brackets
+    num_inputs: int
+    fresh_until: float
+
+
+class SearchViews:
+    """Read the rungs of searches; from any thread but the writer's."""
+
+    def __init__(self, database: Database, searches: Searches) -> None:
+        self._database = database
+        self._searches = searches
+        self._made: dict[int, _Made] = {}
+        self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    def read(self, experiment_id: int) -> Brackets:
+        """Return the rungs; of a large search that goes on they may be seconds old."""
+        found = self._find(experiment_id)
+        if found is not None:
+            return found
+        # Those who ask at the same time wait for one to make it.
+        with self._locks[experiment_id]:
+            found = self._find(experiment_id)
+            return self._make(experiment_id) if found is None else found
+
+    def _find(self, experiment_id: int) -> Brackets | None:
+        with self._database.read() as connection:
+            num_inputs = _num_inputs(connection, experiment_id)
+            made = self._made.get(experiment_id)
+            if made is not None and made.num_inputs == num_inputs:
+                return made.brackets
+            stored = connection.execute(
+                select(tables.search_views).where(
+                    tables.search_views.c.experiment_id == experiment_id
+                )
+            ).first()
+        # Of a search that has ended nobody looks again: what is seconds old would stay on a page.
+        if stored is not None and stored.num_inputs == num_inputs:
+            self._made.pop(experiment_id, None)
+            return _decoder.decode(stored.view)
+        if made is not None and time.monotonic() < made.fresh_until:
+            return made.brackets
+        self._made.pop(experiment_id, None)
+        return None
+
+    def _make(self, experiment_id: int) -> Brackets:
+        began = time.monotonic()
+
+        def look(transaction: Transaction) -> tuple[Brackets, int]:
+            search = self._searches.peek(transaction, experiment_id)
+            num_inputs = _num_inputs(transaction.connection, experiment_id)
+            return _read_view(transaction.connection, experiment_id, search), num_inputs
+
+        if self._searches.is_loaded(experiment_id):
+            # It changes in the writer's thread alone.
+            brackets, num_inputs = self._database.write(look).result()
+            fresh_until = time.monotonic() + _REST * (time.monotonic() - began)
+            self._made[experiment_id] = _Made(brackets, num_inputs, fresh_until)
+            return brackets
+        with self._database.read() as connection:
+            loaded = load_search(connection, experiment_id)
+            brackets = _read_view(connection, experiment_id, loaded.search)
+        if loaded.search is not None:
+            num_inputs = loaded.num_inputs
+            self._database.write(
+                lambda transaction: _store_view(
+                    transaction.connection, experiment_id, brackets, num_inputs
+                )
+            ).result()
+        return brackets
+
+
+def store_search_view(transaction: Transaction, searches: Searches, experiment_id: int) -> None:
+    """Store what a search that ends shows, if it is at hand and has rungs."""
+    if not searches.is_loaded(experiment_id):
+        return
+    search = searches.peek(transaction, experiment_id)
+    connection = transaction.connection
+    try:
+        brackets = _read_view(connection, experiment_id, search)
+    except SearchMethodError:
+        logger.exception("The rungs of experiment %d cannot be stored.", experiment_id)
+        return
+    if brackets:
+        _store_view(connection, experiment_id, brackets, _num_inputs(connection, experiment_id))
+
+
+def thinned(entries: Sequence[Any], limit: int) -> list[Any]:
+    """Return up to `limit` entries in their order, spread evenly, the first and last included."""
+    if len(entries) <= limit:
+        return list(entries)
+    last = len(entries) - 1
+    return [entries[index * last // max(limit - 1, 1)] for index in range(limit)]
+
+
+def _num_inputs(connection: Connection, experiment_id: int) -> int:
+    inputs = tables.search_inputs.c
+    newest = select(func.max(inputs.number)).where(inputs.experiment_id == experiment_id)
+    found: int | None = connection.execute(newest).scalar()
+    return 0 if found is None else found + 1
+
+
+def _read_view(connection: Connection, experiment_id: int, search: Search | None) -> Brackets:
+    rungs = [bracket.rungs for bracket in (() if search is None else search.rungs())]
+    shown = [[thinned(rung.entries, MAX_RUNG_ENTRIES) for rung in bracket] for bracket in rungs]
+    requests = {entry.request_id for bracket in shown for rung in bracket for entry in rung}
+    trial_ids = _trial_ids(connection, experiment_id, sorted(requests))
+    return [
+        [
+            _shown_rung(rung, entries, trial_ids)
+            for rung, entries in zip(bracket, shown_bracket, strict=True)
+        ]
+        for bracket, shown_bracket in zip(rungs, shown, strict=True)
+    ]
+
+
+def _shown_rung(rung: RungView, entries: list[Any], trial_ids: dict[str, int]) -> ShownRung:
+    return ShownRung(
+        rung.units,
+        dict(Counter(entry.decision.value for entry in rung.entries)),
+        [
+            ShownEntry(
+                trial_ids[entry.request_id],
+                None if entry.metric is None else encode_float(entry.metric),
+                entry.decision.value,
+            )
+            for entry in entries
+        ],
+    )
+
+
+def _trial_ids(
+    connection: Connection, experiment_id: int, request_ids: list[str]
+) -> dict[str, int]:
+    trials = tables.trials.c
+    found: dict[str, int] = {}
+    for start in range(0, len(request_ids), 500):
+        query = select(trials.request_id, trials.id).where(
+            trials.experiment_id == experiment_id,
+            trials.request_id.in_(request_ids[start : start + 500]),
+        )
+        found |= {row.request_id: row.id for row in connection.execute(query).all()}
+    return found
+
+
+def _store_view(
+    connection: Connection, experiment_id: int, brackets: Brackets, num_inputs: int
+) -> None:
+    views = tables.search_views
+    if connection.execute(
+        select(tables.experiments.c.id).where(tables.experiments.c.id == experiment_id)
+    ).first():
+        connection.execute(delete(views).where(views.c.experiment_id == experiment_id))
+        view = msgspec.json.encode(brackets)
+        values = {"experiment_id": experiment_id, "num_inputs": num_inputs, "view": view}
+        connection.execute(insert(views).values(values))

@@ -1,0 +1,231 @@
+"""Their rows and facts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, Table, insert, select, update
+
+from paceline._base.journal_records import AttemptStarted
+from paceline._base.run_directory import RUN_FORMAT_VERSION, RunInfo
+from paceline._cluster.master.experiments.record_checks import check_run_info
+from paceline._cluster.master.experiments.record_ingest import CHIEF
+from paceline._cluster.master.experiments.state_transitions import INVALID_HP, RefusedError
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.row_ids_and_counts import new_id
+from paceline._cluster.messages.runner_messages import RunBatch, RunMark, RunReply
+from paceline._cluster.messages.states import AttemptState, ExperimentState, TrialState
+from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._validate_config import validate_config
+
+
+def experiment_of_run(connection: Connection, run_id: str) -> Row[Any] | None:
+    """Return the experiment that shows a run, None if there is none."""
+    experiments = tables.experiments
+    return connection.execute(
+        select(experiments).where(experiments.c.external_id == run_id)
+    ).first()
+
+
+def trial_of_run(connection: Connection, experiment_id: int) -> Row[Any]:
+    """Return the trial of such an experiment."""
+    trials = tables.trials
+    return connection.execute(select(trials).where(trials.c.experiment_id == experiment_id)).one()
+
+
+def attempts_of_run(connection: Connection, trial_id: int) -> list[Row[Any]]:
+    """Return a trial's attempts, the earliest first."""
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    return list(connection.execute(query))
+
+
+def insert_row(connection: Connection, table: Table, **values: Any) -> int:
+    """Insert a row and return its id."""
+    row_id = new_id(connection, table)
+    connection.execute(insert(table).values(id=row_id, **values))
+    return row_id
+
+
+def update_experiment(connection: Connection, experiment_id: int, **values: Any) -> None:
+    """Change the row of an experiment."""
+    experiments = tables.experiments
+    connection.execute(
+        update(experiments).where(experiments.c.id == experiment_id).values(**values)
+    )
+
+
+def update_attempt(connection: Connection, attempt_id: int, **values: Any) -> None:
+    """Change the row of an attempt."""
+    attempts = tables.attempts
+    connection.execute(update(attempts).where(attempts.c.id == attempt_id).values(**values))
+
+
+def reopen_attempt(connection: Connection, attempt: Row[Any]) -> None:
+    """Let an attempt run on that was taken for ended, and of which there is news.
+
+    It looked dead: its lock cannot be seen from another machine, for example. Or its chief has
+    ended, and other ranks have more to say: its end stays told then.
+    """
+    reopened: dict[str, Any] = {} if attempt.outcome is not None else {"exit": None}
+    update_attempt(
+        connection, attempt.id, state=AttemptState.RUNNING.value, ended_at=None, **reopened
+    )
+
+
+def has_news_of_run(connection: Connection, attempt_id: int, batches: Iterable[RunBatch]) -> bool:
+    """Tell whether batches have records of an attempt that are not stored yet."""
+    marks = tables.journal_marks
+    rows = connection.execute(
+        select(marks.c.rank, marks.c.sequence).where(marks.c.attempt_id == attempt_id)
+    )
+    stored = {row.rank: row.sequence for row in rows}
+    return any(batch.records[-1][0] > stored.get(batch.rank, -1) for batch in batches)
+
+
+def reply_of_run(connection: Connection, experiment_id: int) -> RunReply:
+    """Return what is stored of a run, which its reporter goes on from."""
+    marks, attempts = tables.journal_marks, tables.attempts
+    rows = connection.execute(
+        select(attempts.c.run_attempt, marks.c.generation, marks.c.rank, marks.c.sequence)
+        .join(attempts, attempts.c.id == marks.c.attempt_id)
+        .where(attempts.c.experiment_id == experiment_id)
+        .order_by(attempts.c.number, marks.c.rank)
+    )
+    return RunReply(
+        experiment_id=experiment_id,
+        trial_id=trial_of_run(connection, experiment_id).id,
+        marks=[RunMark(*row) for row in rows],
+    )
+
+
+def move_unmanaged_checkpoints(
+    connection: Connection, experiment_id: int, old: str, new: str
+) -> None:
+    """Note that checkpoints of one storage are in another one now."""
+    checkpoints = tables.checkpoints
+    connection.execute(
+        update(checkpoints)
+        .where(checkpoints.c.experiment_id == experiment_id, checkpoints.c.storage == old)
+        .values(storage=new)
+    )
+
+
+VANISHED = "The process ended without a word: it was killed, or its machine failed."
+SILENT = (
+    "Nothing was heard of the run for {:.0f} s: it was killed, its machine failed, or the network"
+    " does. It goes on here once it is heard again."
+)
+_NEVER_BEGAN = "The run ended before it recorded anything."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnd:
+    """The states that show how a run stands."""
+
+    experiment: ExperimentState
+    trial: TrialState
+    reason: str | None = None
+    error: str | None = None
+
+
+def end_of_run(
+    *,
+    is_alive: bool,
+    has_begun: bool,
+    outcome: str | None,
+    error: str | None,
+    vanished: str = VANISHED,
+) -> RunEnd:
+    """Decide how a run is shown, from its newest attempt.
+
+    A preempted run waits to be resumed, so it is paused.
+
+    Args:
+        is_alive: Whether a process of the run is at work, or more records are to come.
+        has_begun: Whether there is an attempt at all.
+        outcome: How the newest attempt said that it ended, None if it did not.
+        error: The error that it named.
+        vanished: What to say if it did not tell how it ended.
+    """
+    if outcome is None and is_alive:
+        return RunEnd(experiment=ExperimentState.ACTIVE, trial=TrialState.ACTIVE)
+    if outcome == "preempted":
+        return RunEnd(experiment=ExperimentState.PAUSED, trial=TrialState.ACTIVE)
+    if outcome == "completed":
+        return RunEnd(experiment=ExperimentState.COMPLETED, trial=TrialState.COMPLETED)
+    if outcome == INVALID_HP:
+        # As an experiment whose only trial refused.
+        return RunEnd(
+            experiment=ExperimentState.ERROR,
+            trial=TrialState.COMPLETED,
+            reason=INVALID_HP,
+            error=f"The run refused its hyperparameters: {error or 'InvalidHP'}.",
+        )
+    why = error or (vanished if has_begun else _NEVER_BEGAN)
+    return RunEnd(experiment=ExperimentState.ERROR, trial=TrialState.ERROR, error=why)
+
+
+def check_run(info: RunInfo) -> None:
+    """Refuse what is no run made without a master.
+
+    Raises:
+        RefusedError: A master started it, or it has another format version, or values that cannot
+            be.
+    """
+    try:
+        check_run_info(info)
+    except ValueError as error:
+        raise RefusedError("bad_run", f"The run cannot be shown: {error}") from error
+    if info.version != RUN_FORMAT_VERSION:
+        raise RefusedError(
+            "wrong_version",
+            f"A run directory must have format version {RUN_FORMAT_VERSION}, but {info.name!r} has"
+            f" {info.version}. Hint: use the Paceline version that wrote it.",
+        )
+    if info.cluster_id:
+        raise RefusedError(
+            "managed_run",
+            f"A run must have been made without a master, but {info.name!r} is an attempt that"
+            " a master started. Hint: that master shows it.",
+        )
+
+
+def config_of_run(info: RunInfo) -> ExperimentConfig:
+    """Return a configuration: the run's own, if it has one, with nothing to search.
+
+    Without one the searched metric is taken to be `loss`; the smallest value is the best.
+
+    Raises:
+        paceline.config.ConfigError: The run's configuration is not valid.
+    """
+    searcher: dict[str, Any] = {"name": "single", "metric": "loss"}
+    config: dict[str, Any]
+    if info.trial is not None and info.trial.config:
+        config = dict(info.trial.config)
+        given = config["searcher"] if isinstance(config.get("searcher"), dict) else {}
+        searcher |= {k: given[k] for k in ("metric", "smaller_is_better") if k in given}
+    else:
+        # What looks like a reference to a hyperparameter is an argument as it was given.
+        arguments = [text.replace("${", "$${") for text in info.arguments]
+        config = {"entrypoint": ["python3", *arguments]}
+    return validate_config(config | {"name": info.name, "searcher": searcher})
+
+
+def hparams_of_run(info: RunInfo) -> dict[str, Any]:
+    """Return the run's hyperparameters, as far as they are known."""
+    return (info.hparams if info.trial is None else info.trial.hparams) or {}
+
+
+def seed_of_run(info: RunInfo) -> int:
+    """Return the run's seed, 0 if it is not known."""
+    return (info.seed if info.trial is None else info.trial.trial_seed) or 0
+
+
+def attempt_started(batches: Iterable[RunBatch]) -> AttemptStarted | None:
+    """Return what the chief, or else another rank, said when the attempt began."""
+    for batch in sorted(batches, key=lambda batch: (batch.rank != CHIEF, batch.rank)):
+        first = batch.records[0][1]
+        if isinstance(first, AttemptStarted):
+            return first
+    return None

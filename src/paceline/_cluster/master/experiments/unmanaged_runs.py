@@ -1,0 +1,367 @@
+"""Runs made without a master, shown as experiments.
+
+A run is an experiment with one trial. Each start of its script is an attempt of that trial, counted
+from 1 as all attempts are; so is each generation, as rows are superseded attempt by attempt.
+Nothing here is scheduled: states follow from what the journals say and whether the run is alive.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, insert, select
+
+from paceline._base.run_directory import RunInfo
+from paceline._cluster.master.experiments.record_ingest import RecordIngest
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_transitions import (
+    NotFoundError,
+    SearchEnd,
+    end_of_experiment,
+)
+from paceline._cluster.master.experiments.unmanaged_run_rows import (
+    SILENT,
+    VANISHED,
+    RunEnd,
+    attempt_started,
+    attempts_of_run,
+    check_run,
+    config_of_run,
+    end_of_run,
+    experiment_of_run,
+    has_news_of_run,
+    hparams_of_run,
+    insert_row,
+    move_unmanaged_checkpoints,
+    reopen_attempt,
+    reply_of_run,
+    seed_of_run,
+    trial_of_run,
+    update_attempt,
+    update_experiment,
+)
+from paceline._cluster.master.experiments.validation_ingest import recompute_best
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Transaction
+from paceline._cluster.messages.runner_messages import AttemptEnd, RecordBatch, RunBatch, RunReply
+from paceline._cluster.messages.states import (
+    AttemptState,
+    ErrorKind,
+    ExitReason,
+    ExperimentState,
+    TrialState,
+)
+from paceline.config._environment_and_secrets import without_secrets
+
+# A journal without its first line tells no step from which it went on, so it supersedes nothing.
+_SUPERSEDES_NOTHING = 2**62
+
+
+class Unmanaged:
+    """Take up runs made without a master; used in the writer thread, inside a transaction."""
+
+    def __init__(self, changes: StateChanges, ingest: RecordIngest) -> None:
+        self._changes = changes
+        self._ingest = ingest
+        # By experiment, until when a run that is reported live may be silent.
+        self._deadlines: dict[int, float] = {}
+
+    def register(self, transaction: Transaction, info: RunInfo, path: str) -> RunReply:
+        """Make a run known, and say what is stored of it; a second call only updates its path.
+
+        Raises:
+            RefusedError: A master started the run, or it has another format version.
+            paceline.config.ConfigError: The run holds a configuration that is not valid.
+        """
+        connection = transaction.connection
+        known = experiment_of_run(connection, info.run_id)
+        if known is None:
+            check_run(info)
+            experiment_id = self._create(transaction, info, path)
+            known = self._changes.experiment(connection, experiment_id)
+        elif known.external_path != path:
+            update_experiment(connection, known.id, external_path=path)
+        return reply_of_run(connection, known.id)
+
+    def take(
+        self,
+        transaction: Transaction,
+        run_id: str,
+        batches: Sequence[RunBatch],
+        *,
+        is_alive: bool,
+        moved: Mapping[str, str] | None = None,
+        lease_s: float | None = None,
+    ) -> RunReply:
+        """Store a run's further records and bring its states up to date.
+
+        Records that are known are dropped, so sending twice changes nothing.
+
+        Args:
+            transaction: Everything happens in it, or nothing.
+            run_id: The run, which was registered before.
+            batches: Records by journal, earlier attempts first.
+            is_alive: Whether more may follow: the run goes on, or it wrote more than this.
+            moved: Checkpoint storages that the journals name, and where they are now.
+            lease_s: How long nothing may be heard of the run while it goes on; None is for ever.
+
+        Raises:
+            NotFoundError: The run was not registered.
+        """
+        connection = transaction.connection
+        experiment = experiment_of_run(connection, run_id)
+        if experiment is None:
+            raise NotFoundError(f"There is no run {run_id!r}. Hint: register it first.")
+        if lease_s is not None:
+            self._deadlines[experiment.id] = time.monotonic() + lease_s
+        if experiment.report_lease_s != lease_s:
+            update_experiment(connection, experiment.id, report_lease_s=lease_s)
+        return self._take(transaction, experiment, batches, is_alive, moved or {})
+
+    def end_silent(self, transaction: Transaction) -> None:
+        """Take runs for lost that are reported live, and of which nothing was heard for too long.
+
+        A new record brings them back.
+        """
+        experiments = tables.experiments
+        query = select(experiments).where(
+            experiments.c.state == ExperimentState.ACTIVE.value,
+            experiments.c.report_lease_s.is_not(None),
+        )
+        now = time.monotonic()
+        for experiment in list(transaction.connection.execute(query)):
+            # After a start of the master all have their time once more.
+            deadline = self._deadlines.setdefault(experiment.id, now + experiment.report_lease_s)
+            if now > deadline:
+                silent = SILENT.format(experiment.report_lease_s)
+                self._take(transaction, experiment, [], False, {}, vanished=silent)
+                del self._deadlines[experiment.id]
+
+    def _take(
+        self,
+        transaction: Transaction,
+        experiment: Row[Any],
+        batches: Sequence[RunBatch],
+        is_alive: bool,
+        moved: Mapping[str, str],
+        vanished: str = VANISHED,
+    ) -> RunReply:
+        connection = transaction.connection
+        trial = trial_of_run(connection, experiment.id)
+        full = sorted((batch for batch in batches if batch.records), key=_place_of_batch)
+        for key, group in groupby(full, lambda batch: (batch.attempt, batch.generation)):
+            self._store(transaction, trial.id, key, list(group))
+        for old, new in moved.items():
+            move_unmanaged_checkpoints(connection, experiment.id, old, new)
+        attempts = attempts_of_run(connection, trial.id)
+        newest = attempts[-1] if attempts else None
+        for attempt in attempts:
+            is_over = attempt is not newest or attempt.outcome is not None or not is_alive
+            if is_over and attempt.state != AttemptState.ENDED.value:
+                self._end_attempt(transaction, attempt, vanished)
+        run_end = end_of_run(
+            is_alive=is_alive,
+            has_begun=newest is not None,
+            outcome=newest and newest.outcome,
+            error=newest and newest.error,
+            vanished=vanished,
+        )
+        ended_at = newest.last_record_at if newest else experiment.created_at
+        self._bring_to(transaction, experiment.id, run_end, ended_at)
+        self._follow_progress(transaction, experiment.id)
+        return reply_of_run(connection, experiment.id)
+
+    # ---- rows ------------------------------------------------------------------------------
+
+    def _create(self, transaction: Transaction, info: RunInfo, path: str) -> int:
+        config = config_of_run(info)
+        state = ExperimentState.ACTIVE.value
+        experiment_id = insert_row(
+            transaction.connection,
+            tables.experiments,
+            name=info.name,
+            description=config.description,
+            labels=config.labels,
+            state=state,
+            config=without_secrets(config.to_json()),
+            warnings=[],
+            seed=config.reproducibility.experiment_seed or 0,
+            created_at=info.created,
+            # Nothing is searched, so there is no search to ask or to wait for.
+            search_end=SearchEnd.COMPLETED.value,
+            external_id=info.run_id,
+            external_path=path,
+        )
+        hparams = hparams_of_run(info)
+        trial_id = insert_row(
+            transaction.connection,
+            tables.trials,
+            experiment_id=experiment_id,
+            request_id=info.run_id,
+            state=TrialState.ACTIVE.value,
+            hparams=hparams,
+            seed=seed_of_run(info),
+            created_at=info.created,
+        )
+        transaction.emit("experiment_state", experiment_id, state=state, error=None)
+        transaction.emit("trial_created", experiment_id, trial_id, hparams=hparams)
+        return experiment_id
+
+    def _store(
+        self,
+        transaction: Transaction,
+        trial_id: int,
+        key: tuple[int, int],
+        batches: list[RunBatch],
+    ) -> None:
+        connection = transaction.connection
+        known = {
+            (row.run_attempt, row.run_generation): row
+            for row in attempts_of_run(connection, trial_id)
+        }
+        attempt = known.get(key)
+        started_at = None
+        if attempt is None:
+            if any(batch.after is not None and batch.after > -1 for batch in batches):
+                # What came before was lost here, and is sent again first.
+                return
+            attempt = self._begin_attempt(transaction, trial_id, key, batches)
+            started_at = attempt.created_at
+        elif not has_news_of_run(connection, attempt.id, batches):
+            return
+        elif attempt.state == AttemptState.ENDED.value:
+            reopen_attempt(connection, attempt)
+        self._ingest.store(
+            transaction,
+            attempt.id,
+            [RecordBatch(b.generation, b.rank, b.records, b.after) for b in batches],
+        )
+        newest = max(record.time for batch in batches for _, record in batch.records)
+        values = {"last_record_at": max(newest, attempt.last_record_at or 0.0)}
+        if started_at is not None:
+            values["started_at"] = started_at
+        update_attempt(connection, attempt.id, **values)
+        if known and attempt.number < max(row.number for row in known.values()):
+            # Late records may lie beyond the step from which a later attempt went on.
+            recompute_best(self._changes, transaction, self._changes.trial(connection, trial_id))
+
+    def _begin_attempt(
+        self,
+        transaction: Transaction,
+        trial_id: int,
+        key: tuple[int, int],
+        batches: list[RunBatch],
+    ) -> Row[Any]:
+        connection = transaction.connection
+        trial = self._changes.trial(connection, trial_id)
+        number = trial.num_attempts + 1
+        started = attempt_started(batches)
+        first = batches[0].records[0][1]
+        connection.execute(
+            insert(tables.attempts).values(
+                trial_id=trial_id,
+                experiment_id=trial.experiment_id,
+                number=number,
+                state=AttemptState.PENDING.value,
+                slots=[],
+                created_at=first.time if started is None else started.time,
+                resumed_from=started and started.resumed_from,
+                resumed_steps=started.steps_completed if started else _SUPERSEDES_NOTHING,
+                run_attempt=key[0],
+                run_generation=key[1],
+            )
+        )
+        self._changes.update_trial(transaction, trial_id, num_attempts=number)
+        if started is not None:
+            where = f"process {started.pid} on {started.host}, {started.world_size} rank(s)"
+            text = f"Attempt {number} of the run began at step {started.steps_completed}: {where}."
+            self._changes.note(transaction, trial_id, number, "INFO", text)
+        return attempts_of_run(connection, trial_id)[-1]
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def _end_attempt(
+        self, transaction: Transaction, attempt: Row[Any], vanished: str = VANISHED
+    ) -> None:
+        """End an attempt at its last sign of life."""
+        ended_at = attempt.last_record_at
+        error = attempt.error or (vanished if attempt.outcome is None else None)
+        kind = ErrorKind.USER if attempt.error else None
+        end = AttemptEnd(reason=ExitReason.EXITED, code=None, signal=None, time=ended_at, kind=kind)
+        stored = msgspec.to_builtins(end) | {"outcome": attempt.outcome, "error": error}
+        update_attempt(
+            transaction.connection,
+            attempt.id,
+            state=AttemptState.ENDED.value,
+            ended_at=ended_at,
+            exit=stored,
+        )
+        told = attempt.exit or {}
+        if told and (told["outcome"], told["error"]) == (attempt.outcome, error):
+            return
+        transaction.emit(
+            "attempt_ended", attempt.experiment_id, attempt.trial_id,
+            number=attempt.number, exit=stored,
+        )  # fmt: skip
+        if error is not None:
+            self._changes.note(transaction, attempt.trial_id, attempt.number, "ERROR", error)
+
+    def _bring_to(
+        self, transaction: Transaction, experiment_id: int, run_end: RunEnd, ended_at: float
+    ) -> None:
+        changes, connection = self._changes, transaction.connection
+        experiment = changes.experiment(connection, experiment_id)
+        trial = trial_of_run(connection, experiment_id)
+        present = (experiment.state, trial.state, experiment.error)
+        if present == (run_end.experiment.value, run_end.trial.value, run_end.error):
+            return
+        self._activate(transaction, experiment, trial)
+        if run_end.experiment is ExperimentState.PAUSED:
+            changes.set_experiment_state(transaction, experiment_id, ExperimentState.PAUSED)
+        elif run_end.trial.is_terminal:
+            active = changes.trial(connection, trial.id)
+            trial_error = run_end.error if run_end.trial is TrialState.ERROR else None
+            changes.set_trial_state(
+                transaction,
+                active,
+                run_end.trial,
+                reason=run_end.reason,
+                error=trial_error,
+                kind=ErrorKind.USER if trial_error else None,
+            )
+            has_failed = run_end.experiment is ExperimentState.ERROR
+            stopping = (
+                ExperimentState.STOPPING_ERROR if has_failed else ExperimentState.STOPPING_COMPLETED
+            )
+            changes.set_experiment_state(transaction, experiment_id, stopping, error=run_end.error)
+            changes.set_experiment_state(transaction, experiment_id, end_of_experiment(stopping))
+            changes.update_trial(transaction, trial.id, ended_at=ended_at)
+            update_experiment(connection, experiment_id, ended_at=ended_at)
+
+    def _activate(self, transaction: Transaction, experiment: Row[Any], trial: Row[Any]) -> None:
+        changes = self._changes
+        if TrialState(trial.state).is_terminal:
+            changes.set_trial_state(transaction, trial, TrialState.ACTIVE, reason="resumed")
+            changes.update_trial(
+                transaction, trial.id, ended_at=None, error=None, error_kind=None, stop_reason=None
+            )
+        if experiment.state != ExperimentState.ACTIVE.value:
+            update_experiment(transaction.connection, experiment.id, ended_at=None, error=None)
+            changes.set_experiment_state(transaction, experiment.id, ExperimentState.ACTIVE)
+
+    def _follow_progress(self, transaction: Transaction, experiment_id: int) -> None:
+        """Let the experiment's progress be its trial's; a completed run is all done."""
+        connection = transaction.connection
+        experiment = self._changes.experiment(connection, experiment_id)
+        progress = trial_of_run(connection, experiment_id).progress or 0.0
+        if experiment.state == ExperimentState.COMPLETED.value:
+            progress = 1.0
+        if progress != experiment.progress:
+            update_experiment(connection, experiment_id, progress=progress)
+            transaction.emit("progress", experiment_id, progress=progress)
+
+
+def _place_of_batch(batch: RunBatch) -> tuple[int, int, int]:
+    return batch.attempt, batch.generation, batch.rank

@@ -1,0 +1,1 @@
+"""Nodes: machines whose runners register, ask for attempts and carry them out."""

@@ -1,0 +1,374 @@
+"""Checkpoints on their way between nodes and the storage directories of this machine."""
+
+import asyncio
+import errno
+import os
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, select
+
+from paceline import faults
+from paceline._base.journal_records import CheckpointStored
+from paceline._cluster.master.experiments.attempts import check_not_over, read_attempt
+from paceline._cluster.master.experiments.checkpoints import (
+    CheckpointPlace,
+    check_owner,
+    delete_files,
+    note_deleted_files,
+    place_of_checkpoint,
+    place_of_experiment,
+    store_checkpoint,
+)
+from paceline._cluster.master.experiments.record_checks import check_record
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_transitions import NotFoundError, RefusedError
+from paceline._cluster.master.nodes.checkpoint_uploads import (
+    OpenUploads,
+    WaitingCheckpoints,
+    ids_of_live_attempts,
+)
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.messages_from_rows import read_members
+from paceline._cluster.messages.runner_messages import (
+    MAX_PIECE_BYTES,
+    CheckpointFiles,
+    CheckpointNeeds,
+    CheckpointOffer,
+    ShardOffer,
+)
+from paceline._cluster.messages.states import CheckpointState
+from paceline.storage._checkpoint_files import (
+    MANIFEST_NAME,
+    MAX_TEXT_BYTES,
+    Manifest,
+    decode_manifest,
+    done_name,
+)
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._incoming_checkpoint import IncomingCheckpoint
+
+faults.register("master.checkpoint.moved_in")
+
+PIECES_AT_ONCE = 8
+OFFERS_AT_ONCE = 4
+# So much each one counts at least, as many small ones take memory as well.
+_SMALLEST_DONE = 64
+
+
+class Transfers:
+    """Take checkpoints from runners on nodes, and give them out; for any thread.
+
+    An attempt sends only checkpoints of its own trial, and until one is whole it lies apart from
+    those of all others. It reads what its trial may start from.
+
+    Args:
+        database: The master's database.
+        cluster_id: The identity of the master's home.
+        default_storage: Where checkpoints go unless the configuration says otherwise.
+        changes: Sets the states of experiments and trials.
+    """
+
+    def __init__(
+        self, database: Database, cluster_id: str, default_storage: str, changes: StateChanges
+    ) -> None:
+        self._database = database
+        self._default_storage = default_storage
+        self._changes = changes
+        # For requests that hold a piece, or a list of files, in memory, of all runners together.
+        self.pieces = asyncio.Semaphore(PIECES_AT_ONCE)
+        self.offers = asyncio.Semaphore(OFFERS_AT_ONCE)
+        self.waiting = WaitingCheckpoints(database, changes)
+        self._uploads = OpenUploads(database, cluster_id, default_storage, changes.storage_calls)
+
+    def offer(self, attempt_id: int, uuid: str, offer: CheckpointOffer) -> CheckpointNeeds:
+        """Return what is missing of a checkpoint, or store it if nothing is.
+
+        Raises:
+            NotFoundError: There is no such attempt.
+            RefusedError: The attempt has ended, or the checkpoint belongs to another trial.
+            CheckpointError: The files are damaged, or cannot be written.
+            ValueError: A name cannot be that of a file.
+        """
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+            check_not_over(attempt)
+            check_owner(connection, attempt, uuid)
+            storage = self._directory_of(connection, attempt)
+            row = _row_of(connection, uuid)
+            if row is not None:
+                _check_own(row, attempt)
+            is_alone = all(member.exit is not None for member in read_members(attempt)[1:])
+        if offer.has_failed and not (is_alone or attempt.should_kill):
+            # A node that is lost is noticed by that, and nobody waits for its files.
+            self._database.write(
+                lambda transaction: self._changes.change_attempt(
+                    transaction, attempt_id, should_kill=True
+                )
+            ).result()
+        if row is not None:
+            if offer.record is None and row.state != CheckpointState.DELETED.value:
+                self._shrink(row, offer.files)
+            return CheckpointNeeds(is_stored=True)
+        if offer.record is None or offer.record.uuid != uuid:
+            raise RefusedError("unknown_checkpoint", f"Nobody has stored checkpoint {uuid}.")
+        incoming = self._uploads.incoming(storage, attempt_id, uuid, offer.files)
+        with self._changes.storage_calls.noted(storage.url):
+            is_there = _is_there(storage, uuid, offer.files)
+            missing = {} if is_there else incoming.missing()
+        if not is_there:
+            # A damaged file is missing again.
+            with self._changes.storage_calls.watched(storage.url):
+                missing = missing or dict.fromkeys(incoming.seal(), 0)
+            if missing:
+                self._uploads.begin((attempt_id, uuid, 0), storage, incoming)
+                return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)
+        self._store(attempt_id, storage, incoming, offer.record)
+        return CheckpointNeeds(is_stored=True)
+
+    def offer_shards(
+        self, attempt_id: int, member: int, uuid: str, offer: ShardOffer
+    ) -> CheckpointNeeds:
+        """Return what is missing of the files of a node beside rank 0's; raises like `offer`.
+
+        They lie where those of the other nodes do. The offer of rank 0's node stores them all.
+        """
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+            check_not_over(attempt)
+            check_owner(connection, attempt, uuid)
+            storage = self._directory_of(connection, attempt)
+            row = _row_of(connection, uuid)
+            if row is not None:
+                _check_own(row, attempt)
+                return CheckpointNeeds(is_stored=True)
+            members = read_members(attempt)
+            if not 0 < member < len(members):
+                raise RefusedError("unknown_member", f"Attempt {attempt_id} has no such node.")
+        incoming = self._uploads.incoming(storage, attempt_id, uuid, offer)
+        with self._changes.storage_calls.noted(storage.url):
+            missing = incoming.missing()
+        self._uploads.begin((attempt_id, uuid, member), storage, incoming)
+        is_alone = members[0].exit is not None
+        return CheckpointNeeds(is_stored=False, missing=missing, is_alone=is_alone)
+
+    def receive(
+        self, attempt_id: int, uuid: str, name: str, offset: int, data: bytes, member: int = 0
+    ) -> int:
+        """Take a piece of a file, and return how many bytes of it are there then.
+
+        Raises:
+            RefusedError: The attempt has not offered the checkpoint to this master.
+            BlockingIOError: Another request writes to the file now.
+            CheckpointWriteError: The disk is full or broken.
+            ValueError: The checkpoint has no such file, or not so many bytes of it.
+        """
+        incoming = self._uploads.get(attempt_id, uuid, member)
+        with self._changes.storage_calls.noted(incoming.storage_url):
+            return incoming.write(name, offset, data)
+
+    def delete(self, attempt_id: int, uuid: str) -> None:
+        """Delete a checkpoint of the attempt's trial, if it is there; raises like `offer`."""
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+            check_not_over(attempt)
+            row = _row_of(connection, uuid)
+        if row is None or row.state == CheckpointState.DELETED.value:
+            return
+        _check_own(row, attempt)
+        if not delete_files(self._changes.storage_calls, self._place(row), uuid):
+            raise OSError(f"The files of checkpoint {uuid} cannot be deleted.")
+
+        def note(transaction: Transaction) -> None:
+            note_deleted_files(transaction.connection, uuid, {})
+
+        self._database.write(note).result()
+
+    def readable(self, attempt_id: int, uuid: str) -> tuple[CheckpointStorage, Manifest]:
+        """Return the storage and the manifest of a checkpoint that an attempt may read.
+
+        Raises:
+            CheckpointError: It is gone or damaged.
+            NotFoundError: There is no such attempt.
+            RefusedError: The attempt has ended, or its trial may not start from the checkpoint, or
+                that lies elsewhere than those of its experiment.
+        """
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+            check_not_over(attempt)
+            row = _row_of(connection, uuid)
+            trial = StateChanges.trial(connection, attempt.trial_id)
+        is_start = uuid in (attempt.resumed_from, trial.source_checkpoint)
+        if row is None or not (is_start or row.trial_id == attempt.trial_id):
+            raise RefusedError(
+                "other_trial", f"Attempt {attempt_id} does not start from checkpoint {uuid}."
+            )
+        if row.state == CheckpointState.DELETED.value:
+            raise RefusedError("deleted", f"Checkpoint {uuid} was deleted.")
+        place = self._place(row)
+        with self._changes.storage_calls.noted(place.storage):
+            storage = place.opened(uuid)
+            manifest = storage.manifest(uuid)
+        place.check(manifest)
+        return storage, manifest
+
+    def read_files(self, attempt_id: int, uuid: str) -> CheckpointFiles:
+        """Return the manifest and the done files of a checkpoint; raises like `readable`."""
+        storage, _ = self.readable(attempt_id, uuid)
+        shards: dict[int, str] = {}
+        left = MAX_TEXT_BYTES
+        while (
+            text := _checkpoint_file_text(storage, uuid, done_name(len(shards)), left)
+        ) is not None:
+            shards[len(shards)] = text
+            left -= len(text) + _SMALLEST_DONE
+        manifest = _checkpoint_file_text(storage, uuid, MANIFEST_NAME)
+        assert manifest is not None
+        return CheckpointFiles(manifest=manifest, shards=shards)
+
+    def read_piece(self, attempt_id: int, uuid: str, name: str, offset: int) -> bytes:
+        """Return a piece of a file of a checkpoint; raises like `readable`.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no such file.
+        """
+        storage, manifest = self.readable(attempt_id, uuid)
+        if name not in manifest.files:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        with self._changes.storage_calls.noted(storage.url):
+            return storage.read_file(uuid, name, offset, MAX_PIECE_BYTES)
+
+    def forget(self, attempt_id: int) -> None:
+        """Remove what an attempt did not send to the end, if it has ended on all of its nodes."""
+        # An attempt may be gone with its experiment.
+        with self._database.read() as connection:
+            if attempt_id in ids_of_live_attempts(connection):
+                return
+        self.waiting.forget(attempt_id)
+        self._uploads.forget(attempt_id)
+
+    def forget_ended(self) -> None:
+        """Remove what attempts did not send to the end that ended without word of a runner."""
+        known = self._uploads.attempts() | {one.attempt_id for one in self.waiting.all()}
+        if not known:
+            return
+        with self._database.read() as connection:
+            live = ids_of_live_attempts(connection)
+        for attempt_id in known - live:
+            self.forget(attempt_id)
+
+    # ---- details -------------------------------------------------------------------------
+
+    def _directory_of(self, connection: Connection, attempt: Row[Any]) -> DirectoryStorage:
+        experiment = StateChanges.experiment(connection, attempt.experiment_id)
+        place = place_of_experiment(experiment, self._default_storage)
+        if "://" in place:
+            raise RefusedError("other_storage", f"Nodes themselves store checkpoints in {place}.")
+        return DirectoryStorage(place, has_one_owner=True)
+
+    def _place(self, row: Row[Any]) -> CheckpointPlace:
+        with self._database.read() as connection:
+            return place_of_checkpoint(connection, row, self._default_storage)
+
+    def _store(
+        self,
+        attempt_id: int,
+        storage: DirectoryStorage,
+        incoming: IncomingCheckpoint,
+        record: CheckpointStored,
+    ) -> None:
+        manifest = incoming.manifest
+        stored = msgspec.structs.replace(
+            record,
+            metadata=manifest.metadata,
+            resources=manifest.resources,
+            storage=storage.url,
+        )
+        check_record(stored)
+
+        def job(transaction: Transaction) -> None:
+            attempt = read_attempt(transaction.connection, attempt_id)
+            check_not_over(attempt)
+            store_checkpoint(self._changes, transaction, attempt, stored)
+
+        with self._database.read() as connection:
+            check_not_over(read_attempt(connection, attempt_id))
+        # Before the transaction: all that is stored would wait for a storage that hangs.
+        with self._changes.storage_calls.noted(storage.url):
+            incoming.commit()
+        faults.reach("master.checkpoint.moved_in")
+        try:
+            self._database.write(job).result()
+        except (NotFoundError, RefusedError):
+            # Whoever has lost the attempt meanwhile must leave nothing there.
+            with self._database.read() as connection:
+                is_stored = _row_of(connection, manifest.uuid) is not None
+            if not is_stored:
+                calls = self._changes.storage_calls
+                delete_files(calls, CheckpointPlace(storage.url), manifest.uuid)
+            raise
+        self._uploads.close(attempt_id, manifest.uuid)
+
+    def _shrink(self, row: Row[Any], files: CheckpointFiles) -> None:
+        """Delete the files of a checkpoint that a new manifest does not name any more."""
+        place = self._place(row)
+        kept = decode_manifest(files.manifest.encode(), row.uuid).files
+        with self._changes.storage_calls.noted(place.storage):
+            storage = place.opened(row.uuid)
+            manifest = storage.manifest(row.uuid)
+        place.check(manifest)
+        present = manifest.files
+        if any(present.get(name) != entry for name, entry in kept.items()) or not kept:
+            raise RefusedError("other_checkpoint", f"There is another checkpoint {row.uuid}.")
+        with self._changes.storage_calls.noted(place.storage):
+            left = storage.delete_files(row.uuid, lambda name: name not in kept).resources
+
+        def note(transaction: Transaction) -> None:
+            note_deleted_files(transaction.connection, row.uuid, left)
+
+        self._database.write(note).result()
+
+
+def _check_own(row: Row[Any], attempt: Row[Any]) -> None:
+    if row.trial_id != attempt.trial_id:
+        raise RefusedError(
+            "other_trial",
+            f"Checkpoint {row.uuid} belongs to another trial than {attempt.trial_id}.",
+        )
+
+
+def _is_there(storage: DirectoryStorage, uuid: str, files: CheckpointFiles) -> bool:
+    """Tell whether a checkpoint was moved in before a master died that had not noted it."""
+    if not storage.exists(uuid):
+        return False
+    if _checkpoint_file_text(storage, uuid, MANIFEST_NAME) != files.manifest:
+        raise RefusedError("other_checkpoint", f"There is another checkpoint {uuid}.")
+    return True
+
+
+def _checkpoint_file_text(
+    storage: CheckpointStorage, uuid: str, name: str, max_bytes: int = MAX_TEXT_BYTES
+) -> str | None:
+    """Return a file of the commit protocol, None if there is none.
+
+    Raises:
+        RefusedError: It is larger than `max_bytes`.
+    """
+    try:
+        data = storage.read_file(uuid, name, 0, max(max_bytes, 0) + 1)
+    except FileNotFoundError:
+        return None
+    if len(data) > max_bytes:
+        raise RefusedError(
+            "checkpoint_unusable",
+            f"The manifest of checkpoint {uuid} must have at most {MAX_TEXT_BYTES} bytes, and so"
+            f" must all of its done files, but {name} is beyond.",
+        )
+    return data.decode()
+
+
+def _row_of(connection: Connection, uuid: str) -> Row[Any] | None:
+    query = select(tables.checkpoints).where(tables.checkpoints.c.uuid == uuid)
+    return connection.execute(query).first()

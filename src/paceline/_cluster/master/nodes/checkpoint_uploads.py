@@ -1,0 +1,340 @@
+"""Open uploads, checkpoints that wait for space, marks of shared storage."""
+
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, select
+
+from paceline._base.files import open_regular_below, opened_directory, read_limited, replacing_below
+from paceline._cluster.master.experiments.attempts import read_attempt
+from paceline._cluster.master.experiments.checkpoints import place_of_experiment
+from paceline._cluster.master.experiments.state_changes import StateChanges
+from paceline._cluster.master.experiments.state_transitions import RefusedError
+from paceline._cluster.master.experiments.storage_calls import StorageCalls
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.messages.runner_messages import CheckpointFiles, ShardOffer, StorageMark
+from paceline._cluster.messages.states import LIVE_ATTEMPTS
+from paceline.storage._directory_storage import DirectoryStorage
+from paceline.storage._incoming_checkpoint import IncomingCheckpoint, forget_incoming
+
+# Of one attempt at a time; a runner sends one after the other.
+_MAX_OPEN = 4
+
+
+class OpenUploads:
+    """Hold what attempts have begun to send, and remove what they did not send to the end.
+
+    For any thread.
+
+    Args:
+        database: The master's database.
+        cluster_id: The identity of the master's home, by which its uploads are told from others.
+        default_storage: Where checkpoints go unless the configuration says otherwise.
+        calls: Calls storages that may hang.
+    """
+
+    def __init__(
+        self, database: Database, cluster_id: str, default_storage: str, calls: StorageCalls
+    ) -> None:
+        self._database = database
+        self._cluster_id = cluster_id
+        self._default_storage = default_storage
+        self._calls = calls
+        self._lock = threading.Lock()
+        # By attempt, checkpoint and member, in the order in which they were begun.
+        self._open: dict[tuple[int, str, int], IncomingCheckpoint] = {}
+        # Where attempts have sent files to.
+        self._roots: dict[int, Path] = {}
+        self._knows_earlier = False
+
+    def incoming(
+        self,
+        storage: DirectoryStorage,
+        attempt_id: int,
+        uuid: str,
+        files: CheckpointFiles | ShardOffer,
+    ) -> IncomingCheckpoint:
+        """Return a checkpoint of an attempt, of which some files may have been sent."""
+        manifest = files.manifest.encode() if isinstance(files, CheckpointFiles) else None
+        shards = {rank: text.encode() for rank, text in files.shards.items()}
+        sender = f"{self._cluster_id}-{attempt_id}"
+        return IncomingCheckpoint(storage, sender, uuid, manifest, shards)
+
+    def begin(
+        self, key: tuple[int, str, int], storage: DirectoryStorage, incoming: IncomingCheckpoint
+    ) -> None:
+        """Begin to take pieces of a checkpoint.
+
+        Args:
+            key: The attempt, the checkpoint, and the member that sends.
+            storage: The storage that it will be in.
+            incoming: The checkpoint.
+
+        Raises:
+            RefusedError: The member sends too many at a time.
+        """
+        attempt_id, _, member = key
+        with self._lock:
+            is_new = key not in self._open
+            num_open = sum((one[0], one[2]) == (attempt_id, member) for one in self._open)
+            if is_new and num_open >= _MAX_OPEN:
+                raise RefusedError(
+                    "too_many_uploads",
+                    f"Attempt {attempt_id} must send at most {_MAX_OPEN} checkpoints at a time.",
+                )
+            self._open[key] = incoming
+            self._roots[attempt_id] = storage.root
+        if is_new:
+            self._sweep(storage.root)
+
+    def get(self, attempt_id: int, uuid: str, member: int) -> IncomingCheckpoint:
+        """Return a checkpoint that was begun.
+
+        Raises:
+            RefusedError: The attempt has not offered it to this master.
+        """
+        with self._lock:
+            incoming = self._open.get((attempt_id, uuid, member))
+        if incoming is None:
+            raise RefusedError(
+                "unknown_upload", f"Attempt {attempt_id} must offer checkpoint {uuid} first."
+            )
+        return incoming
+
+    def close(self, attempt_id: int, uuid: str) -> None:
+        """Forget the upload of a stored checkpoint, and those that will never be whole.
+
+        Ranks commit checkpoints in their order. One that a node has begun to send before this one,
+        and that is not stored, was given up.
+        """
+        with self._lock:
+            for member in {key[2] for key in self._open if key[:2] == (attempt_id, uuid)}:
+                keys = [key for key in self._open if (key[0], key[2]) == (attempt_id, member)]
+                for key in keys[: keys.index((attempt_id, uuid, member)) + 1]:
+                    given_up = self._open.pop(key)
+                    if key[1] != uuid:
+                        given_up.forget()
+
+    def forget(self, attempt_id: int) -> None:
+        """Remove what an attempt that has ended did not send to the end.
+
+        Where the storage does not answer now, that comes with a later call.
+        """
+        with self._lock:
+            root = self._roots.get(attempt_id)
+        if root is None:
+            return
+        is_done = True
+        try:
+            # A piece may also have been written when its checkpoint was stored already.
+            is_done = self._calls.ask(str(root), lambda: self._sweep(root), default=False)
+        finally:
+            if is_done:
+                with self._lock:
+                    self._roots.pop(attempt_id, None)
+
+    def attempts(self) -> set[int]:
+        """Return the attempts that may have sent files, also to an earlier master."""
+        if not self._knows_earlier:
+            self._take_up()
+        with self._lock:
+            return set(self._roots)
+
+    def _take_up(self) -> None:
+        """Find where attempts may have sent files to, before this master began."""
+        attempts = tables.attempts.c
+        with self._database.read() as connection:
+            query = select(attempts.id, attempts.experiment_id).where(
+                attempts.state.in_(LIVE_ATTEMPTS), attempts.run_attempt.is_(None)
+            )
+            experiments = {row.id: row.experiment_id for row in connection.execute(query)}
+            places = {
+                one: place_of_experiment(
+                    StateChanges.experiment(connection, one), self._default_storage
+                )
+                for one in set(experiments.values())
+            }
+        roots = {
+            attempt_id: DirectoryStorage(places[experiment_id]).root
+            for attempt_id, experiment_id in experiments.items()
+            if "://" not in places[experiment_id]
+        }
+        with self._lock:
+            self._roots = roots | self._roots
+        self._knows_earlier = True
+        root = DirectoryStorage(self._default_storage).root
+        self._calls.ask(str(root), lambda: self._sweep(root), default=False)
+
+    def _sweep(self, root: Path) -> bool:
+        """Remove what attempts that have ended did not send to the end, from a storage; True."""
+        prefix = f"{self._cluster_id}-"
+        with self._database.read() as connection:
+            live = ids_of_live_attempts(connection)
+
+        def is_wanted(sender: str) -> bool:
+            number = sender.removeprefix(prefix)
+            return number == sender or (number.isdecimal() and int(number) in live)
+
+        with self._lock:
+            self._open = {key: one for key, one in self._open.items() if key[0] in live}
+            self._roots = {
+                number: place
+                for number, place in self._roots.items()
+                if place != root or number in live
+            }
+        forget_incoming(root, is_wanted)
+        return True
+
+
+def ids_of_live_attempts(connection: Connection) -> set[int]:
+    """Return the attempts that have not ended."""
+    attempts = tables.attempts.c
+    query = select(attempts.id).where(attempts.state.in_(LIVE_ATTEMPTS))
+    return set(connection.execute(query).scalars())
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingCheckpoint:
+    """A checkpoint that waits since a moment, in seconds since the epoch, and why."""
+
+    attempt_id: int
+    trial_id: int
+    experiment_id: int
+    uuid: str
+    since: float
+    why: str
+
+
+class WaitingCheckpoints:
+    """Which attempts wait until a checkpoint can be stored; told in the logs of their trials.
+
+    For any thread.
+    """
+
+    def __init__(self, database: Database, changes: StateChanges) -> None:
+        self._database = database
+        self._changes = changes
+        self._lock = threading.Lock()
+        self._waiting: dict[int, WaitingCheckpoint] = {}
+
+    def all(self) -> list[WaitingCheckpoint]:
+        """Return those that wait, the longest first."""
+        with self._lock:
+            return sorted(self._waiting.values(), key=lambda one: one.since)
+
+    def note(self, attempt_id: int, uuid: str, why: str) -> None:
+        """Note that a checkpoint of an attempt could not be stored; a second time says nothing."""
+        with self._lock:
+            if attempt_id in self._waiting:
+                return
+        with self._database.read() as connection:
+            attempt = read_attempt(connection, attempt_id)
+        one = WaitingCheckpoint(
+            attempt_id, attempt.trial_id, attempt.experiment_id, uuid, time.time(), why
+        )
+        with self._lock:
+            self._waiting[attempt_id] = one
+        self._tell(
+            one,
+            "WARNING",
+            f"Checkpoint {uuid} cannot be stored by the master: {why}. The attempt does not end"
+            " before it is. Hint: make space on the disk of the master.",
+        )
+
+    def settle(self, attempt_id: int) -> None:
+        """Note that a checkpoint of an attempt was stored, or that the attempt has ended."""
+        with self._lock:
+            one = self._waiting.pop(attempt_id, None)
+        if one is not None:
+            waited_s = time.time() - one.since
+            text = f"Checkpoint {one.uuid} waited {waited_s:.0f} s for the master: {one.why}."
+            self._tell(one, "INFO", text)
+
+    def forget(self, attempt_id: int) -> None:
+        """Forget an attempt that has ended."""
+        with self._lock:
+            self._waiting.pop(attempt_id, None)
+
+    def _tell(self, one: WaitingCheckpoint, level: str, text: str) -> None:
+        def job(transaction: Transaction) -> None:
+            number = read_attempt(transaction.connection, one.attempt_id).number
+            self._changes.note(transaction, one.trial_id, number, level, text)
+
+        try:
+            self._database.write(job).result()
+        except Exception as error:
+            # The log may be on the same disk; then the end of the wait is told there.
+            logger.warning("Trial %d: %s (not in its log: %s)", one.trial_id, text, error)
+
+
+class StorageMarks:
+    """Write a file into each storage directory: a node that finds it there sees the same directory.
+
+    Its text is another one whenever a master starts: a copy of the directory has an old text.
+    Others may write to the directory: what they put there is replaced, neither read nor written to.
+
+    Args:
+        cluster_id: The identity of the master's home; several masters may share a directory.
+    """
+
+    def __init__(self, cluster_id: str) -> None:
+        self._name = f".paceline-{cluster_id}"
+        self._text = secrets.token_hex(16)
+        self._warned_of: set[str] = set()
+
+    def mark(self, storage: str) -> StorageMark | None:
+        """Return the mark in a storage; None if it is no directory that this machine can write to.
+
+        Raises:
+            OSError: The disk is full or broken.
+        """
+        if "://" in storage:
+            return None
+        path = Path(storage) / self._name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with opened_directory(path.parent) as directory:
+                self._warn_of_renames(storage, os.fstat(directory).st_mode)
+                if not self._is_there(directory):
+                    # Everybody may read it, as runners of other users must. The text opens nothing:
+                    # who knows it can only make a directory on another machine pass for this one.
+                    with replacing_below(directory, self._name) as file:
+                        file.write(self._text.encode())
+        except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+            logger.warning(
+                "Checkpoints of nodes cannot be kept in %s, which this machine cannot write to"
+                " (%s): all nodes must share that directory.",
+                storage,
+                error.strerror,
+            )
+            return None
+        return StorageMark(str(path), self._text)
+
+    def _warn_of_renames(self, storage: str, mode: int) -> None:
+        """Log once that others can replace what is in a storage."""
+        if not mode & stat.S_IWOTH or mode & stat.S_ISVTX or storage in self._warned_of:
+            return
+        self._warned_of.add(storage)
+        logger.warning(
+            "All users of its machines can rename, replace and remove checkpoints of others in %s."
+            " Hint: `chmod +t` lets each one touch their own alone.",
+            storage,
+        )
+
+    def _is_there(self, directory: int) -> bool:
+        """Tell whether this user has written the mark."""
+        try:
+            with open_regular_below(directory, self._name, owners=[os.geteuid()]) as file:
+                return read_limited(file, len(self._text)) == self._text.encode()
+        except OSError:
+            return False

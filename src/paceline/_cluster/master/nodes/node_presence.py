@@ -1,0 +1,294 @@
+"""Polls and leases of nodes; orders to them."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline._cluster.master.executors import Launch
+from paceline._cluster.master.experiments.attempts import Leases, WaitingRequests
+from paceline._cluster.messages.runner_messages import NodePoll
+
+
+class NodeOrders:
+    """The launches and kills of all nodes, until their attempts have ended; for any thread.
+
+    Args:
+        tell: Called with the id of a node that has another order.
+    """
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._launches: dict[int, dict[int, Launch]] = {}
+        self._kills: dict[int, set[int]] = {}
+
+    def start(self, node_id: int, launch: Launch) -> None:
+        """Have a node start an attempt; a second time changes nothing."""
+        with self._lock:
+            self._launches.setdefault(node_id, {})[launch.spec.attempt_id] = launch
+        self._tell(node_id)
+
+    def kill(self, node_id: int, attempt_id: int) -> None:
+        """Have a node kill the runner of an attempt."""
+        with self._lock:
+            self._kills.setdefault(node_id, set()).add(attempt_id)
+        self._tell(node_id)
+
+    def has_launch(self, node_id: int, attempt_id: int) -> bool:
+        """Tell whether a launch of an attempt waits for a node, or was taken."""
+        with self._lock:
+            return attempt_id in self._launches.get(node_id, ())
+
+    def launches(self, node_id: int) -> Mapping[int, Launch]:
+        """Return the launches that wait for a node, and those that it has taken."""
+        with self._lock:
+            return dict(self._launches.get(node_id, {}))
+
+    def kills(self, node_id: int) -> list[int]:
+        """Return the attempts whose runners a node is to kill."""
+        with self._lock:
+            return sorted(self._kills.get(node_id, ()))
+
+    def clean(self, keep: set[int]) -> None:
+        """Forget the orders of attempts that have ended."""
+        with self._lock:
+            for launches in self._launches.values():
+                for attempt_id in launches.keys() - keep:
+                    del launches[attempt_id]
+            for kills in self._kills.values():
+                kills &= keep
+
+    def forget(self, node_id: int) -> None:
+        """Forget the orders of a node."""
+        with self._lock:
+            self._launches.pop(node_id, None)
+            self._kills.pop(node_id, None)
+
+
+class StoreLeft(Protocol):
+    """What stores that a node has left or has come back, for the next master."""
+
+    def __call__(self, node_id: int, *, has_left: bool, seen_at: float | None) -> None:
+        """Store it soon."""
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What this master has heard of a node since it started."""
+
+    session: int
+    number: int = 0
+    is_ready: bool = False
+    is_cut_off: bool = False
+    has_left: bool = False
+    seen_at: float | None = None
+    attempts: frozenset[int] = frozenset()
+    alive: frozenset[int] = frozenset()
+    # Of all sessions that this master has heard.
+    ever: set[int] = field(default_factory=set)
+    # The newest poll when the node was doubted: only a later one tells that it stays.
+    doubted: int = -1
+    # Attempts that ended while the node had them, of which it was told.
+    told: frozenset[int] = frozenset()
+
+
+class NodePresence:
+    """Which nodes are there, and what they have said in their newest polls; for any thread.
+
+    Args:
+        lease_s: How long a node may be silent until it is lost, in seconds.
+        store_left: Called when a node leaves or comes back.
+        wake: Called when slots may have become free or lost.
+    """
+
+    def __init__(self, lease_s: float, store_left: StoreLeft, wake: Callable[[], None]) -> None:
+        self._store_left = store_left
+        self._wake = wake
+        self._lock = threading.RLock()
+        self._heard: dict[int, _Heard] = {}
+        # Grows with each change of a node's work; another number than before the master started.
+        self._versions: dict[int, int] = {}
+        self.leases = Leases(lease_s)
+        self.polls = WaitingRequests()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind to the server's event loop."""
+        self.polls.attach(loop)
+        self.leases.attach(loop)
+
+    def begin(self, node_id: int, session: int, *, has_left: bool = False) -> None:
+        """Await the polls of a node, or those of a new session of one.
+
+        A poll of the session before is answered, and its sender told that it is over.
+
+        Args:
+            node_id: The node.
+            session: The number of its session.
+            has_left: Whether it has said that it leaves.
+        """
+        with self._lock:
+            before = self._heard.get(node_id)
+            ever = set() if before is None else before.ever
+            self._heard[node_id] = _Heard(session=session, has_left=has_left, ever=ever)
+            self._versions.setdefault(node_id, int(time.time()))
+            self.leases.end(node_id)
+            self.leases.begin(node_id)
+        self.tell(node_id)
+
+    def forget(self, node_id: int) -> None:
+        """Forget a node; its poll is answered."""
+        with self._lock:
+            self._heard.pop(node_id, None)
+            self._versions.pop(node_id, None)
+            self.leases.end(node_id)
+        self.polls.notify(node_id)
+
+    # ---- polls --------------------------------------------------------------------------
+
+    def hear(self, node_id: int, poll: NodePoll) -> None:
+        """Take a poll of the present session: renew the lease, note which attempts the node has."""
+        with self._lock:
+            heard = self._heard[node_id]
+            if poll.number < heard.number:
+                return
+            was_ready = heard.is_ready and not self.leases.is_over(node_id)
+            self.leases.begin(node_id)
+            self.leases.renew(node_id)
+            heard.number, heard.seen_at = poll.number, time.time()
+            heard.is_cut_off = False
+            # With attempts it is waited for: their runners may have something to tell.
+            self._note_left(node_id, has_left=poll.is_leaving and not poll.attempts)
+            heard.attempts, heard.alive = frozenset(poll.attempts), frozenset(poll.alive)
+            heard.ever |= heard.attempts
+        if not was_ready:
+            self._wake()
+
+    def is_newest(self, node_id: int, poll: NodePoll) -> bool:
+        """Tell whether no later poll of a node was heard: an earlier one knows less."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is not None and (poll.session, poll.number) == (
+                heard.session,
+                heard.number,
+            )
+
+    def note_cut_off(self, node_id: int, poll: NodePoll) -> None:
+        """Note that the connection of a poll was closed before the answer.
+
+        The node gets no attempts until it polls again.
+        """
+        with self._lock:
+            if not self.is_newest(node_id, poll):
+                return
+            heard = self._heard[node_id]
+            heard.is_cut_off, heard.is_ready = True, False
+        self._wake()
+
+    def note_ended(self, node_id: int) -> None:
+        """Note that a runner whose connection was closed has ended, as its starter knows."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            if heard is not None and heard.is_cut_off:
+                self._note_left(node_id, has_left=True)
+        self._wake()
+
+    def note_ready(self, node_id: int, poll: NodePoll, *, is_ready: bool) -> None:
+        """Note whether a node may get attempts, by what it said in a poll."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            if heard is None or poll.number <= heard.doubted:
+                return
+            changed = heard.is_ready != is_ready
+            heard.is_ready = is_ready
+        if changed:
+            self._wake()
+
+    def doubt(self, node_id: int) -> None:
+        """Give a node no attempts until it polls again, which it is asked to do now."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            if heard is None:
+                return
+            heard.is_ready, heard.doubted = False, heard.number
+        self.tell(node_id)
+
+    def tell(self, node_id: int) -> None:
+        """Answer the poll of a node that waits: its work has changed."""
+        with self._lock:
+            self._versions[node_id] = self._versions.get(node_id, 0) + 1
+        self.polls.notify(node_id)
+
+    def tell_of_ended(self, keep: set[int]) -> None:
+        """Tell the nodes that have attempts which have ended.
+
+        Args:
+            keep: The attempts that have not.
+        """
+        with self._lock:
+            for node_id, heard in self._heard.items():
+                ended = heard.attempts - keep
+                if ended - heard.told:
+                    self.tell(node_id)
+                heard.told = ended
+
+    def version(self, node_id: int) -> int:
+        """Return the version of a node's work."""
+        with self._lock:
+            return self._versions.get(node_id, 0)
+
+    # ---- what others ask ----------------------------------------------------------------
+
+    def has_attempt(self, node_id: int, attempt_id: int) -> bool:
+        """Tell whether a node has said in its newest poll that it has an attempt."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is not None and attempt_id in heard.attempts
+
+    def had_attempt(self, node_id: int, attempt_id: int) -> bool:
+        """Tell whether a node has ever said that it has an attempt."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is not None and attempt_id in heard.ever
+
+    def reported_alive(self, node_id: int) -> frozenset[int]:
+        """Return the attempts whose runners are at work on a node, by its newest poll."""
+        with self._lock:
+            return self._heard[node_id].alive
+
+    def is_ready(self, node_id: int) -> bool:
+        """Tell whether a node may get attempts, by its newest poll."""
+        with self._lock:
+            return self._heard[node_id].is_ready
+
+    def has_left(self, node_id: int) -> bool:
+        """Tell whether a node has said that it leaves, and has not come back."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is not None and heard.has_left
+
+    def is_lost(self, node_id: int) -> bool:
+        """Tell whether a node has left or was silent for too long, or is unknown."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is None or heard.has_left or self.leases.is_over(node_id)
+
+    def is_cut_off(self, node_id: int) -> bool:
+        """Tell whether the connection of a node's newest poll was closed before the answer."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return heard is None or heard.is_cut_off
+
+    def heard_at(self, node_id: int) -> float | None:
+        """Return when this master last heard of a node, in seconds since the epoch, if it has."""
+        with self._lock:
+            heard = self._heard.get(node_id)
+            return None if heard is None else heard.seen_at
+
+    def _note_left(self, node_id: int, *, has_left: bool) -> None:
+        heard = self._heard[node_id]
+        if heard.has_left != has_left:
+            heard.has_left = has_left
+            self._store_left(node_id, has_left=has_left, seen_at=heard.seen_at)

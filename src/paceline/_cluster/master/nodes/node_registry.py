@@ -1,0 +1,587 @@
+"""Registered nodes, what refuses one, what their tokens are bound to."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, delete, insert, select, update
+
+import paceline
+from paceline._base.arguments_and_errors import PicklableError
+from paceline._base.process_and_network import LOOPBACK_HOSTS
+from paceline._cluster.master.authentication import StoredToken
+from paceline._cluster.master.experiments.attempts import DEFAULT_LEASE_S, live_attempts
+from paceline._cluster.master.experiments.scheduler_input import read_pools
+from paceline._cluster.master.nodes.node_presence import NodeOrders, NodePresence
+from paceline._cluster.master.scheduling.pools import NodeSlots, PoolSettings, pool_of
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction
+from paceline._cluster.master.store.messages_from_rows import slots_by_node
+from paceline._cluster.master.store.row_ids_and_counts import keep_ids, new_id
+from paceline._cluster.messages.runner_messages import (
+    DEFAULT_POOL,
+    PROTOCOL,
+    NodeFacts,
+    NodePoll,
+    NodeSession,
+)
+
+
+class NodeRefusedError(PicklableError, RuntimeError):
+    """Raised when a registration or a poll is refused.
+
+    Args:
+        code: A short name of the reason.
+        message: One sentence for people.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class UnknownNodeError(LookupError):
+    """Raised when there is no such node: its runner must register."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegisteredNode:
+    """A node as it is stored.
+
+    Args:
+        seen_at: When a master last heard of it before it was lost or left, or it registered.
+        has_left: It has said that it leaves, and has not come back.
+    """
+
+    id: int
+    name: str
+    key: str
+    session: int
+    token_id: int | None
+    facts: NodeFacts
+    is_draining: bool
+    registered_at: float
+    seen_at: float | None = None
+    has_left: bool = False
+
+    def slots(
+        self,
+        *,
+        can_join: bool,
+        is_open: bool = True,
+        only_pool: str | None = None,
+        is_drained: bool = False,
+    ) -> NodeSlots:
+        """Return the slots of this node for the scheduler."""
+        slots = tuple(range(len(self.facts.devices)))
+        return NodeSlots(
+            node_id=self.id,
+            slots=slots,
+            drained=frozenset(slots if is_drained else ()),
+            pool=self.facts.pool,
+            labels=self.facts.labels,
+            is_open=is_open,
+            can_join=can_join,
+            only_pool=only_pool,
+        )
+
+
+def nodes_that_join(nodes: Iterable[RegisteredNode]) -> set[int]:
+    """Return the ids of the nodes that others reach, for trials on several nodes.
+
+    A loopback address, as that of a node behind a tunnel, leads to the machine that asks. So nodes
+    that have one reach each other only if all nodes are on one machine.
+    """
+    found = [node for node in nodes if node.facts.address]
+    has_one_host = len({node.facts.host for node in found}) == 1
+    return {node.id for node in found if has_one_host or not _is_loopback(node.facts.address)}
+
+
+def _is_loopback(address: str) -> bool:
+    return address in LOOPBACK_HOSTS or address.startswith("127.")
+
+
+def check_node_version(facts: NodeFacts) -> None:
+    """Refuse a runner of another version.
+
+    Raises:
+        NodeRefusedError: It has another one.
+    """
+    mine = paceline.__version__
+    if facts.version == mine and facts.protocol == PROTOCOL:
+        return
+    raise NodeRefusedError(
+        "other_version",
+        f"The runner must have Paceline {mine} (protocol {PROTOCOL}) as this master, but has"
+        f" {facts.version} (protocol {facts.protocol}). Hint: pip install paceline=={mine} on"
+        f" {facts.name!r}.",
+    )
+
+
+def stored_node(row: Row[Any]) -> RegisteredNode:
+    """Return the node of a row of the table."""
+    facts = msgspec.convert(row.facts, NodeFacts)
+    return RegisteredNode(**dict(row._mapping) | {"facts": facts})
+
+
+_NEW_TOKEN = "`paceline token create NAME --scope runner"  # noqa: S105 - a command
+
+
+def check_node_of_token(token: StoredToken | None, facts: NodeFacts) -> None:
+    """Refuse a runner whose token is for another node.
+
+    Args:
+        token: The token of the runner; None is the home's own.
+        facts: What the runner says.
+
+    Raises:
+        NodeRefusedError: The token is for another node.
+    """
+    if token is None or token.node in (None, facts.name):
+        return
+    raise NodeRefusedError(
+        "other_node",
+        f"The runner must register as {token.node!r}, the only node of its token {token.name!r},"
+        f" but got {facts.name!r}. Hint: start it with `--name {token.node}`, or make a token for"
+        f" this node on the machine of the master: {_NEW_TOKEN} --node {facts.name}`.",
+    )
+
+
+def check_pool_of_token(
+    token: StoredToken | None, facts: NodeFacts, pools: Mapping[str, PoolSettings]
+) -> None:
+    """Refuse a runner whose node is in another pool than that of its token.
+
+    Args:
+        token: The token of the runner; None is the home's own.
+        facts: What the runner says.
+        pools: The settings of the pools, whose labels choose among the nodes that name none.
+
+    Raises:
+        NodeRefusedError: The node is in another pool.
+    """
+    if token is None or token.pool is None:
+        return
+    pool = pool_of(facts.pool, facts.labels, pools)
+    if pool == token.pool:
+        return
+    by_labels = pool != facts.pool
+    other = (
+        "start it without the labels of that pool"
+        if by_labels and token.pool == DEFAULT_POOL
+        else f"start it with `--pool {token.pool}`"
+    )
+    raise NodeRefusedError(
+        "other_pool",
+        f"The node {facts.name!r} must be in {token.pool!r}, the only pool of its token"
+        f" {token.name!r}, but is in {pool!r}{' by its labels' if by_labels else ''}. Hint:"
+        f" {other}, or make a token for this pool on the machine of the master: {_NEW_TOKEN}"
+        f" --pool {pool}`.",
+    )
+
+
+def check_key_of_bound(known: NodeFacts, facts: NodeFacts) -> None:
+    """Refuse another machine the name of a node that a token is for, even if it is lost.
+
+    Args:
+        known: What the runner said that has registered the node.
+        facts: What this one says.
+
+    Raises:
+        NodeRefusedError: It has another directory.
+    """
+    if known.key == facts.key:
+        return
+    raise NodeRefusedError(
+        "name_taken",
+        f"The node {facts.name!r} was registered by a token for it alone, so its runner must have"
+        " the same directory as then, but it has another one. Hint: start it with the `--dir` that"
+        f" it had. If that is lost, run `paceline runner forget {facts.name}` on the machine of the"
+        " master once the node is lost, and start the runner again.",
+    )
+
+
+def check_owner_of_name(
+    known: NodeFacts, facts: NodeFacts, token: StoredToken | None, *, has_other_token: bool
+) -> None:
+    """Refuse the name of a node that is not lost to another machine or by another token.
+
+    Args:
+        known: What the runner said that has registered the node.
+        facts: What this one says.
+        token: Its token; None is the home's own.
+        has_other_token: Whether the node belongs to another token, which can still be used.
+
+    Raises:
+        NodeRefusedError: It is another machine, or has another token than one for this node alone.
+    """
+    is_bound = token is not None and token.node is not None
+    if known.key != facts.key:
+        way_out = (
+            f"if that is not your machine, revoke its token or `paceline runner drain"
+            f" {facts.name}`, and then `paceline runner forget {facts.name}`"
+            if is_bound
+            else "choose another name by `--name`, or wait until that one is lost"
+        )
+        raise NodeRefusedError(
+            "name_taken",
+            f"The name {facts.name!r} belongs to a runner with another directory on"
+            f" {known.host!r}, which is not lost. Hint: {way_out}.",
+        )
+    # One for this node alone is a new token of the same machine.
+    if has_other_token and not is_bound:
+        raise NodeRefusedError(
+            "other_token",
+            f"The node {facts.name!r} belongs to another token. Hint: use that one, or revoke it.",
+        )
+
+
+def check_pool_of_known(
+    token: StoredToken | None,
+    known: NodeFacts,
+    facts: NodeFacts,
+    pools: Mapping[str, PoolSettings],
+) -> None:
+    """Refuse another machine the name of a lost node in another pool than that of its token.
+
+    Attempts of that pool may still wait for the node.
+
+    Args:
+        token: The token of the runner; None is the home's own.
+        known: What the runner said that has registered the node.
+        facts: What this one says.
+        pools: The settings of the pools.
+
+    Raises:
+        NodeRefusedError: The node was in another pool.
+    """
+    if token is None or token.pool is None or known.key == facts.key:
+        return
+    pool = pool_of(known.pool, known.labels, pools)
+    if pool != token.pool:
+        other_name = "" if token.node else "choose another name by `--name`, or "
+        raise NodeRefusedError(
+            "name_taken",
+            f"There is a lost node {facts.name!r} in the pool {pool!r}, whose name a runner in the"
+            f" pool {token.pool!r} must not take; the token {token.name!r} is for that pool alone."
+            f" Hint: {other_name}run `paceline runner forget {facts.name}` on the machine of the"
+            " master.",
+        )
+
+
+def is_as_before(known: NodeFacts, facts: NodeFacts) -> bool:
+    """Tell whether a runner registers again, for the pool and with the labels that it had."""
+    return (known.key, known.pool, known.labels) == (facts.key, facts.pool, facts.labels)
+
+
+# A node that was there so long ago is expected to come back.
+_RETURNS_WITHIN_S = 300.0
+
+logger = logging.getLogger(__name__)
+
+
+class Nodes:
+    """All nodes but the master's own; for any thread.
+
+    Args:
+        database: Where nodes are stored.
+        cluster_id: The identity of the master's home.
+        lease_s: How long a node may be silent until it is lost, in seconds.
+        token_of: Returns a token by its id, None if there is none.
+        wake: Called when slots may have become free or lost.
+
+    Attributes:
+        presence: Which of them are there, and what they have said.
+        orders: What they are to do.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        cluster_id: str,
+        lease_s: float = DEFAULT_LEASE_S,
+        token_of: Callable[[int], StoredToken | None] = lambda _: None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._database = database
+        self._cluster_id = cluster_id
+        self._token_of = token_of
+        self._wake = wake
+        # Held before that of `presence`.
+        self._lock = threading.RLock()
+        self.presence = NodePresence(lease_s, self._store_left, wake)
+        self.orders = NodeOrders(self.presence.tell)
+        with database.read() as connection:
+            rows = connection.execute(select(tables.nodes))
+            self._nodes = {row.id: stored_node(row) for row in rows}
+        for node in self._nodes.values():
+            self.presence.begin(node.id, node.session, has_left=node.has_left)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind to the server's event loop."""
+        self.presence.attach(loop)
+
+    # ---- registering and polling --------------------------------------------------------
+
+    def register(self, facts: NodeFacts, token_id: int | None) -> "Future[NodeSession]":
+        """Register a node, or a new session of one; the future raises `NodeRefusedError`.
+
+        Args:
+            facts: What the node's runner says.
+            token_id: The token of the runner; None is the home's own.
+        """
+        check_node_version(facts)
+        token = self._token(token_id)
+        check_node_of_token(token, facts)
+
+        def job(transaction: Transaction) -> NodeSession:
+            connection = transaction.connection
+            # As stored: another runner may have registered in this transaction.
+            row = connection.execute(
+                select(tables.nodes).where(tables.nodes.c.name == facts.name)
+            ).first()
+            known = None if row is None else stored_node(row)
+            self._check_name(known, facts, token_id)
+            self._check_pools(connection, known, facts, token)
+            node = _stored_registration(connection, known, facts, token_id)
+            transaction.after_commit(lambda: self._remember(node))
+            return NodeSession(
+                node_id=node.id,
+                session=node.session,
+                cluster_id=self._cluster_id,
+                lease_s=self.presence.leases.length_s,
+            )
+
+        return self._database.write(job)
+
+    def hear(self, node_id: int, poll: NodePoll, token_id: int | None) -> None:
+        """Take a poll: renew the node's lease, and note which attempts it has.
+
+        Raises:
+            NodeRefusedError: Another session has begun, or the token is that of another node.
+            UnknownNodeError: There is no such node.
+        """
+        with self._lock:
+            node = self._nodes.get(node_id)
+            if node is None or node.key != poll.key or poll.session > node.session:
+                raise UnknownNodeError(f"There is no node {node_id} with this key.")
+            if node.token_id != token_id:
+                raise NodeRefusedError("other_token", f"Node {node_id} belongs to another token.")
+            if poll.session < node.session:
+                raise NodeRefusedError(
+                    "session_over",
+                    f"Another runner has registered as {node.name!r}. Hint: give each machine a"
+                    " name of its own (`paceline runner --name`), and start one runner there.",
+                )
+            self.presence.hear(node_id, poll)
+
+    def check_pool(self, node_id: int) -> None:
+        """Refuse a node that is in another pool than that of its token.
+
+        It was not when it registered, but labels of pools may have changed since.
+
+        Raises:
+            NodeRefusedError: It is in another one.
+        """
+        node = self.get(node_id)
+        # Only among those that name no pool, labels choose.
+        if node is None or node.facts.pool != DEFAULT_POOL:
+            return
+        token = self._token(node.token_id)
+        if token is not None and token.pool is not None:
+            with self._database.read() as connection:
+                pools = read_pools(connection)
+            check_pool_of_token(token, node.facts, pools)
+
+    def tell_of_pools(self) -> None:
+        """Answer the polls of nodes that may be in another pool now than that of their token."""
+        for node in self.all():
+            if node.facts.pool == DEFAULT_POOL and self.only_pool(node) is not None:
+                self.presence.tell(node.id)
+
+    def clean(self, keep: set[int]) -> None:
+        """Forget the launches and kills of attempts that have ended, and tell the nodes of it."""
+        self.presence.tell_of_ended(keep)
+        self.orders.clean(keep)
+
+    # ---- what others see ----------------------------------------------------------------
+
+    def get(self, node_id: int) -> RegisteredNode | None:
+        """Return a node, None if there is none of this id."""
+        with self._lock:
+            return self._nodes.get(node_id)
+
+    def all(self) -> list[RegisteredNode]:
+        """Return all nodes in the order of their ids."""
+        with self._lock:
+            return sorted(self._nodes.values(), key=lambda node: node.id)
+
+    def seen_at(self, node_id: int) -> float | None:
+        """Return when this master, or one before it, last heard of a node: seconds since the epoch.
+
+        Of what was heard by masters before, only what preceded a loss is stored.
+        """
+        with self._lock:
+            node, heard_at = self._nodes.get(node_id), self.presence.heard_at(node_id)
+            return heard_at if node is None or heard_at is not None else node.seen_at
+
+    def slots(self) -> list[NodeSlots]:
+        """Return the slots of all nodes that are not lost."""
+        with self._lock:
+            present = [node for node in self.all() if not self.presence.is_lost(node.id)]
+            joining = nodes_that_join(present)
+            return [
+                node.slots(
+                    can_join=node.id in joining,
+                    is_open=self.presence.is_ready(node.id) and not node.is_draining,
+                    only_pool=self.only_pool(node),
+                    is_drained=node.is_draining,
+                )
+                for node in present
+            ]
+
+    def returning_slots(self) -> list[NodeSlots]:
+        """Return the slots of nodes that are away, but were there within the last minutes."""
+        with self._lock:
+            return [
+                node.slots(can_join=False, is_open=False, only_pool=self.only_pool(node))
+                for node in self.all()
+                if not node.is_draining
+                and (self.presence.is_lost(node.id) or self.presence.is_cut_off(node.id))
+                and (self.seen_at(node.id) or 0.0) > time.time() - _RETURNS_WITHIN_S
+            ]
+
+    def only_pool(self, node: RegisteredNode) -> str | None:
+        """Return the pool that the token of a node is for, None if it is for any."""
+        token = self.token(node)
+        return None if token is None else token.pool
+
+    def token(self, node: RegisteredNode) -> StoredToken | None:
+        """Return the token of a node, None if it is gone or the home's own."""
+        return self._token(node.token_id)
+
+    def set_draining(self, transaction: Transaction, node_id: int, *, is_draining: bool) -> None:
+        """Drain a node or take it back, after the commit of a transaction.
+
+        Raises:
+            UnknownNodeError: There is no such node.
+        """
+        node = self.get(node_id)
+        if node is None:
+            raise UnknownNodeError(f"There is no node {node_id}.")
+        nodes = tables.nodes
+        transaction.connection.execute(
+            update(nodes).where(nodes.c.id == node_id).values(is_draining=is_draining)
+        )
+        transaction.after_commit(lambda: self._replace(node_id, is_draining))
+
+    def forget(self, transaction: Transaction, node_id: int) -> None:
+        """Forget a node after the commit of a transaction; its runner has to register again."""
+        nodes, connection = tables.nodes, transaction.connection
+        keep_ids(connection, nodes)
+        connection.execute(delete(nodes).where(nodes.c.id == node_id))
+        drained = tables.drained_slots
+        connection.execute(delete(drained).where(drained.c.node_id == node_id))
+        transaction.after_commit(lambda: self._drop(node_id))
+
+    # ---- helpers ------------------------------------------------------------------------
+
+    def _token(self, token_id: int | None) -> StoredToken | None:
+        return None if token_id is None else self._token_of(token_id)
+
+    def _store_left(self, node_id: int, *, has_left: bool, seen_at: float | None) -> None:
+        values = {"has_left": has_left, "seen_at": seen_at}
+        query = update(tables.nodes).where(tables.nodes.c.id == node_id).values(**values)
+        self._database.write(lambda transaction: transaction.connection.execute(query))
+
+    def _check_name(
+        self, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
+    ) -> None:
+        """Refuse a name that another machine or another token has and may still use.
+
+        If it came by a token for this node alone, another machine is refused until the node is
+        forgotten.
+        """
+        if facts.name == "local":
+            raise NodeRefusedError("name_taken", "The node 'local' is the master's own machine.")
+        if known is None:
+            return
+        before = self._token(known.token_id)
+        if before is not None and before.node is not None:
+            check_key_of_bound(known.facts, facts)
+        with self._lock:
+            remembered = self._nodes.get(known.id)
+            has_just_registered = remembered is None or remembered.session != known.session
+            if self.presence.is_lost(known.id) and not has_just_registered:
+                return
+        is_other = known.token_id not in (token_id, None)
+        check_owner_of_name(
+            known.facts,
+            facts,
+            self._token(token_id),
+            has_other_token=is_other and before is not None and before.is_usable,
+        )
+
+    def _check_pools(
+        self,
+        connection: Connection,
+        known: RegisteredNode | None,
+        facts: NodeFacts,
+        token: StoredToken | None,
+    ) -> None:
+        pools = read_pools(connection)
+        # What runs there may end there, if labels of pools have changed since it began.
+        if known is None or not (
+            is_as_before(known.facts, facts) and _is_at_work(connection, known.id)
+        ):
+            check_pool_of_token(token, facts, pools)
+        if known is not None:
+            check_pool_of_known(token, known.facts, facts, pools)
+
+    def _remember(self, node: RegisteredNode) -> None:
+        num_slots, pool = len(node.facts.devices), node.facts.pool
+        logger.info("The node %s registers: pool %s, %d slot(s).", node.name, pool, num_slots)
+        with self._lock:
+            self._nodes[node.id] = node
+            self.presence.begin(node.id, node.session)
+
+    def _replace(self, node_id: int, is_draining: bool) -> None:
+        with self._lock:
+            self._nodes[node_id] = replace(self._nodes[node_id], is_draining=is_draining)
+        self._wake()
+
+    def _drop(self, node_id: int) -> None:
+        with self._lock:
+            self._nodes.pop(node_id, None)
+            self.presence.forget(node_id)
+        self.orders.forget(node_id)
+
+
+def _stored_registration(
+    connection: Connection, known: RegisteredNode | None, facts: NodeFacts, token_id: int | None
+) -> RegisteredNode:
+    """Store a new node, or a new session of a known one."""
+    nodes, now = tables.nodes, time.time()
+    values: dict[str, Any] = {
+        "name": facts.name, "key": facts.key, "token_id": token_id,
+        "facts": msgspec.to_builtins(facts), "registered_at": now, "seen_at": now,
+        "has_left": False,
+    }  # fmt: skip
+    if known is None:
+        values |= {"id": new_id(connection, nodes), "session": 1, "is_draining": False}
+        connection.execute(insert(nodes).values(**values))
+    else:
+        values |= {"session": known.session + 1, "is_draining": known.is_draining}
+        connection.execute(update(nodes).where(nodes.c.id == known.id).values(**values))
+        values["id"] = known.id
+    return RegisteredNode(**values | {"facts": facts})
+
+
+def _is_at_work(connection: Connection, node_id: int) -> bool:
+    return any(node_id in slots_by_node(attempt) for attempt in live_attempts(connection))

@@ -1,0 +1,1 @@
+"""Which waiting trial gets which slots: pure functions over plain data."""

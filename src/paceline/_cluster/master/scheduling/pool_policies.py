@@ -1,0 +1,194 @@
+"""Order of the queue, policies of pools."""
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from paceline._cluster.master.scheduling.pools import Holding, PolicyName, Waiting
+
+
+def moved(
+    places: Mapping[int, float], experiment_id: int, *, ahead_of: float | None, behind: float | None
+) -> dict[int, float]:
+    """Return the changed places of moved experiments, once one of them is moved.
+
+    Args:
+        places: The places of all experiments that were moved before.
+        experiment_id: The one that is moved.
+        ahead_of: The place right before which it goes.
+        behind: The place right after which it goes, if not ahead of one.
+    """
+    if ahead_of is not None:
+        target, cell = ahead_of, math.ceil(ahead_of) - 1
+    else:
+        assert behind is not None
+        target, cell = behind, math.floor(behind)
+    # Those between the same two whole numbers, in order; they are spread anew, so that there is
+    # always room between two of them.
+    same = sorted(
+        (place, other)
+        for other, place in places.items()
+        if cell < place < cell + 1 and other != experiment_id
+    )
+    if ahead_of is not None:
+        index = sum(place < target for place, _ in same)
+    else:
+        index = sum(place <= target for place, _ in same)
+    order = [other for _, other in same]
+    order.insert(index, experiment_id)
+    return {other: cell + (n + 1) / (len(order) + 1) for n, other in enumerate(order)}
+
+
+_Level = Iterable[Holding]
+
+
+class Policy(ABC):
+    """The order of a pool's trials.
+
+    Args:
+        holding: The attempts of the pool; those that are leaving count as gone.
+    """
+
+    def __init__(self, holding: Iterable[Holding]) -> None:
+        self._staying = [one for one in holding if not one.is_leaving]
+
+    @abstractmethod
+    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Yield trials, the next one first; what `note_given` tells in between counts."""
+
+    def candidates(self, trial: Waiting) -> Iterator[_Level]:
+        """Yield attempts that may be preempted for a trial, in levels.
+
+        Those of a level are preempted only if those before do not suffice. Within a level those
+        that should leave first come first.
+        """
+        del trial
+        return iter(())
+
+    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
+        """Note that a trial gets slots, now or once the attempts that are leaving have left."""
+        del trial, preempted
+
+
+class FifoPolicy(Policy):
+    """First come, first served."""
+
+    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Yield trials in the order of arrival."""
+        return iter(waiting)
+
+
+class PriorityPolicy(Policy):
+    """The most important first, and within a priority first come, first served.
+
+    Attempts make room for trials of a more important priority. Of those that may, the least
+    important are asked, of these as few as possible, and the youngest.
+    """
+
+    def __init__(self, holding: Iterable[Holding]) -> None:
+        super().__init__(holding)
+        self._levels: dict[int, list[Holding]] = defaultdict(list)
+        for one in sorted(self._staying, key=lambda one: -one.attempt_id):
+            self._levels[one.priority].append(one)
+
+    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Yield trials by priority; equal ones keep their order."""
+        return iter(sorted(waiting, key=lambda trial: trial.priority))
+
+    def candidates(self, trial: Waiting) -> Iterator[_Level]:
+        """Yield less important attempts, the least important level first."""
+        for priority in sorted(self._levels, reverse=True):
+            if priority > trial.priority:
+                yield self._levels[priority]
+
+    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
+        """Forget the attempts that leave."""
+        for one in preempted:
+            self._levels[one.priority].remove(one)
+
+
+class FairSharePolicy(Policy):
+    """Slots in proportion to the experiments' weights.
+
+    The next trial is one of the experiment with the fewest slots for its weight; of several such,
+    of the one that got slots the longest time ago. An attempt makes room only if its experiment
+    keeps at least as many slots for its weight as the other one then has. So each preemption makes
+    the shares more equal, and none is ever undone.
+    """
+
+    def __init__(self, holding: Iterable[Holding]) -> None:
+        super().__init__(holding)
+        self._used: dict[int, int] = defaultdict(int)
+        self._of: dict[int, list[Holding]] = defaultdict(list)
+        for one in sorted(self._staying, key=lambda one: one.attempt_id):
+            self._used[one.experiment_id] += one.num_slots
+            self._of[one.experiment_id].append(one)
+
+    def order(self, waiting: Iterable[Waiting]) -> Iterator[Waiting]:
+        """Yield trials, always one of the experiment with the smallest share."""
+        queues: dict[int, list[Waiting]] = defaultdict(list)
+        for trial in waiting:
+            queues[trial.experiment_id].append(trial)
+        positions = {experiment_id: number for number, experiment_id in enumerate(queues)}
+        for queue in queues.values():
+            queue.reverse()
+        turns = [
+            (self._share(queue[-1]), queue[-1].last_served, positions[experiment_id], experiment_id)
+            for experiment_id, queue in queues.items()
+        ]
+        heapq.heapify(turns)
+        while turns:
+            _, last_served, position, experiment_id = heapq.heappop(turns)
+            queue = queues[experiment_id]
+            yield queue.pop()
+            if queue:
+                turn = (self._share(queue[-1]), last_served, position, experiment_id)
+                heapq.heappush(turns, turn)
+
+    def candidates(self, trial: Waiting) -> Iterator[_Level]:
+        """Yield the youngest attempts of experiments that have more than their share."""
+        yield self._surplus(trial)
+
+    def note_given(self, trial: Waiting, preempted: Iterable[Holding]) -> None:
+        """Count the slots that an experiment gets, and those that others lose."""
+        self._used[trial.experiment_id] += trial.num_slots
+        for one in preempted:
+            self._used[one.experiment_id] -= one.num_slots
+            own = self._of[one.experiment_id]
+            # Nearly always the youngest.
+            del own[next(i for i in reversed(range(len(own))) if own[i] is one)]
+
+    def _share(self, trial: Waiting) -> float:
+        return self._used[trial.experiment_id] / trial.weight
+
+    def _surplus(self, trial: Waiting) -> Iterator[Holding]:
+        least = (self._used[trial.experiment_id] + trial.num_slots) / trial.weight
+        # The share that an experiment keeps without one more attempt; the largest one first.
+        kept: list[tuple[float, int, int, int]] = []
+
+        def offer(experiment_id: int, used: int, index: int) -> None:
+            if index >= 0 and experiment_id != trial.experiment_id:
+                one = self._of[experiment_id][index]
+                left = used - one.num_slots
+                if left / one.weight >= least:
+                    turn = (-left / one.weight, -one.attempt_id, experiment_id, index)
+                    heapq.heappush(kept, turn)
+
+        used = dict(self._used)
+        for experiment_id, attempts in self._of.items():
+            offer(experiment_id, used[experiment_id], len(attempts) - 1)
+        while kept:
+            _, _, experiment_id, index = heapq.heappop(kept)
+            one = self._of[experiment_id][index]
+            used[experiment_id] -= one.num_slots
+            yield one
+            offer(experiment_id, used[experiment_id], index - 1)
+
+
+POLICIES: dict[PolicyName, type[Policy]] = {
+    PolicyName.FIFO: FifoPolicy,
+    PolicyName.PRIORITY: PriorityPolicy,
+    PolicyName.FAIR_SHARE: FairSharePolicy,
+}

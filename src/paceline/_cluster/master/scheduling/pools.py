@@ -1,0 +1,250 @@
+"""What is scheduled; needs of pools, pool of a node."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from paceline._cluster.messages.runner_messages import DEFAULT_POOL, LOCAL_NODE
+
+DEFAULT_PRIORITY = 42
+"""The priority of an experiment that names none; 1 is the most important one, 99 the least."""
+
+
+class Reason(str, Enum):
+    """Why a waiting trial gets no slots."""
+
+    SLOTS_IN_USE = "slots_in_use"
+    BEHIND_OTHERS = "behind_others"
+    MAX_SLOTS = "max_slots"
+    MAX_TRIALS = "max_concurrent_trials"
+    TOO_LARGE = "too_large"
+    POOL_LIMIT = "pool_limit"
+    PREEMPTING = "preempting"
+    PAUSING = "pausing"
+    ELSEWHERE = "elsewhere"
+
+
+class PolicyName(str, Enum):
+    """How the trials of a pool are ordered, and which ones make room for others."""
+
+    FIFO = "fifo"
+    PRIORITY = "priority"
+    FAIR_SHARE = "fair_share"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSettings:
+    """How a pool is shared; `max_slots` is how many of its slots may be in use at once.
+
+    Nodes that have all its labels, and name no pool themselves, belong to it.
+    """
+
+    policy: PolicyName = PolicyName.FIFO
+    max_slots: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSlots:
+    """The slots of a node; one that is not open keeps what it has and gets nothing.
+
+    The same holds for a single slot that is drained. One that is pausing will be open again in a
+    moment: a trial that needs it waits, and holds up no other.
+    `can_join` tells that other nodes reach it, so
+    that trials on several nodes may use it. `only_pool` is the one that it may be in.
+    """
+
+    node_id: int = LOCAL_NODE
+    slots: tuple[int, ...]
+    pool: str = DEFAULT_POOL
+    is_open: bool = True
+    is_pausing: bool = False
+    drained: frozenset[int] = frozenset()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    can_join: bool = False
+    only_pool: str | None = None
+
+
+Part = tuple[int, tuple[int, ...]]
+"""The id of a node, and slots of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """A trial that wants to run on nodes of a pool, in the order of arrival.
+
+    Attributes:
+        num_slots: How many slots it needs. An elastic one takes up to `most_slots`.
+        max_slots: How many slots its experiment may use at once; None is no limit.
+        max_trials: How many trials of its experiment may run at once; None is no limit.
+        allow_uneven: It may have more slots on one node than on another.
+        failed_on: Nodes on which its last attempts failed. It gets another one, if one is large
+            enough.
+        awaits_node: Such a node is not there, but was a moment ago: the trial waits for it.
+        last_served: When its experiment last got slots, in seconds since the epoch.
+    """
+
+    trial_id: int
+    experiment_id: int
+    num_slots: int
+    max_slots: int | None
+    max_trials: int | None = None
+    pool: str = DEFAULT_POOL
+    priority: int = DEFAULT_PRIORITY
+    weight: float = 1.0
+    last_served: float = 0.0
+    most_slots: int = 0
+    allow_uneven: bool = False
+    failed_on: frozenset[int] = frozenset()
+    awaits_node: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """An attempt that holds slots of a node; one that is leaving was asked to free them.
+
+    `others` are its parts on further nodes.
+    """
+
+    experiment_id: int
+    slots: tuple[int, ...]
+    node_id: int = LOCAL_NODE
+    attempt_id: int = 0
+    priority: int = DEFAULT_PRIORITY
+    weight: float = 1.0
+    is_leaving: bool = False
+    others: tuple[Part, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All nodes that it runs on, with its slots there."""
+        return ((self.node_id, self.slots), *self.others)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots that it holds."""
+        if not self.others:
+            return len(self.slots)
+        return sum(len(slots) for _, slots in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotAssignment:
+    """Slots of a node, given to a trial; `others` are those on further nodes."""
+
+    trial_id: int
+    slots: tuple[int, ...]
+    node_id: int = LOCAL_NODE
+    others: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulingResult:
+    """Result for a waiting trial: its slots and their node, or the reason why it gets none.
+
+    Attributes:
+        place: How many trials of its pool come before it.
+        behind: The trial that holds it up.
+        preempts: Attempts that must leave so that it gets slots.
+        others: Its slots on further nodes.
+    """
+
+    waiting: Waiting
+    slots: tuple[int, ...] = ()
+    node_id: int = LOCAL_NODE
+    reason: Reason | None = None
+    place: int = 0
+    behind: Waiting | None = None
+    preempts: tuple[Holding, ...] = field(default=())
+    others: tuple[Part, ...] = ()
+
+
+# What these lack is no node.
+_NO_NODE_HELPS = frozenset(
+    {
+        Reason.MAX_SLOTS,
+        Reason.MAX_TRIALS,
+        Reason.POOL_LIMIT,
+        Reason.PREEMPTING,
+        Reason.PAUSING,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolNeed:
+    """What the waiting trials of a pool lack.
+
+    `sizes` has the number of slots of each of them, in the order in which they get some.
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Return the slots that all of them need."""
+        return sum(self.sizes)
+
+
+def needs_node(result: SchedulingResult) -> bool:
+    """Tell whether a trial waits for what another node would give."""
+    return result.reason is not None and result.reason not in _NO_NODE_HELPS
+
+
+def needs_of(
+    results: Iterable[SchedulingResult], holding: Iterable[Holding]
+) -> dict[str, PoolNeed]:
+    """Return of each pool what further nodes would be used for; pools that need none are absent.
+
+    The limits of experiments count: of one that may use three more slots, trials for three do.
+    """
+    used: Counter[int] = Counter()
+    num_trials: Counter[int] = Counter()
+    for holder in holding:
+        used[holder.experiment_id] += holder.num_slots
+        num_trials[holder.experiment_id] += 1
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for result in results:
+        trial = result.waiting
+        if result.reason in _NO_NODE_HELPS:
+            continue
+        used[trial.experiment_id] += trial.num_slots
+        num_trials[trial.experiment_id] += 1
+        if _is_beyond(trial.max_slots, used[trial.experiment_id]) or _is_beyond(
+            trial.max_trials, num_trials[trial.experiment_id]
+        ):
+            used[trial.experiment_id] -= trial.num_slots
+            num_trials[trial.experiment_id] -= 1
+        elif result.reason is not None:
+            sizes[trial.pool].append(trial.num_slots)
+    return {pool: PoolNeed(sizes=tuple(found)) for pool, found in sizes.items()}
+
+
+def _is_beyond(limit: int | None, number: int) -> bool:
+    return limit is not None and number > limit
+
+
+def pool_of(named: str, labels: Mapping[str, str], pools: Mapping[str, PoolSettings]) -> str:
+    """Return the pool of a node: the one that it names, or else the first with labels of it."""
+    if named != DEFAULT_POOL:
+        return named
+    # Most nodes have no labels.
+    for name, settings in sorted(pools.items()) if labels else ():
+        if settings.labels and settings.labels.items() <= labels.items():
+            return name
+    return DEFAULT_POOL
+
+
+def in_pools(nodes: Iterable[NodeSlots], pools: Mapping[str, PoolSettings]) -> list[NodeSlots]:
+    """Return nodes in the pools that their labels choose.
+
+    One that labels put into another pool than the only one that it may be in gets nothing there.
+    """
+    return [_in_pool(node, pool_of(node.pool, node.labels, pools)) for node in nodes]
+
+
+def _in_pool(node: NodeSlots, pool: str) -> NodeSlots:
+    if node.only_pool not in (None, pool):
+        return replace(node, pool=node.only_pool, is_open=False)
+    return node if node.pool == pool else replace(node, pool=pool)

@@ -1,0 +1,247 @@
+"""Base class of starters (plug point); programs of a cluster."""
+
+import json
+import secrets
+import select
+import shlex
+import subprocess
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from paceline.config._fields_and_problems import Section
+
+
+class StarterError(RuntimeError):
+    """Raised when runners cannot be started, listed or canceled now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerOrder:
+    """A runner that is to be started.
+
+    Attributes:
+        name: The name of its node.
+        url: Where the master answers.
+        token: Its own token, for a node of this name in this pool. It must be in no command line.
+        node_key: What a starter that may start the runner in another directory by the same token
+            puts there into the file `node_key`, so that the master knows the node again.
+        certificate: The certificate of the master (PEM) if it has one, for the file `master.pem`
+            in the directory of the runner.
+        command: The command line of the runner, without `--name`, `--dir` and `--token-file`.
+    """
+
+    name: str
+    url: str
+    token: str = field(repr=False)
+    node_key: str = field(default="", repr=False)
+    certificate: str | None = None
+    command: tuple[str, ...] = ()
+
+    def shell(self, name: str, directory: str, token_file: str) -> str:
+        """Return the command line for a shell; the arguments are shell words already."""
+        places = f" --name {name} --dir {directory} --token-file {token_file}"
+        return shlex.join(self.command) + places
+
+
+class Starter(ABC):
+    """Start runners; one object for each pool. Methods are called from one thread.
+
+    A runner registers as a node, asks for attempts, and leaves when it was idle for long enough.
+    So a starter only starts it, says which ones there are, and cancels those that still wait.
+    Implementations must survive the master: `runners` tells of what an earlier one has started.
+    """
+
+    Options: type[Section] = Section
+    """The fields of `options` in the definition of a pool."""
+
+    knows_all = True
+    """Whether a runner that `runners` does not tell of has ended."""
+
+    module: str | None = None
+    """What must be installed beside Paceline, an extra of the same name as the starter."""
+
+    def __init__(self, pool: str, cluster_id: str, directory: str, options: Section) -> None:
+        self.pool = pool
+        self.cluster_id = cluster_id
+        self.directory = directory
+        self.options = options
+
+    def new_name(self, taken: Set[str]) -> str | None:
+        """Return the name of another runner; None if there can be no more."""
+        return f"{self.pool}-{secrets.token_hex(3)}"
+
+    def new_names(self, taken: Set[str], most: int) -> Sequence[str]:
+        """Return the names of other runners to be started together, as many as there can be."""
+        names: list[str] = []
+        while len(names) < most:
+            name = self.new_name(taken | set(names))
+            if name is None:
+                break
+            names.append(name)
+        return names
+
+    @abstractmethod
+    def start(self, order: RunnerOrder) -> None:
+        """Start a runner, or ask for it.
+
+        Raises:
+            StarterError: It cannot be started.
+        """
+
+    def start_group(self, orders: Sequence[RunnerOrder]) -> None:
+        """Start the runners of a trial that needs several: all or none, if the cluster can.
+
+        Raises:
+            StarterError: They cannot be started.
+        """
+        for order in orders:
+            self.start(order)
+
+    @abstractmethod
+    def runners(self) -> dict[str, bool]:
+        """Return the names of the runners that wait or run, and whether each one runs.
+
+        Raises:
+            StarterError: They cannot be told now.
+        """
+
+    def log_of(self, name: str) -> str:
+        """Say where the output of a runner is, for a person who looks for it."""
+        return f"{self.directory}/{name}/runner.log on its machine"
+
+    def why_waiting(self) -> str | None:
+        """Return why runners wait, as of the last `runners`; None if that is not known."""
+        return None
+
+    def cancel(self, name: str) -> None:
+        """Cancel a runner that waits, and with it those of its group."""
+        return
+
+    def close(self) -> None:
+        """End what only this process needs, also what another thread waits for. Runners go on."""
+        return
+
+
+_TIMEOUT_S = 60.0
+_CLOSE_S = 10.0
+
+
+def run_program(command: Sequence[str], text: str = "", *, timeout_s: float = _TIMEOUT_S) -> str:
+    """Run a program with a text as its input and return what it prints.
+
+    Raises:
+        StarterError: It is not installed, fails, or takes too long.
+    """
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except FileNotFoundError as error:
+        raise StarterError(
+            f"`{command[0]}` must be installed on the machine of the master, but is not."
+        ) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StarterError(f"`{command[0]}` failed: {type(error).__name__}.") from error
+    if done.returncode != 0:
+        said = " | ".join(done.stderr.strip().splitlines()[-3:]) or "it printed nothing"
+        raise StarterError(f"`{command[0]}` failed with exit code {done.returncode}: {said}")
+    return done.stdout
+
+
+class RequestProgram:
+    """A program that answers requests, one a line, and runs from the first one until `close`.
+
+    Args:
+        name: What it talks to, for messages.
+        command: Its command line. It must end when its input is closed.
+    """
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self._name = name
+        self._command = command
+        self._process: subprocess.Popen[str] | None = None
+        self._errors: IO[bytes] | None = None
+        self._asking = threading.Lock()
+        self._is_closed = False
+
+    def ask(self, method: str, *, timeout_s: float = 2 * _TIMEOUT_S, **arguments: object) -> Any:
+        """Return the answer to a request.
+
+        Raises:
+            StarterError: It says that it cannot, has ended, or takes too long.
+        """
+        with self._asking:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            is_ready = True
+            try:
+                process.stdin.write(json.dumps({"method": method, **arguments}) + "\n")
+                process.stdin.flush()
+                is_ready = bool(select.select([process.stdout], [], [], timeout_s)[0])
+                line = process.stdout.readline() if is_ready else ""
+            except (OSError, ValueError):
+                line = ""  # it has ended
+            if not line:
+                why = "has ended" if is_ready else f"did not answer within {timeout_s:g} s"
+                raise StarterError(f"{self._name}: its process {why}{self._end()}")
+            answer = json.loads(line)
+        if "error" in answer:
+            raise StarterError(f"{self._name}: {answer['error']}")
+        return answer["value"]
+
+    def close(self) -> None:
+        """Let it end, and end what another thread asks for."""
+        self._is_closed = True
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        with suppress(OSError, ValueError):
+            process.stdin.close()
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        with self._asking:
+            if self._process is not None:
+                self._end()
+
+    def _started(self) -> "subprocess.Popen[str]":
+        if self._is_closed:
+            raise StarterError(f"{self._name}: the master ends.")
+        if self._process is None:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lasts as long as the process
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                # Ctrl-C is for the master, which then closes the input.
+                start_new_session=True,
+            )
+        return self._process
+
+    def _end(self) -> str:
+        """End it after a failure, and return what it said last."""
+        process, errors = self._process, self._errors
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert errors is not None
+        self._process = None
+        process.kill()
+        process.wait()
+        with suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+        errors.close()
+        return f": {lines[-1]}" if lines else "."

@@ -1,0 +1,1 @@
+"""The master's memory: tables, metrics in columns, and log files."""

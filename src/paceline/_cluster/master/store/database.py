@@ -1,0 +1,526 @@
+"""Database: files, connections, one writer with group commit; its identity."""
+
+import itertools
+import json
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select, update
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.pool import QueuePool, StaticPool
+
+from paceline._base.files import open_private
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.recovery_rows import watch_rows
+
+
+class DatabaseUnavailableError(RuntimeError):
+    """Raised when the database took back a whole transaction, not only one job's part of it."""
+
+
+class DatabaseLostError(DatabaseUnavailableError):
+    """Raised when a file of the database was deleted or replaced while a master has it open."""
+
+
+class DatabaseFiles:
+    """The files that a database has open, which must stay those at their paths.
+
+    SQLite goes on with files that were deleted: changes would be stored where nobody finds them.
+
+    Args:
+        path: The path of the database.
+        makes: Whether an empty file is made if there is none.
+
+    Raises:
+        DatabaseLostError: There is none, and none is to be made.
+    """
+
+    def __init__(self, path: Path, *, makes: bool = True) -> None:
+        self.path = path
+        if makes:
+            # Made here, as SQLite gives the files beside it the same mode.
+            open_private(path, "ab").close()
+            path.chmod(0o600)
+        elif not path.exists():
+            raise DatabaseLostError(f"The database {str(path)!r} must be there, but is missing.")
+        self._identities = {path: _identity(path)}
+
+    def note_logs(self) -> None:
+        """Note which files SQLite has beside the database, once a connection is open that stays."""
+        for end in ("-wal", "-shm"):
+            log = self.path.with_name(f"{self.path.name}{end}")
+            self._identities[log] = _identity(log)
+
+    def open(self) -> sqlite3.Connection:
+        """Open a connection; a database that is missing is not made again.
+
+        Raises:
+            DatabaseLostError: A file is not the one of before.
+        """
+        self.check()
+        address = f"file:{quote(str(self.path.absolute()))}?mode=rw"
+        return sqlite3.connect(address, uri=True, timeout=30, check_same_thread=False)
+
+    def check(self) -> None:
+        """Check that the files are those of before.
+
+        Raises:
+            DatabaseLostError: One is not.
+        """
+        for path, identity in self._identities.items():
+            if _identity(path) != identity:
+                raise DatabaseLostError(
+                    f"The database's file {str(path)!r} was deleted or replaced while the master"
+                    " runs, so nothing can be stored. Hint: stop the master (`paceline down`), make"
+                    " the database again from its records (`paceline home check --fix`), and start"
+                    " the master (`paceline up`)."
+                )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+class DatabaseReader:
+    """Reads a database that a `Database` has open, in this process or in another one.
+
+    Raises:
+        DatabaseLostError: It is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._engine = make_engine(DatabaseFiles(path, makes=False), writes=False)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Give a connection that sees one consistent state."""
+        with self._engine.connect() as connection:
+            yield connection
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()
+
+
+def make_engine(files: DatabaseFiles, *, writes: bool) -> Engine:
+    """Return an engine whose connections write or read."""
+    pool: dict[str, Any] = (
+        {"poolclass": StaticPool}
+        if writes
+        else {"poolclass": QueuePool, "pool_size": 8, "max_overflow": 32}
+    )
+    engine = create_engine(
+        "sqlite://",
+        creator=files.open,
+        json_serializer=_dump_json,
+        # An error of a statement is logged: it must not hold what was to be stored.
+        hide_parameters=True,
+        json_deserializer=load_json,
+        **pool,
+    )
+
+    # The driver's own transaction control knows no savepoints that span statements, so it is
+    # switched off and BEGIN is sent here.
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+        try:
+            for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+                connection.execute(f"PRAGMA {pragma}")
+        except BaseException:
+            # The pool forgets it: a damaged file would stay open.
+            connection.close()
+            raise
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def load_json(text: str) -> Any:
+    """Return what is stored in a JSON column."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.MsgspecError:
+        # The stricter of the two knows no half of a surrogate pair, and is several times faster.
+        return json.loads(text)
+
+
+def _dump_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_MAX_JOBS_PER_COMMIT = 64
+# Without changes to store, the writer looks this often whether the files are still there.
+_LOOK_S = 1.0
+_force = getattr(os, "fdatasync", os.fsync)  # not everywhere
+_EARLIER_VERSIONS = [str(version) for version in range(1, tables.SCHEMA_VERSION)]
+
+
+class DatabaseVersionError(RuntimeError):
+    """Raised when the database was written by another version of Paceline."""
+
+
+class DatabaseDamagedError(DatabaseVersionError):
+    """Raised when the database file is damaged, or no database at all."""
+
+
+class Transaction:
+    """Transaction of a write job: a connection, and callbacks for after the commit."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.has_events = False
+        self.is_forced = False
+        self._after_commit: list[Callable[[], None]] = []
+        self._after_rollback: list[Callable[[], None]] = []
+
+    def emit(self, kind: str, experiment_id: int, trial_id: int | None = None, **data: Any) -> None:
+        """Store an event for those who follow."""
+        self.connection.execute(
+            insert(tables.events).values(
+                time=time.time(),
+                experiment_id=experiment_id,
+                trial_id=trial_id,
+                kind=kind,
+                data=data,
+            )
+        )
+        self.has_events = True
+
+    def force(self) -> None:
+        """Let the commit be on disk before anybody hears of it, so that it survives a power cut."""
+        self.is_forced = True
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Run `action` once the job's changes are on disk."""
+        self._after_commit.append(action)
+
+    def after_rollback(self, action: Callable[[], None]) -> None:
+        """Run `action` if the job's changes are taken back."""
+        self._after_rollback.append(action)
+
+    def committed(self) -> None:
+        """Run what was to follow the commit; an error there cannot undo it and is logged."""
+        self._run(self._after_commit)
+
+    def rolled_back(self) -> None:
+        """Run what was to follow a rollback."""
+        self._run(self._after_rollback)
+
+    @staticmethod
+    def _run(actions: list[Callable[[], None]]) -> None:
+        for action in actions:
+            try:
+                action()
+            except Exception:
+                logger.exception("An action after a transaction failed.")
+
+
+class _Job:
+    def __init__(self, run: Callable[[Transaction], Any]) -> None:
+        self.run = run
+        self.future: Future[Any] = Future()
+        self.transaction: Transaction | None = None
+        self.result: Any = None
+
+
+class Database:
+    """SQLite in WAL mode.
+
+    All changes go through `write`, in one thread: jobs that wait are committed together, the
+    urgent ones first. Each job is all or nothing. Reads go on beside it and see the last commit.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files = DatabaseFiles(path)
+        self._log_path = path.with_name(f"{path.name}-wal")
+        self._broken: DatabaseUnavailableError | None = None
+        self._writer_engine = make_engine(self._files, writes=True)
+        self._reader_engine = make_engine(self._files, writes=False)
+        try:
+            self._prepare_schema()
+            self._files.note_logs()
+            # Kept open: where a process runs out of descriptors, what was committed can be forced.
+            self._log = self._log_path.open("rb", buffering=0)
+        except BaseException:
+            self._writer_engine.dispose()
+            raise
+        self._order = itertools.count()
+        self._queue: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self._on_commit: list[Callable[[bool], None]] = []
+        self._thread = threading.Thread(target=self._run, name="database-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> DatabaseUnavailableError | None:
+        """Why nothing can be stored until the master starts again, if that is so."""
+        return self._broken
+
+    @property
+    def num_waiting(self) -> int:
+        """How many jobs wait for the writer thread."""
+        return self._queue.qsize()
+
+    def write(
+        self, job: Callable[[Transaction], Result], *, is_urgent: bool = False
+    ) -> "Future[Result]":
+        """Queue a job for the writer thread; the future is done after the commit."""
+        entry = _Job(job)
+        self._queue.put((0 if is_urgent else 1, next(self._order), entry))
+        return entry.future
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Give a connection that sees one consistent state."""
+        with self._reader_engine.connect() as connection:
+            yield connection
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._path
+
+    def on_commit(self, listener: Callable[[bool], None]) -> None:
+        """Call `listener(has_events)` in the writer thread after each commit."""
+        self._on_commit.append(listener)
+
+    def close(self) -> None:
+        """Finish the queued jobs and close the connections."""
+        self._queue.put((2, next(self._order), None))
+        self._thread.join()
+        # This frees no lock: SQLite's are on other files.
+        self._log.close()
+        self._writer_engine.dispose()
+        self._reader_engine.dispose()
+
+    def _prepare_schema(self) -> None:
+        try:
+            with self._writer_engine.begin() as connection:
+                # One transaction: after a crash there is a whole schema or none.
+                if not inspect(connection).get_table_names():
+                    version = str(tables.SCHEMA_VERSION)
+                    tables.metadata.create_all(connection)
+                    connection.execute(
+                        insert(tables.meta).values(key="schema_version", value=version)
+                    )
+                    watch_rows(connection)
+                found = connection.execute(tables.VERSION).scalar()
+        except DatabaseError as error:
+            raise unreadable(self._path, error.orig) from error
+        if found in _EARLIER_VERSIONS:
+            self._upgrade(int(found))
+        elif found != str(tables.SCHEMA_VERSION):
+            raise DatabaseVersionError(
+                f"The database {str(self._path)!r} must have version {tables.SCHEMA_VERSION}, but"
+                f" has {found}. Nothing was changed. Hint: {self._way_on(found)}"
+            )
+
+    def _way_on(self, found: str | None) -> str:
+        """Say what to do with a database of another version."""
+        copies = [
+            copy
+            for version in range(1, tables.SCHEMA_VERSION + 1)
+            if (copy := copy_of_version(self._path, version)).exists()
+        ]
+        if found is None or not copies:
+            return "start the Paceline version that wrote it, or move the whole home away."
+        return (
+            "start the Paceline version that wrote it. To stay with this one, go back to the copy"
+            " of before the upgrade: with the version that wrote the database, `paceline restore"
+            f" {copies[-1]}`; then, with this one, `paceline up --set-aside`."
+        )
+
+    def _upgrade(self, version: int) -> None:
+        # Alembic is slow to load, and seldom needed.
+        from paceline._cluster.master.store.upgrades import back_up_before_upgrade, upgrade
+
+        copy = back_up_before_upgrade(self._path, version)
+        logger.warning(
+            "The database is brought from version %d to %d; %s holds it as it was.",
+            version,
+            tables.SCHEMA_VERSION,
+            copy,
+        )
+        with self._writer_engine.begin() as connection:
+            upgrade(connection, version)
+            watch_rows(connection)
+            connection.execute(
+                update(tables.meta)
+                .where(tables.meta.c.key == "schema_version")
+                .values(value=str(tables.SCHEMA_VERSION))
+            )
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            jobs, is_open = self._next_jobs()
+            self._look_at_files()
+            if jobs:
+                try:
+                    self._commit(jobs)
+                except Exception:
+                    # Without this thread, nothing would be stored any more, without a word.
+                    logger.exception("A commit failed.")
+
+    def _look_at_files(self) -> None:
+        try:
+            self._files.check()
+        except DatabaseLostError as error:
+            if self._broken is None:
+                logger.error("%s", error)
+                self._broken = error
+        except OSError:
+            # A disk that cannot answer now is no reason to stop for good.
+            logger.exception("The files of the database cannot be looked at.")
+
+    def _next_jobs(self) -> tuple[list[_Job], bool]:
+        try:
+            _, _, job = self._queue.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return [], True
+        if job is None:
+            return [], False
+        jobs = [job]
+        while len(jobs) < _MAX_JOBS_PER_COMMIT:
+            try:
+                _, _, job = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if job is None:
+                return jobs, False
+            jobs.append(job)
+        return jobs, True
+
+    def _commit(self, jobs: list[_Job]) -> None:
+        done: list[_Job] = []
+        try:
+            if self._broken is not None:
+                raise self._broken
+            with self._writer_engine.begin() as connection:
+                for job in jobs:
+                    if self._run_job(job, connection):
+                        done.append(job)
+            if any(job.transaction is not None and job.transaction.is_forced for job in done):
+                self._force_log()
+        except Exception as error:
+            for job in done:
+                assert job.transaction is not None
+                job.transaction.rolled_back()
+            for job in jobs:
+                # Whoever waits may have given up at this moment, or was told before.
+                with suppress(InvalidStateError):
+                    job.future.set_exception(error)
+            return
+        for job in done:
+            assert job.transaction is not None
+            job.transaction.committed()
+            job.future.set_result(job.result)
+        has_events = any(job.transaction is not None and job.transaction.has_events for job in done)
+        for listener in self._on_commit:
+            try:
+                listener(has_events)
+            except Exception:
+                logger.exception("A listener of commits failed.")
+
+    def _force_log(self) -> None:
+        """Force what was committed to disk: it is in the log, or was forced with the database.
+
+        Without this, a commit survives the end of the process, and a power cut only from SQLite's
+        next checkpoint on.
+        """
+        try:
+            _force(self._log.fileno())
+        except OSError as error:
+            # What the disk refused once may look written afterwards, and be lost all the same.
+            self._broken = DatabaseUnavailableError(
+                f"The database cannot be forced to disk: {error}. Hint: start the master again."
+            )
+            raise self._broken from error
+
+    def _run_job(self, job: _Job, connection: Connection) -> bool:
+        if not job.future.set_running_or_notify_cancel():
+            return False
+        transaction = job.transaction = Transaction(connection)
+        try:
+            with connection.begin_nested():
+                job.result = job.run(transaction)
+        except Exception as error:
+            transaction.rolled_back()
+            job.future.set_exception(error)
+            if not _is_in_transaction(connection):
+                # A full disk ends the transaction itself: what other jobs wrote is gone as well.
+                raise DatabaseUnavailableError(
+                    f"The database cannot be written: {getattr(error, 'orig', error)}."
+                ) from error
+            return False
+        return True
+
+
+def copy_of_version(path: Path, version: int) -> Path:
+    """Return where a database is copied to before it is brought up from a version."""
+    return path.with_name(f"{path.stem}.version-{version}{path.suffix}")
+
+
+def unreadable(path: Path, reason: BaseException | None) -> DatabaseVersionError:
+    """Return the error for a database that cannot be read, for a reason that SQLite gave."""
+    problem = f"{str(path)!r} must be a Paceline database, but it cannot be read as one ({reason})."
+    if type(reason) is not sqlite3.DatabaseError:
+        return DatabaseVersionError(
+            f"{problem} Hint: move the whole home away, or set another one."
+        )
+    return DatabaseDamagedError(
+        f"{problem} Nothing was changed. Hint: make it again from the files of the home"
+        " (`paceline home check --fix`), restore it from a backup, or start with"
+        " `paceline up --set-aside`, which moves it and the files that belong to it into"
+        f" {str(path.parent / 'set_aside')!r} and deletes nothing."
+    )
+
+
+def _is_in_transaction(connection: Connection) -> bool:
+    driver: Any = connection.connection.dbapi_connection
+    return bool(driver.in_transaction)
+
+
+_KEY = "cluster_id"
+
+
+def settle_cluster_id(database: Database, in_file: str) -> str:
+    """Return the identity that the database holds; that of the file is stored if it holds none."""
+    with database.read() as connection:
+        stored = read_cluster_id(connection)
+    if stored is None:
+        row = insert(tables.meta).values(key=_KEY, value=in_file)
+        database.write(lambda transaction: transaction.connection.execute(row)).result()
+        return in_file
+    return stored
+
+
+def read_cluster_id(connection: Connection) -> str | None:
+    """Return the identity that the database holds, None if it holds none."""
+    value: str | None = connection.scalar(
+        select(tables.meta.c.value).where(tables.meta.c.key == _KEY)
+    )
+    return value

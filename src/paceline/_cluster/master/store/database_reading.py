@@ -1,0 +1,304 @@
+"""Read-only connections, copies, damage of the WAL, files that rows refer to."""
+
+import os
+import sqlite3
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import Connection, Engine, NullPool, create_engine, insert, inspect, select, text
+from sqlalchemy.exc import DatabaseError
+
+from paceline._base.files import regular_opener
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import Database, Transaction, unreadable
+from paceline._cluster.master.store.row_ids_and_counts import new_id
+
+
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """Return a connection that changes nothing of a database."""
+    # A database whose first change was interrupted can be read only once that is taken back.
+    mode = "rw" if path.with_name(f"{path.name}-journal").exists() else "ro"
+    address = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    return sqlite3.connect(address, uri=True, timeout=30)
+
+
+@contextmanager
+def open_read_only(path: Path) -> Iterator[Connection]:
+    """Give a connection that reads a database of which no `Database` is made.
+
+    Raises:
+        DatabaseVersionError: It is damaged, or no database.
+    """
+    engine = _reader(path)
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except (DatabaseError, sqlite3.DatabaseError) as error:
+        raise unreadable(path, getattr(error, "orig", error)) from error
+    finally:
+        engine.dispose()
+
+
+def read_version(connection: Connection) -> int | None:
+    """Return the schema version of a database, None if it has none that a master wrote."""
+    if not inspect(connection).get_table_names():
+        return None
+    found = connection.execute(tables.VERSION).scalar()
+    return int(found) if found is not None and str(found).isdecimal() else None
+
+
+def _reader(path: Path) -> Engine:
+    return create_engine("sqlite://", creator=lambda: connect_to_read(path), poolclass=NullPool)
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Copy a database with SQLite's online backup: one state of it, forced to disk.
+
+    Whoever writes to it goes on meanwhile. Nothing else is in the copy's directory afterwards.
+
+    Args:
+        source: The database; its log beside it belongs to it.
+        target: The copy; a file that is there is replaced.
+
+    Raises:
+        DatabaseVersionError: The source cannot be read as a database.
+        OSError: The copy cannot be written.
+    """
+    target.unlink(missing_ok=True)
+    try:
+        with closing(connect_to_read(source)) as reader:
+            _fill_copy(reader, target)
+    except sqlite3.DatabaseError as error:
+        target.unlink(missing_ok=True)
+        if isinstance(error, sqlite3.OperationalError) and source.exists():
+            raise OSError(
+                f"{str(source)!r} cannot be copied to {str(target)!r}: {error}"
+            ) from error
+        raise unreadable(source, error) from error
+
+
+def _fill_copy(reader: sqlite3.Connection, target: Path) -> None:
+    # Made first, so that nobody else can ever read it.
+    os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    with closing(sqlite3.connect(target)) as writer:
+        # In one step: each change of the source between two would make it begin anew.
+        reader.backup(writer)
+        # A single file, which nobody needs to put together.
+        writer.execute("PRAGMA journal_mode=DELETE")
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def check_copy(path: Path) -> None:
+    """Check the pages of a database that nobody writes to.
+
+    Raises:
+        DatabaseDamagedError: Some are damaged.
+    """
+    address = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(address, uri=True)) as connection:
+            (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise unreadable(path, error) from error
+    if problem != "ok":
+        raise unreadable(path, sqlite3.DatabaseError(" ".join(str(problem).split())))
+
+
+_HEADER = struct.Struct(">8I")
+_FRAME = struct.Struct(">6I")
+_MAGIC = 0x377F0682
+_BLOCK_FRAMES = 1024
+_MASK = 2**32 - 1
+
+Words = NDArray[np.uint32]
+
+
+def find_log_damage(database: Path) -> str | None:
+    """Say what of a database's log cannot be read though it was written; None if nothing is so.
+
+    For a database that nobody has open. What a killed process has not finished is no damage.
+    """
+    path = database.with_name(f"{database.name}-wal")
+    try:
+        with open(path, "rb", opener=regular_opener) as file:
+            header = file.read(_HEADER.size)
+            if len(header) < _HEADER.size:
+                return None
+            magic, _, page_size, _, *salts, sum_1, sum_2 = _HEADER.unpack(header)
+            frame_size = _FRAME.size + page_size
+            is_known = magic & ~1 == _MAGIC and page_size in (2**n for n in range(9, 17))
+            order = ">" if magic & 1 else "<"
+            if not is_known or _add_wal_checksum((0, 0), _words(header[:24], order)) != (
+                sum_1,
+                sum_2,
+            ):
+                size = path.stat().st_size - _HEADER.size
+                return (
+                    f"its header is damaged, so that {size} bytes are not taken" if size else None
+                )
+            sums, num_whole, num_frames, num_lost = (sum_1, sum_2), 0, 0, 0
+            is_whole = True
+            while block := file.read(frame_size * _BLOCK_FRAMES):
+                for frame in _frames(block, frame_size):
+                    _, _, *frame_salts, sum_1, sum_2 = _FRAME.unpack(frame[: _FRAME.size])
+                    num_frames += 1
+                    if frame_salts != salts and is_whole:
+                        # What was written before the log began anew, unless more follows.
+                        is_whole, num_whole = False, num_frames - 1
+                        continue
+                    if is_whole:
+                        covered = frame[:8] + frame[_FRAME.size :]
+                        sums = _add_wal_checksum(sums, _words(covered, order))
+                        if sums == (sum_1, sum_2):
+                            continue
+                        is_whole, num_whole = False, num_frames - 1
+                    num_lost += frame_salts == salts
+    except FileNotFoundError:
+        return None
+    if not num_lost:
+        return None
+    return f"page {num_whole + 1} of it is damaged, so that {num_frames - num_whole} are not taken"
+
+
+def _frames(block: bytes, size: int) -> Iterator[bytes]:
+    """Yield whole frames."""
+    for start in range(0, len(block) - size + 1, size):
+        yield block[start : start + size]
+
+
+def _words(data: bytes, order: str) -> Words:
+    return np.frombuffer(data, f"{order}u4").astype(np.uint32)
+
+
+_Start = tuple[tuple[int, int], tuple[int, int]]
+_weights: dict[int, tuple[_Start, Words, Words]] = {}
+
+
+def _add_wal_checksum(sums: tuple[int, int], words: Words) -> tuple[int, int]:
+    """Return the checksum of words after others, all modulo 2**32.
+
+    For each pair of words, s0 += x0 + s1 and then s1 += x1 + s0. That is linear, so each result is
+    a sum of all words with weights that follow from their number.
+    """
+    if len(words) not in _weights:
+        _weights[len(words)] = _wal_weights(len(words))
+    starts, *weights = _weights[len(words)]
+    s0, s1 = (
+        sum(a * b for a, b in zip(sums, start, strict=True))
+        + int((words * weight).sum(dtype=np.uint32))
+        for start, weight in zip(starts, weights, strict=True)
+    )
+    return s0 & _MASK, s1 & _MASK
+
+
+def _wal_weights(num_words: int) -> tuple[_Start, Words, Words]:
+    """Return the weights of the two sums before, and of the words in each of the two results."""
+    first, second = np.zeros(num_words, np.uint32), np.zeros(num_words, np.uint32)
+    # The step is (s0, s1) -> (s0 + s1, s0 + 2 s1), and the words add (x0, x0 + x1). `power` has the
+    # weights of both sums before the pairs that were looked at, which begins at the last one.
+    power: _Start = ((1, 0), (0, 1))
+    for pair in range(num_words // 2 - 1, -1, -1):
+        (a, b), (c, d) = power
+        first[2 * pair], first[2 * pair + 1] = (a + b) & _MASK, b
+        second[2 * pair], second[2 * pair + 1] = (c + d) & _MASK, d
+        power = (
+            ((a + b) & _MASK, (a + 2 * b) & _MASK),
+            ((c + d) & _MASK, (c + 2 * d) & _MASK),
+        )
+    return power, first, second
+
+
+# A larger database takes too long to read as a whole at each start.
+_MAX_CHECKED_BYTES = 2**30
+_CONTEXT = "context:"
+_NOTES_CONTEXTS = "notes_contexts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownFiles:
+    """The files that a database knows; by default those of an empty one.
+
+    Deleted trials and attempts count as known, because their files may have stayed. `contexts`
+    is None in a database of an earlier version: it did not note uploads.
+    """
+
+    newest_experiment: int = 0
+    newest_trial: int = 0
+    newest_attempt: int = 0
+    contexts: frozenset[str] | None = frozenset()
+
+
+def read_known_files(path: Path) -> KnownFiles | None:
+    """Return which files a database knows; None if this version cannot tell.
+
+    The database must exist. It is only read, so that a refused start changes nothing.
+
+    Raises:
+        DatabaseVersionError: It is damaged, or no database of Paceline.
+    """
+    with open_read_only(path) as connection:
+        if path.stat().st_size <= _MAX_CHECKED_BYTES:
+            _check_pages(connection)
+        if not inspect(connection).get_table_names():
+            return KnownFiles()
+        if read_version(connection) not in range(1, tables.SCHEMA_VERSION + 1):
+            return None
+        return KnownFiles(
+            newest_experiment=new_id(connection, tables.experiments) - 1,
+            newest_trial=new_id(connection, tables.trials) - 1,
+            newest_attempt=new_id(connection, tables.attempts) - 1,
+            contexts=_known_contexts(connection),
+        )
+
+
+def note_context(transaction: Transaction, digest: str) -> None:
+    """Note an upload; call it before the file is written."""
+    _note(transaction.connection, _CONTEXT + digest)
+    # After a power cut the file may be there, and a database that does not know it is refused.
+    transaction.force()
+
+
+def adopt_contexts(database: Database, digests: Iterable[str]) -> None:
+    """Note the uploads of an earlier version, once; later ones are noted as they come."""
+    with database.read() as connection:
+        if _has(connection, _NOTES_CONTEXTS):
+            return
+
+    def adopt(transaction: Transaction) -> None:
+        for digest in digests:
+            note_context(transaction, digest)
+        _note(transaction.connection, _NOTES_CONTEXTS)
+
+    database.write(adopt).result()
+
+
+def _check_pages(connection: Connection) -> None:
+    problem = connection.execute(text("PRAGMA quick_check(1)")).scalar()
+    if problem != "ok":
+        raise sqlite3.DatabaseError(" ".join(str(problem).split()))
+
+
+def _known_contexts(connection: Connection) -> frozenset[str] | None:
+    if not _has(connection, _NOTES_CONTEXTS):
+        return None
+    keys = select(tables.meta.c.key).where(tables.meta.c.key.startswith(_CONTEXT))
+    noted = {key.removeprefix(_CONTEXT) for key in connection.execute(keys).scalars()}
+    used = connection.execute(select(tables.experiments.c.context_digest)).scalars()
+    return frozenset(noted | {digest for digest in used if digest is not None})
+
+
+def _has(connection: Connection, key: str) -> bool:
+    query = select(tables.meta.c.key).where(tables.meta.c.key == key)
+    return connection.execute(query).scalar() is not None
+
+
+def _note(connection: Connection, key: str) -> None:
+    if not _has(connection, key):
+        connection.execute(insert(tables.meta).values(key=key, value="1"))

@@ -1,0 +1,362 @@
+"""List of experiments: filters, columns, order; as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from pydantic_core import to_json
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    Row,
+    Select,
+    Text,
+    case,
+    cast,
+    collate,
+    func,
+    literal,
+    or_,
+    select,
+    type_coerce,
+)
+
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import load_json
+from paceline._cluster.master.store.list_pages import EncodingCache, Order, Place
+from paceline._cluster.master.store.messages_from_rows import experiment_model
+from paceline._cluster.master.store.metric_series import tagged
+from paceline._cluster.master.store.row_ids_and_counts import (
+    ARCHIVED,
+    EXPERIMENTS,
+    NO_COUNTS,
+    TRIALS,
+    ExperimentCounts,
+    counts_of_experiments,
+    ids_parameter,
+    many_ids,
+    number_by_state,
+)
+from paceline.config._environment_and_secrets import hide_secrets
+
+_TEXT_OPERATORS = ("=", "!=", "contains")
+_PRESENCE_OPERATORS = ("empty", "not empty")
+_NUMBER_OPERATORS = ("<", "<=", ">", ">=", "=", "!=")
+
+# A pattern of SQLite has 50,000 bytes at most; each character may need four, and an escape.
+LONGEST_TEXT = 1000
+
+_experiments = tables.experiments
+_best = tables.trials.alias("best")
+_first_trial = (
+    select(tables.trials.c.id)
+    .where(tables.trials.c.experiment_id == _experiments.c.id)
+    .order_by(tables.trials.c.id)
+    .limit(1)
+    .scalar_subquery()
+)
+_best_id = func.coalesce(_experiments.c.best_trial_id, _first_trial)
+_FIELDS: dict[str, ColumnElement[Any]] = {
+    "id": _experiments.c.id,
+    # As the index has it.
+    "name": collate(_experiments.c.name, "NOCASE"),
+    "description": func.lower(_experiments.c.description),
+    "state": _experiments.c.state,
+    "progress": _experiments.c.progress,
+    "created_at": _experiments.c.created_at,
+    "ended_at": _experiments.c.ended_at,
+    "best_metric": _experiments.c.best_metric,
+    "searcher": _experiments.c.config["searcher"]["name"].as_string(),
+    "metric": _experiments.c.config["searcher"]["metric"].as_string(),
+    "num_trials": select(func.coalesce(func.sum(tables.counts.c.number), 0))
+    .where(tables.counts.c.kind == TRIALS, tables.counts.c.experiment_id == _experiments.c.id)
+    .scalar_subquery(),
+}
+
+JSON_COLUMNS = ("config", "labels", "warnings")
+# What a list shows. Of a row, the code's changes and the configuration as submitted may be large.
+_LISTED = select(
+    *(
+        _experiments.c[name]
+        for name in (
+            *("id", "name", "description", "state", "progress", "created_at", "ended_at", "error"),
+            *("best_trial_id", "best_metric", "parent_trial_id", "forked_from", "is_archived"),
+            *("external_id", "external_path", "context_digest", "num_records_lost", "search_end"),
+        )
+    ),
+    *(type_coerce(_experiments.c[name], Text).label(name) for name in JSON_COLUMNS),
+).where(_experiments.c.id.in_(many_ids()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """A column must compare to a value: a number, a text, or nothing for emptiness.
+
+    Raises:
+        ValueError: Operator and value do not go together.
+    """
+
+    column: str
+    operator: str
+    value: float | str | None = None
+
+    def __post_init__(self) -> None:
+        known: Sequence[str] = _PRESENCE_OPERATORS
+        if isinstance(self.value, str):
+            known = _TEXT_OPERATORS
+        elif self.value is not None:
+            known = _NUMBER_OPERATORS
+        if self.operator not in known:
+            raise ValueError(
+                f"The operator for the value {self.value!r} must be one of {', '.join(known)}, but"
+                f" got {self.operator!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentQuery:
+    """Which experiments to list, in which order; None and empty stand for no condition."""
+
+    states: Sequence[str] = ()
+    search: str | None = None
+    labels: Sequence[str] = ()
+    is_archived: bool | None = None
+    conditions: Sequence[Condition] = ()
+    columns: Sequence[str] = ()
+    sort_by: str = "id"
+    is_descending: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A row of the list: the experiment, its values by column, and its place in the order.
+
+    What is stored as JSON is text in `experiment`.
+    """
+
+    experiment: Row[Any]
+    values: dict[str, Any]
+    position: tuple[Any, int]
+
+
+def list_rows(
+    connection: Connection,
+    query: ExperimentQuery,
+    *,
+    after: Place | None = None,
+    limit: int,
+) -> list[Listed]:
+    """Return rows in order, those after a position.
+
+    Raises:
+        ValueError: A column is unknown.
+    """
+    place = _sortable(query.sort_by)
+    # Found first and read whole afterwards: sorting whole rows would cost far more.
+    found = _joined(select(_experiments.c.id, place.label("place")), query)
+    order = Order((place, _experiments.c.id), query.is_descending)
+    page = order.read(connection, found, after=after, limit=limit)
+    statement = _LISTED
+    if query.columns:
+        shown = [_told_column(name).label(f"column_{n}") for n, name in enumerate(query.columns)]
+        statement = statement.add_columns(*shown)
+        if _names_best(query.columns):
+            statement = _with_best(statement)
+    ids = ids_parameter(one.id for one in page)
+    rows = {row.id: row for row in connection.execute(statement, ids).all()}
+    return [
+        Listed(
+            rows[one.id],
+            {
+                name: _value_of_column(name, rows[one.id]._mapping[f"column_{n}"])
+                for n, name in enumerate(query.columns)
+            },
+            (one.place, one.id),
+        )
+        for one in page
+    ]
+
+
+def count_rows(connection: Connection, query: ExperimentQuery) -> int:
+    """Return how many experiments a query lists."""
+    if not (query.search or query.labels or query.conditions):
+        return _kept_count(connection, query)
+    statement = _joined(select(func.count(_experiments.c.id)), query)
+    found: int = connection.execute(statement).scalar_one()
+    return found
+
+
+def _kept_count(connection: Connection, query: ExperimentQuery) -> int:
+    """Return how many there are in some states, in the archive or not, without counting them."""
+    numbers = number_by_state(connection, ARCHIVED if query.is_archived else EXPERIMENTS)
+    if query.is_archived is False:
+        for state, number in number_by_state(connection, ARCHIVED).items():
+            numbers[state] -= number
+    return sum(n for state, n in numbers.items() if not query.states or state in query.states)
+
+
+def _joined(statement: Select[Any], query: ExperimentQuery) -> Select[Any]:
+    names = [query.sort_by, *(condition.column for condition in query.conditions)]
+    if _names_best(names):
+        statement = _with_best(statement)
+    return statement.where(*_conditions(query))
+
+
+def _names_best(columns: Sequence[str]) -> bool:
+    """Tell whether any of the columns is of the best trial."""
+    return any(name not in _FIELDS for name in columns)
+
+
+def _with_best(statement: Select[Any]) -> Select[Any]:
+    return statement.select_from(_experiments.outerjoin(_best, _best.c.id == _best_id))
+
+
+def _conditions(query: ExperimentQuery) -> list[ColumnElement[bool]]:
+    found: list[ColumnElement[bool]] = [
+        _condition_holds(condition) for condition in query.conditions
+    ]
+    if query.states:
+        found.append(_experiments.c.state.in_(query.states))
+    if query.is_archived is not None:
+        found.append(_experiments.c.is_archived.is_(query.is_archived))
+    labels = cast(_experiments.c.labels, Text)
+    # Labels are stored as a JSON list, so each one is found by its own JSON text.
+    found += [_column_contains(labels, json.dumps(label)) for label in query.labels]
+    if query.search:
+        found.append(_experiments.c.id.in_(_found_by_text(query.search)))
+    return found
+
+
+def _found_by_text(text: str) -> Select[Any]:
+    """Return the ids of experiments with a text or a number, by an index that has all texts."""
+    table = _experiments.alias()
+    columns = (table.c.name, table.c.description, cast(table.c.labels, Text))
+    matches = [_column_contains(column, text) for column in columns]
+    if text.isascii() and text.isdecimal() and len(text) < 19:
+        matches.append(table.c.id == int(text))
+    return select(table.c.id).where(or_(*matches))
+
+
+def _column_contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
+    """Return whether a column has a text; SQLite's LIKE takes a-z and A-Z for the same.
+
+    Raises:
+        ValueError: SQLite cannot look for such a text.
+    """
+    if len(text) > LONGEST_TEXT or "\0" in text:
+        raise ValueError(
+            f"A text to look for must have at most {LONGEST_TEXT} characters and no NUL, but has"
+            f" {len(text)} characters."
+        )
+    return column.contains(text, autoescape=True)
+
+
+def _condition_holds(condition: Condition) -> ColumnElement[bool]:
+    operator, value = condition.operator, condition.value
+    if isinstance(value, str):
+        column: ColumnElement[str] = cast(_shown_column(condition.column), Text)
+        if operator == "contains":
+            return _column_contains(column, value)
+        is_equal = func.lower(column) == value.lower()
+        return is_equal if operator == "=" else ~is_equal
+    number = _sortable(condition.column)
+    if value is None:
+        return number.is_(None) if operator == "empty" else number.is_not(None)
+    compared: ColumnElement[bool] = number.op(operator, is_comparison=True)(literal(value))
+    return compared
+
+
+def _sortable(name: str) -> ColumnElement[Any]:
+    """Return a column's expression to sort and to compare by; NaN and text are no numbers."""
+    kind, _, rest = name.partition(":")
+    if name in _FIELDS:
+        return _FIELDS[name]
+    shown = _shown_column(name)
+    if kind != "last":
+        return shown
+    text = cast(shown, Text)
+    is_number = func.substr(text, 1, 1).in_(list("-0123456789"))
+    return case((is_number, cast(text, Float)), else_=None)
+
+
+def _told_column(name: str) -> ColumnElement[Any]:
+    """Return a column's expression as it is told: `_value_of_column` reads it."""
+    kind, _, rest = name.partition(":")
+    if kind == "hparam" and rest:
+        # Of two paths SQLite makes a JSON list, in which true is not 1.
+        path = json_path(rest)
+        return func.json_extract(_best.c.hparams, path, path)
+    return _shown_column(name)
+
+
+def _value_of_column(name: str, found: Any) -> Any:
+    """Return what a column holds."""
+    is_list = name.startswith("hparam:") and isinstance(found, str)
+    return json.loads(found)[0] if is_list else found
+
+
+def _shown_column(name: str) -> ColumnElement[Any]:
+    """Return a column's expression to compare by, text included."""
+    kind, _, rest = name.partition(":")
+    if name in _FIELDS:
+        return _FIELDS[name]
+    if kind == "hparam" and rest:
+        return func.json_extract(_best.c.hparams, json_path(rest))
+    group, _, key = rest.partition("/")
+    if kind not in ("last", "min", "max") or not group or not key:
+        known = ", ".join(_FIELDS)
+        raise ValueError(
+            f"A column must be one of {known}, hparam:NAME, last:GROUP/NAME, min:GROUP/NAME or"
+            f" max:GROUP/NAME, but got {name!r}."
+        )
+    series = tables.series.c
+    of_best = (series.trial_id == _best.c.id, series.group == group, series.key == key)
+    if kind == "last":
+        query: Select[Any] = (
+            select(series.last).where(*of_best).order_by(series.attempt.desc()).limit(1)
+        )
+    else:
+        query = select(func.min(series.min) if kind == "min" else func.max(series.max))
+        query = query.where(*of_best)
+    return query.scalar_subquery()
+
+
+def json_path(name: str) -> str:
+    """Return SQLite's path of a hyperparameter whose nested names are joined by dots.
+
+    Raises:
+        ValueError: No hyperparameter has such a name.
+    """
+    if "\0" in name:
+        raise ValueError(f"The name of a hyperparameter must have no NUL, but got {name!r}.")
+    return "$" + "".join(f'."{part}"' for part in name.replace('"', "").split("."))
+
+
+def encode_experiments(
+    connection: Connection, listed: Sequence[Listed], cache: EncodingCache, *, is_brief: bool
+) -> list[bytes]:
+    """Return each experiment as JSON; `is_brief` leaves the configurations empty."""
+    counts = counts_of_experiments(connection, [one.experiment.id for one in listed])
+    return [
+        _encode_experiment(one, counts.get(one.experiment.id, NO_COUNTS), cache, is_brief=is_brief)
+        for one in listed
+    ]
+
+
+def _encode_experiment(
+    listed: Listed, counts: ExperimentCounts, cache: EncodingCache, *, is_brief: bool
+) -> bytes:
+    def encode() -> bytes:
+        row = SimpleNamespace(**listed.experiment._mapping)
+        for name in JSON_COLUMNS:
+            setattr(row, name, load_json(getattr(row, name)))
+        config = {} if is_brief else hide_secrets(row.config)
+        model = experiment_model(row, counts, config=config, values=tagged(listed.values))
+        return to_json(model, inf_nan_mode="null")
+
+    if listed.values:
+        return encode()
+    return cache.encoded(("experiment", tuple(listed.experiment), counts, is_brief), encode)

@@ -1,0 +1,331 @@
+"""The log file of one attempt."""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
+
+import msgspec
+import numpy as np
+
+from paceline._base.files import open_private, regular_opener
+from paceline._base.sealed_json import check_line, seal_line
+from paceline._cluster.master.store.log_search import (
+    RECORD_BYTES,
+    LogBlock,
+    LogFilter,
+    LogNeedles,
+    StoredLine,
+    line_id,
+    make_index_record,
+    read_index_record,
+)
+from paceline._cluster.messages.runner_messages import LogEntry
+
+logger = logging.getLogger(__name__)
+
+BLOCK_LINES = 256
+_READ_BYTES = 2**20
+_NEWLINE = 10
+_Fields: TypeAlias = tuple[int, float, int | None, str, str | None, str]
+# The last one includes errors of UTF-8.
+_DAMAGE = (msgspec.DecodeError, ValueError)
+# Each node of an attempt numbers its lines from such a multiple on.
+_LINES_OF_MEMBER = 2**40
+_line_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
+
+
+class LogFile:
+    """One attempt's log file and its index; holds counters, no open file.
+
+    `lock` guards what changes it; lines that are there can be read without. The id of each
+    damaged line that is met goes to `on_damaged`.
+    """
+
+    def __init__(self, path: Path, attempt: int, on_damaged: Callable[[int], None]) -> None:
+        self.lock = threading.Lock()
+        self.num_users = 0
+        self.num_lines = 0
+        # The newest of each member that was asked for.
+        self._last_sequences: dict[int, int] = {}
+        self._path = path
+        self._index_path = path.with_suffix(".index")
+        self._attempt = attempt
+        self._on_damaged = on_damaged
+        # Where each block begins, and what the index says of those that are full.
+        self._starts: list[int] = []
+        self._blocks: list[LogBlock] = []
+        self._size = 0
+        self._is_loaded = False
+        self.is_full = False
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return self._size
+
+    def load(self) -> None:
+        """Count what is there, and complete the index, unless that was done."""
+        if not self._is_loaded:
+            if self._path.exists():
+                with _open_to_read(self._path) as file:
+                    self._count(file)
+                    if self.num_lines:
+                        self._check_index(file)
+            self._is_loaded = True
+
+    def last_sequence_of(self, member: int) -> int:
+        """Return the highest sequence number of a member, or -1."""
+        if member not in self._last_sequences:
+            found = -1
+            if self.num_lines:
+                with _open_to_read(self._path) as file:
+                    found = self._newest_sequence(file, member)
+            self._last_sequences[member] = found
+        return self._last_sequences[member]
+
+    def append(self, entries: list[LogEntry]) -> None:
+        """Append lines."""
+        if not entries:
+            return
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        data, starts = bytearray(), []
+        num_lines = self.num_lines
+        newest: dict[int, int] = {}
+        for entry in entries:
+            if num_lines % BLOCK_LINES == 0:
+                starts.append(self._size + len(data))
+            fields = (
+                entry.sequence, entry.time, entry.rank, entry.stream, entry.level, entry.text,
+            )  # fmt: skip
+            data += seal_line(json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace"))
+            num_lines += 1
+            if entry.sequence >= 0:
+                newest[entry.sequence // _LINES_OF_MEMBER] = entry.sequence
+        # The counters follow the file: an append that failed halfway is cut off and comes again.
+        with open_private(self._path, "ab") as file:
+            file.truncate(self._size)
+            file.write(data)
+        self._starts += starts
+        self._size += len(data)
+        self.num_lines = num_lines
+        self._note_sequences(newest)
+        if len(self._blocks) < num_lines // BLOCK_LINES:
+            try:
+                self._extend_index()
+            except OSError as error:
+                # The lines are stored, and are found without it; the next append tries again.
+                logger.warning("An index of a log cannot be written: %s", error)
+
+    def drop(self, entries: list[LogEntry]) -> None:
+        """Take lines as known without storing them, as the log is full."""
+        self.is_full = True
+        self._note_sequences({e.sequence // _LINES_OF_MEMBER: e.sequence for e in entries})
+
+    def _note_sequences(self, newest: dict[int, int]) -> None:
+        for member, sequence in newest.items():
+            self._last_sequences[member] = max(self._last_sequences.get(member, -1), sequence)
+
+    def lines(self, start: int, end: int | None = None) -> Iterator[StoredLine]:
+        """Yield lines by their numbers."""
+        end = self.num_lines if end is None else min(end, self.num_lines)
+        if start >= end:
+            return
+        block = start // BLOCK_LINES
+        with _open_to_read(self._path) as file:
+            file.seek(self._starts[block])
+            for number in range(block * BLOCK_LINES, end):
+                line = file.readline()
+                if number >= start and (entry := self._decode(number, line)) is not None:
+                    yield self._stored(number, entry)
+
+    def matching(
+        self, only: LogFilter, start: int = 0, *, newest_first: bool = False
+    ) -> Iterator[StoredLine]:
+        """Yield the lines from a number on that pass a filter; blocks that cannot are skipped."""
+        for content, first, needles, _ in self._blocks_for(only, start, newest_first):
+            for number, text in _numbered(content, first, newest_first):
+                if number >= start and needles.may_pass(text):
+                    entry = self._decode(number, text)
+                    if entry is not None and only.matches(line := self._stored(number, entry)):
+                        yield line
+
+    def matching_in_time(
+        self, only: LogFilter, *, newest_first: bool = False
+    ) -> Iterator[tuple[StoredLine | None, float]]:
+        """Yield the lines that pass a filter with their times; None and a time for the others.
+
+        Of a block that is skipped one time stands for all: the greatest one, or the least one if
+        the newest come first.
+        """
+        for content, first, _, known in self._blocks_for(only, 0, newest_first):
+            if known is not None:
+                yield None, known.low if newest_first else known.high
+            for number, text in _numbered(content, first, newest_first):
+                if (entry := self._decode(number, text)) is not None:
+                    line = self._stored(number, entry)
+                    yield line if only.matches(line) else None, line.time
+
+    def _blocks_for(
+        self, only: LogFilter, start: int, newest_first: bool
+    ) -> Iterator[tuple[bytes, int, LogNeedles, LogBlock | None]]:
+        """Yield the bytes of each block and the number of its first line.
+
+        Where no line can pass, there are no bytes, but what the index says.
+        """
+        with self.lock:
+            num_lines, starts = self.num_lines, [*self._starts, self._size]
+            blocks = list(self._blocks)
+        needles = LogNeedles(only)
+        if not num_lines:
+            return
+        may_pass = needles.blocks(self._index_path, blocks)
+        order = range(start // BLOCK_LINES, len(starts) - 1)
+        with _open_to_read(self._path) as file:
+            for number in reversed(order) if newest_first else order:
+                known = blocks[number] if number < len(blocks) else None
+                content = b""
+                if known is None or may_pass[number]:
+                    file.seek(starts[number])
+                    content = file.read(starts[number + 1] - starts[number])
+                if known is not None and not (content and needles.may_pass(content)):
+                    yield b"", number * BLOCK_LINES, needles, known
+                else:
+                    yield content, number * BLOCK_LINES, needles, None
+
+    def _stored(self, number: int, entry: _Fields) -> StoredLine:
+        return StoredLine(line_id(self._attempt, number), self._attempt, *entry[1:])
+
+    def _decode(self, number: int, line: bytes) -> _Fields | None:
+        """Return what a line holds; one that is damaged is counted."""
+        try:
+            return _parse_log_line(line)
+        except _DAMAGE:
+            self._on_damaged(line_id(self._attempt, number))
+            return None
+
+    def _count(self, file: BinaryIO) -> None:
+        """Count the lines and find the blocks; a line torn by a crash is forgotten."""
+        num_lines, size, offset = 0, 0, 0
+        starts = [0]
+        while content := file.read(_READ_BYTES):
+            ends = np.flatnonzero(np.frombuffer(content, np.uint8) == _NEWLINE)
+            if len(ends):
+                last_of_blocks = ends[-(num_lines + 1) % BLOCK_LINES :: BLOCK_LINES]
+                starts += (last_of_blocks + offset + 1).tolist()
+                size = offset + int(ends[-1]) + 1
+                num_lines += len(ends)
+            offset += len(content)
+        self.num_lines, self._size = num_lines, size
+        self._starts = starts[: -(-num_lines // BLOCK_LINES)]
+
+    def _check_index(self, file: BinaryIO) -> None:
+        """Read the index, and make what is missing or not of these lines; count damaged ones."""
+        found = b""
+        if self._index_path.exists():
+            with _open_to_read(self._index_path) as index:
+                found = index.read()
+        bounds = [*self._starts, self._size]
+        records = []
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            file.seek(begin)
+            content = file.read(end - begin)
+            record = found[number * RECORD_BYTES : (number + 1) * RECORD_BYTES]
+            block = read_index_record(content, record)
+            is_full = number < self.num_lines // BLOCK_LINES
+            if block is None or not is_full or block.num_damaged:
+                record, block = self._record_of(number, content)
+            if is_full:
+                records.append(record)
+                self._blocks.append(block)
+        made = b"".join(records)
+        if made != found:
+            with open_private(self._index_path, "wb") as index:
+                index.write(made)
+
+    def _record_of(self, number: int, content: bytes) -> tuple[bytes, LogBlock]:
+        """Return the record of a block, and what it says."""
+        entries = [self._decode(*line) for line in _numbered(content, number * BLOCK_LINES)]
+        times = [entry[1] for entry in entries if entry is not None]
+        record = make_index_record(content, times, num_damaged=len(entries) - len(times))
+        block = read_index_record(content, record)
+        assert block is not None
+        return record, block
+
+    def _extend_index(self) -> None:
+        bounds = [*self._starts, self._size]
+        made = []
+        with _open_to_read(self._path) as file:
+            for number in range(len(self._blocks), self.num_lines // BLOCK_LINES):
+                file.seek(bounds[number])
+                made.append(self._record_of(number, file.read(bounds[number + 1] - bounds[number])))
+        with open_private(self._index_path, "ab") as index:
+            index.truncate(len(self._blocks) * RECORD_BYTES)
+            index.write(b"".join(record for record, _ in made))
+        self._blocks += [block for _, block in made]
+
+    def _newest_sequence(self, file: BinaryIO, member: int) -> int:
+        """Return the newest sequence number of a member's runner, or -1.
+
+        Numbers grow line by line, so the last one counts. A larger one before it is damaged, and
+        would have all that is shipped from now on look known.
+        """
+        bounds = [*self._starts, self._size]
+        for begin, end in reversed(list(pairwise(bounds))):
+            file.seek(begin)
+            for _, line in _numbered(file.read(end - begin), 0, newest_first=True):
+                try:
+                    sequence = _parse_log_line(line)[0]
+                except _DAMAGE:
+                    continue
+                if sequence >= 0 and sequence // _LINES_OF_MEMBER == member:
+                    return sequence
+        return -1
+
+
+def _open_to_read(path: Path) -> BinaryIO:
+    return open(path, "rb", opener=regular_opener)
+
+
+def numbered_of_member(entry: LogEntry, member: int) -> LogEntry:
+    """Return a line with its number among those of all members."""
+    return msgspec.structs.replace(entry, sequence=entry.sequence + member * _LINES_OF_MEMBER)
+
+
+def own_sequence(sequence: int) -> int:
+    """Return a line's number among those of its member; -1 stays."""
+    return sequence if sequence < 0 else sequence % _LINES_OF_MEMBER
+
+
+def _numbered(content: bytes, first: int, newest_first: bool = False) -> list[tuple[int, bytes]]:
+    """Return the lines of a block with their numbers."""
+    if not content:
+        return []
+    numbered = list(enumerate(content.removesuffix(b"\n").split(b"\n"), first))
+    return numbered[::-1] if newest_first else numbered
+
+
+def _parse_log_line(line: bytes) -> _Fields:
+    """Return what a line holds. Its last field is a checksum, unless an earlier version wrote it.
+
+    Raises:
+        msgspec.DecodeError: It is damaged.
+        ValueError: It is damaged.
+    """
+    return _line_decoder.decode(check_line(line))
+
+
+def num_damaged_lines(path: Path) -> int:
+    """Return how many whole lines of an attempt's log are damaged; nothing is changed."""
+    num_damaged = 0
+    with _open_to_read(path) as file:
+        for line in file:
+            try:
+                if line.endswith(b"\n"):
+                    _parse_log_line(line)
+            except _DAMAGE:
+                num_damaged += 1
+    return num_damaged

@@ -1,0 +1,489 @@
+"""Rows as models of the API; stored configs, members and environments of attempts."""
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, Row, Select, case, delete, func, insert, select
+
+from paceline._base.journal_records import encode_float
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.metric_series import tagged
+from paceline._cluster.master.store.row_ids_and_counts import (
+    NO_COUNTS,
+    ExperimentCounts,
+    counts_of_experiments,
+    ids_parameter,
+    many_ids,
+)
+from paceline._cluster.master.store.series_writer import Summary, first_metric_names, read_summary
+from paceline._cluster.messages.experiment_models import (
+    Attempt,
+    AttemptExit,
+    AttemptNode,
+    Checkpoint,
+    Experiment,
+    MetricSummary,
+    Trial,
+)
+from paceline._cluster.messages.runner_messages import LOCAL_NAME, LOCAL_NODE, AttemptEnd
+from paceline._cluster.messages.states import AttemptState, CheckpointState, ExperimentState
+from paceline.config._environment_and_secrets import hide_secrets
+from paceline.config._experiment_config import ExperimentConfig
+from paceline.config._searcher_section import MissingSearcher, searcher_section
+from paceline.config._validate_config import read_stored_config
+
+_MAX_CACHED = 500
+_cache: dict[int, tuple[dict[str, Any], ExperimentConfig]] = {}
+
+
+def config_of(experiment: Row[Any]) -> ExperimentConfig:
+    """Return the configuration of an experiment's row.
+
+    Raises:
+        paceline.config.ConfigError: It was not valid when it was stored.
+    """
+    stored: dict[str, Any] = experiment.config
+    known = _cache.get(experiment.id)
+    # Rows are read for each report; comparing takes a fraction of what checking takes.
+    if known is not None and known[0] == stored:
+        return known[1]
+    config = read_stored_config(stored)
+    if len(_cache) >= _MAX_CACHED:
+        _cache.clear()
+    _cache[experiment.id] = (stored, config)
+    return config
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an attempt on one node.
+
+    Attributes:
+        node_id: The node.
+        name: The name of the node.
+        slots: The slots that the attempt holds there.
+        begun_at: When its runner said that it is there, in seconds since the epoch.
+        port: A port that is free there; all meet at that of the first member.
+        exit: How it ended.
+        ended_at: When the master heard so, in seconds since the epoch.
+        is_lost: Nobody can reach its node any more.
+        sends_checkpoints: It does not share the checkpoint directory with the master.
+    """
+
+    node_id: int
+    name: str
+    slots: list[int]
+    begun_at: float | None = None
+    port: int = 0
+    exit: AttemptEnd | None = None
+    ended_at: float | None = None
+    is_lost: bool = False
+    sends_checkpoints: bool = False
+
+    @property
+    def state(self) -> AttemptState:
+        """Where it stands."""
+        if self.exit is not None:
+            return AttemptState.ENDED
+        return AttemptState.PENDING if self.begun_at is None else AttemptState.RUNNING
+
+
+def read_members(attempt: Row[Any]) -> list[Member]:
+    """Return the members of an attempt, rank 0's first; none if it runs on one node."""
+    return msgspec.convert(attempt.members or [], list[Member])
+
+
+def stored_members(members: list[Member]) -> Any:
+    """Return what to store of members."""
+    return msgspec.to_builtins(members) or None
+
+
+def num_slots_of(attempt: Row[Any]) -> int:
+    """Return the number of slots of an attempt on all its nodes."""
+    return sum(map(len, slots_by_node(attempt).values()))
+
+
+def slots_by_node(attempt: Row[Any]) -> dict[int, list[int]]:
+    """Return the slots that an attempt holds, by the ids of its nodes."""
+    if attempt.members is None:
+        return {attempt.node_id or LOCAL_NODE: attempt.slots}
+    return {member.node_id: member.slots for member in read_members(attempt)}
+
+
+def store_environment(connection: Connection, environment: dict[str, Any]) -> str:
+    """Store an environment and return its digest."""
+    content = msgspec.json.encode(environment, order="deterministic")
+    digest = hashlib.sha256(content).hexdigest()
+    environments = tables.environments
+    known = select(environments.c.digest).where(environments.c.digest == digest)
+    if connection.execute(known).first() is None:
+        connection.execute(
+            insert(environments).values(digest=digest, content=zlib.compress(content))
+        )
+    return digest
+
+
+def read_environment(connection: Connection, digest: str | None) -> dict[str, Any] | None:
+    """Return an environment; None if it is not known."""
+    environments = tables.environments
+    query = select(environments.c.content).where(environments.c.digest == digest)
+    content = None if digest is None else connection.execute(query).scalar()
+    if content is None:
+        return None
+    found: dict[str, Any] = msgspec.json.decode(zlib.decompress(content))
+    return found
+
+
+def drop_unused_environments(connection: Connection, digests: set[str]) -> None:
+    """Delete those of some environments that no attempt has any more."""
+    attempts, environments = tables.attempts.c, tables.environments
+    for digest in digests:
+        query = select(attempts.id).where(attempts.environment == digest).limit(1)
+        if connection.execute(query).first() is None:
+            connection.execute(delete(environments).where(environments.c.digest == digest))
+
+
+def experiment_view(connection: Connection, row: Row[Any]) -> Experiment:
+    """Return an experiment as the API shows it."""
+    counts = counts_of_experiments(connection, [row.id]).get(row.id, NO_COUNTS)
+    return experiment_model(row, counts, config=hide_secrets(row.config))
+
+
+def experiment_model(
+    row: Any, counts: ExperimentCounts, *, config: dict[str, Any], values: Any = None
+) -> Experiment:
+    """Return a row of an experiment as the API shows it.
+
+    Args:
+        row: The row, or what has its columns.
+        counts: What is counted of the experiment.
+        config: The configuration that is shown.
+        values: The columns that a list shows besides, if any.
+    """
+    searcher = row.config["searcher"]
+    return Experiment(
+        id=row.id,
+        name=row.name,
+        description=row.description,
+        labels=row.labels,
+        state=row.state,
+        progress=row.progress,
+        created_at=row.created_at,
+        ended_at=row.ended_at,
+        # As it is stored: a list also shows what this version could not read.
+        searcher=searcher["name"],
+        metric=searcher["metric"],
+        smaller_is_better=searcher["smaller_is_better"],
+        has_rungs=searcher_section(searcher["name"]).has_rungs,
+        num_trials=counts.num_trials,
+        num_running=counts.num_running,
+        best_trial_id=row.best_trial_id,
+        best_metric=_number(row.best_metric),
+        error=row.error,
+        parent_trial_id=row.parent_trial_id,
+        config=config,
+        warnings=[*row.warnings, *_missing_method(row)],
+        is_unmanaged=row.external_id is not None,
+        run_dir=row.external_path,
+        is_archived=row.is_archived,
+        forked_from=row.forked_from,
+        has_code=row.context_digest is not None,
+        is_unmeasured=row.search_end == "unmeasured",
+        num_checkpoints=counts.num_checkpoints,
+        checkpoint_bytes=counts.checkpoint_bytes,
+        num_records_lost=row.num_records_lost,
+        values=values or {},
+    )
+
+
+def _missing_method(experiment: Any) -> list[str]:
+    """Say that an experiment waits for its search method, if it does."""
+    if experiment.ended_at is not None or experiment.external_id is not None:
+        return []
+    searcher = config_of(experiment).searcher
+    if not isinstance(searcher, MissingSearcher):
+        return []
+    return [
+        f"It waits, as its search method `{searcher.name}` is not installed on the master, or takes"
+        " other fields now. Hint: install the package that has it, and start the master again."
+    ]
+
+
+class TrialFacts(NamedTuple):
+    """What other tables tell of a trial: its experiment, its attempts, its newest checkpoint."""
+
+    experiment_state: str
+    started_at: float | None
+    is_running: bool
+    latest_checkpoint: str | None
+
+
+def trial_view(connection: Connection, row: Row[Any]) -> Trial:
+    """Return a trial as the API shows it by itself, with all details."""
+    summary, has_more = _summaries(connection, row)
+    return trial_model(
+        row,
+        trial_facts(connection, [row])[row.id],
+        metadata=row.metadata,
+        alerts=row.alerts or [],
+        summary=summary,
+        has_more_metrics=has_more,
+        attempts=attempt_views(connection, row.id),
+    )
+
+
+def trial_facts(connection: Connection, rows: Sequence[Row[Any]]) -> dict[int, TrialFacts]:
+    """Return what other tables tell of trials, by id."""
+    ids = [row.id for row in rows]
+    started = _starts_of_trials(connection, ids)
+    latest = _latest_checkpoints(connection, ids)
+    experiment_states = _experiment_states(connection, {row.experiment_id for row in rows})
+    facts = {}
+    for row in rows:
+        started_at, num_running = started.get(row.id, (None, 0))
+        facts[row.id] = TrialFacts(
+            experiment_states[row.experiment_id], started_at, num_running > 0, latest.get(row.id)
+        )
+    return facts
+
+
+def trial_model(row: Any, facts: TrialFacts, **details: Any) -> Trial:
+    """Return a row of a trial as the API shows it.
+
+    Args:
+        row: The row, or what has its columns.
+        facts: What other tables tell of it.
+        details: The fields that a list leaves out.
+    """
+    return Trial(
+        id=row.id,
+        experiment_id=row.experiment_id,
+        request_id=row.request_id,
+        state=row.state,
+        experiment_state=ExperimentState(facts.experiment_state),
+        is_running=facts.is_running,
+        hparams=row.hparams,
+        seed=row.seed,
+        restarts=row.restarts,
+        retries=row.retries,
+        num_attempts=row.num_attempts,
+        steps_completed=row.steps_completed,
+        progress=row.progress,
+        status=row.status,
+        best_metric=_number(row.best_metric),
+        best_step=row.best_step,
+        latest_metric=row.latest_metric,
+        created_at=row.created_at,
+        started_at=facts.started_at,
+        ended_at=row.ended_at,
+        stop_reason=row.stop_reason,
+        error=row.error,
+        error_kind=row.error_kind,
+        latest_checkpoint=facts.latest_checkpoint,
+        target_length=row.target_length,
+        num_records_lost=row.num_records_lost,
+        **details,
+    )
+
+
+def attempt_views(connection: Connection, trial_id: int) -> list[Attempt]:
+    """Return a trial's attempts, oldest first."""
+    attempts = tables.attempts
+    query = select(attempts).where(attempts.c.trial_id == trial_id).order_by(attempts.c.number)
+    nodes = tables.nodes.c
+    names = {row.id: row.name for row in connection.execute(select(nodes.id, nodes.name)).all()}
+    return [
+        Attempt(
+            id=row.id,
+            trial_id=row.trial_id,
+            number=row.number,
+            state=row.state,
+            slots=row.slots,
+            created_at=row.created_at,
+            started_at=row.started_at,
+            ended_at=row.ended_at,
+            resumed_from=row.resumed_from,
+            resumed_steps=row.resumed_steps,
+            preempt_reason=row.preempt_reason,
+            exit=_exit_model(row.exit),
+            nodes=_nodes_of(row, names),
+            **_restarts_of(row),
+        )
+        for row in connection.execute(query).all()
+    ]
+
+
+def _restarts_of(attempt: Row[Any]) -> dict[str, Any]:
+    by_generation = sorted((attempt.restart_causes or {}).items(), key=lambda item: int(item[0]))
+    causes = [cause for _, causes in by_generation for cause in causes]
+    return {"restarts": len(causes), "last_restart_cause": causes[-1] if causes else None}
+
+
+def _nodes_of(attempt: Row[Any], names: dict[int, str]) -> list[AttemptNode]:
+    if members := read_members(attempt):
+        return [AttemptNode(name=one.name, slots=one.slots) for one in members]
+    if attempt.run_attempt is not None:
+        return []
+    name = LOCAL_NAME
+    if attempt.node_id is not None:
+        forgotten = attempt.node_name or f"node {attempt.node_id}, which is forgotten"
+        name = names.get(attempt.node_id, forgotten)
+    return [AttemptNode(name=name, slots=attempt.slots)]
+
+
+def checkpoint_views(rows: list[Row[Any]]) -> list[Checkpoint]:
+    """Return checkpoints with the searched metric at their step."""
+    return [
+        Checkpoint(
+            uuid=row.uuid,
+            trial_id=row.trial_id,
+            experiment_id=row.experiment_id,
+            attempt=row.attempt,
+            steps_completed=row.steps_completed,
+            state=row.state,
+            metadata=row.metadata,
+            resources=row.resources,
+            size=row.size,
+            storage=row.storage,
+            created_at=row.created_at,
+            metric=_number(row.metric),
+        )
+        for row in rows
+    ]
+
+
+def encode_cursor(*position: Any) -> str:
+    """Return a position in a list as an opaque cursor."""
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str) -> list[Any]:
+    """Return what `encode_cursor` was given.
+
+    Raises:
+        ValueError: The cursor was made elsewhere.
+    """
+    try:
+        position = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"`cursor` must be the `next_cursor` of an earlier answer, but got {cursor!r}."
+        ) from error
+    if not isinstance(position, list):
+        raise ValueError(f"`cursor` must be the `next_cursor` of an answer, but got {cursor!r}.")
+    return position
+
+
+def _experiment_states(connection: Connection, ids: set[int]) -> dict[int, str]:
+    found = connection.execute(_EXPERIMENT_STATES, ids_parameter(ids)).all()
+    return {row.id: row.state for row in found}
+
+
+def _starts_of_trials(
+    connection: Connection, trial_ids: list[int]
+) -> dict[int, tuple[float | None, int]]:
+    """Return when each trial that has attempts first started, and how many of them run."""
+    found = connection.execute(_STARTS_OF_TRIALS, ids_parameter(trial_ids)).all()
+    return {row[0]: (row[1], row[2]) for row in found}
+
+
+def _latest_checkpoints(connection: Connection, trial_ids: list[int]) -> dict[int, str]:
+    found = connection.execute(_LATEST_CHECKPOINTS, ids_parameter(trial_ids)).all()
+    return {row.id: row.uuid for row in found if row.uuid is not None}
+
+
+def _starts_of_trials_query() -> Select[Any]:
+    attempts = tables.attempts.c
+    is_running = attempts.state == AttemptState.RUNNING.value
+    return (
+        select(
+            attempts.trial_id,
+            func.min(attempts.started_at),
+            func.sum(case((is_running, 1), else_=0)),
+        )
+        .where(attempts.trial_id.in_(many_ids()))
+        .group_by(attempts.trial_id)
+    )
+
+
+def _latest_checkpoints_query() -> Select[Any]:
+    trials, checkpoints = tables.trials.c, tables.checkpoints.c
+    # Of each trial the last one alone is read, however many there are.
+    latest = (
+        select(checkpoints.uuid)
+        .where(
+            checkpoints.trial_id == trials.id,
+            checkpoints.state == CheckpointState.COMPLETED.value,
+        )
+        .order_by(
+            checkpoints.steps_completed.desc(),
+            checkpoints.attempt.desc(),
+            checkpoints.created_at.desc(),
+        )
+        .limit(1)
+        .scalar_subquery()
+    )
+    return select(trials.id, latest.label("uuid")).where(trials.id.in_(many_ids()))
+
+
+# Made once, as `row_ids_and_counts` has its queries.
+_EXPERIMENT_STATES = select(tables.experiments.c.id, tables.experiments.c.state).where(
+    tables.experiments.c.id.in_(many_ids())
+)
+_STARTS_OF_TRIALS = _starts_of_trials_query()
+_LATEST_CHECKPOINTS = _latest_checkpoints_query()
+
+
+def _summaries(
+    connection: Connection, trial: Row[Any]
+) -> tuple[dict[str, dict[str, MetricSummary]], bool]:
+    """Return the summaries of the first metrics, and of the searched one, and if there are more."""
+    names, has_more = first_metric_names(connection, trial.id)
+    if has_more:
+        experiments = tables.experiments.c
+        config = select(experiments.config).where(experiments.id == trial.experiment_id)
+        searched = connection.execute(config).scalar_one()["searcher"].get("metric")
+        names.setdefault("validation", set()).add(searched or "")
+    summaries = read_summary(connection, trial.id, names)
+    shown = {
+        group: {key: _summary_model(summary) for key, summary in sorted(by_key.items())}
+        for group, by_key in sorted(summaries.items())
+    }
+    return shown, has_more
+
+
+def _summary_model(summary: Summary) -> MetricSummary:
+    mean = summary.sum / summary.num_numbers if summary.num_numbers else None
+    return MetricSummary(
+        count=summary.count,
+        last=tagged(summary.last),
+        last_step=summary.last_step,
+        min=_number(summary.min),
+        max=_number(summary.max),
+        mean=_number(mean),
+    )
+
+
+def _exit_model(stored: dict[str, Any] | None) -> AttemptExit | None:
+    if stored is None:
+        return None
+    detail = stored.get("error") or stored.get("detail")
+    return AttemptExit(
+        reason=stored["reason"],
+        kind=stored.get("kind"),
+        code=stored["code"],
+        signal=stored["signal"],
+        outcome=stored.get("outcome"),
+        error=detail,
+        time=stored["time"],
+    )
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return encode_float(float(value))

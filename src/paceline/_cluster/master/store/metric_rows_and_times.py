@@ -1,0 +1,376 @@
+"""Metrics as rows, metric of a checkpoint, where the time of attempts went."""
+
+import heapq
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, repeat
+from math import isfinite
+from operator import itemgetter
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, insert, select, update
+
+from paceline._base.journal_records import (
+    AttemptTimes,
+    MetricsReported,
+    TimeShares,
+    TimeSpent,
+    divide_time,
+    same_value,
+)
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.metric_series import (
+    Points,
+    Selection,
+    SeriesPiece,
+    load_series_points,
+    tagged,
+    visible_series_pieces,
+)
+from paceline._cluster.master.store.series_writer import store_columns
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A value that differs from the one an earlier attempt reported at the same step."""
+
+    group: str
+    step: int
+    key: str
+    kept: Any
+    refused: Any
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """All visible values of one group at one step."""
+
+    step: int
+    attempt: int
+    time: float
+    metrics: dict[str, Any]
+
+
+def add_metrics(
+    connection: Connection,
+    *,
+    trial_id: int,
+    attempt: int,
+    resumed_steps: int,
+    records: Iterable[MetricsReported],
+) -> list[Conflict]:
+    """Store reports of one attempt.
+
+    A report at or before the step from which the attempt resumed must agree with what is there:
+    identical values are dropped, others are returned as conflicts, and new keys are stored.
+    """
+    columns: dict[tuple[str, str], Points] = {}
+    conflicts: list[Conflict] = []
+    reports = list(records)
+    repeated = [r for r in reports if attempt > 1 and r.steps_completed <= resumed_steps]
+    known = _known_metric_values(connection, trial_id, attempt, repeated)
+    for record in reports:
+        standing = known.get(record.group, {})
+        for key, value in record.metrics.items():
+            cell = (record.steps_completed, key)
+            if cell in standing:
+                if not same_value(tagged(standing[cell]), value):
+                    conflicts.append(Conflict(record.group, *cell, standing[cell], value))
+                continue
+            points = columns.get((record.group, key))
+            if points is None:
+                points = columns[record.group, key] = Points()
+            points.steps.append(record.steps_completed)
+            points.times.append(record.time)
+            points.values.append(value)
+    if columns:
+        store_columns(connection, trial_id, attempt, columns)
+    return conflicts
+
+
+def read_rows(
+    connection: Connection,
+    trial_id: int,
+    group: str,
+    *,
+    after_step: int = -1,
+    limit: int | None = None,
+) -> list[MetricRow]:
+    """Return visible rows in step order, those beyond `after_step`, at most `limit`.
+
+    What is read and held grows with the rows returned, not with what lies beyond them.
+    """
+    selection = Selection(trial_id=trial_id, group=group, after_step=after_step)
+    loaded: list[tuple[SeriesPiece, Points]] = []
+    steps = _MetricSteps()
+    for first_step, pieces in visible_series_pieces(connection, selection):
+        # Every step below the first one of the pieces to come is known by now.
+        if limit is not None and steps.num_below(first_step) >= limit:
+            break
+        for piece, points in load_series_points(connection, pieces):
+            loaded.append((piece, points))
+            steps.add(points.steps)
+    rows: dict[int, MetricRow | None] = dict.fromkeys(sorted(steps.seen)[:limit])
+    for piece, points in sorted(loaded, key=_precedence):
+        for step, at, value in zip(points.steps, points.times, points.values, strict=True):
+            if step not in rows:
+                continue
+            row = rows[step]
+            if row is None:
+                rows[step] = MetricRow(step, piece.attempt, at, {piece.key: value})
+            else:
+                row.metrics.setdefault(piece.key, value)
+    return [row for row in rows.values() if row is not None]
+
+
+def iter_points(connection: Connection, selection: Selection) -> Iterator[tuple[int, float, Any]]:
+    """Yield the visible (step, time, value) of one metric in step order, each step once.
+
+    What is held grows with the chunks that overlap, not with the series.
+    """
+    held: dict[int, tuple[tuple[int, int, int], float, Any]] = {}
+    for first_step, pieces in visible_series_pieces(connection, selection):
+        # Every step below the first one of the pieces to come is known by now.
+        for step in sorted(step for step in held if step < first_step):
+            yield (step, *held.pop(step)[1:])
+        for piece, points in load_series_points(connection, pieces):
+            # Backwards, as the first one of several values at one step stands.
+            times, values = points.times[::-1], points.values[::-1]
+            rows = zip(repeat(piece.precedence), times, values, strict=False)
+            own = dict(zip(points.steps[::-1], rows, strict=True))
+            for step in held.keys() & own.keys():
+                own[step] = min(own[step], held[step], key=itemgetter(0))
+            held |= own
+    for step in sorted(held):
+        yield (step, *held[step][1:])
+
+
+def read_series(
+    connection: Connection, trial_id: int, group: str, key: str
+) -> list[tuple[int, Any]]:
+    """Return the visible (step, value) pairs of one metric in step order."""
+    selection = Selection(trial_id=trial_id, group=group, key=key)
+    return [(step, value) for step, _, value in iter_points(connection, selection)]
+
+
+def metric_at(
+    connection: Connection, trial_id: int, group: str, key: str, step: int
+) -> float | None:
+    """Return the visible value of a metric at a step; None if it is no finite number."""
+    return metric_numbers_at(connection, trial_id, group, key, {step}).get(step)
+
+
+def metric_numbers_at(
+    connection: Connection, trial_id: int, group: str, key: str, steps: set[int]
+) -> dict[int, float]:
+    """Return a metric's visible values at some steps, without those that are no finite number."""
+    found = _metric_values_at(connection, trial_id, group, {(step, key) for step in steps})
+    return {
+        step: float(value)
+        for (step, _), value in found.items()
+        if type(value) in (int, float) and isfinite(value)
+    }
+
+
+def has_points_beyond(connection: Connection, trial_id: int, step: int) -> bool:
+    """Tell whether any attempt of the trial reported something beyond a step."""
+    query = select(tables.series.c.id).where(
+        tables.series.c.trial_id == trial_id, tables.series.c.last_step > step
+    )
+    return connection.execute(query.limit(1)).first() is not None
+
+
+class _MetricSteps:
+    """Distinct steps, and how many lie below a bound that only rises."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+        self._beyond: list[int] = []
+        self._num_below = 0
+
+    def add(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            if step not in self.seen:
+                self.seen.add(step)
+                heapq.heappush(self._beyond, step)
+
+    def num_below(self, bound: int) -> int:
+        while self._beyond and self._beyond[0] < bound:
+            heapq.heappop(self._beyond)
+            self._num_below += 1
+        return self._num_below
+
+
+def _known_metric_values(
+    connection: Connection, trial_id: int, attempt: int, records: list[MetricsReported]
+) -> dict[str, dict[tuple[int, str], Any]]:
+    """Return per group what earlier attempts say about what the records report again."""
+    wanted: dict[str, set[tuple[int, str]]] = {}
+    for record in records:
+        cells = wanted.setdefault(record.group, set())
+        cells.update((record.steps_completed, key) for key in record.metrics)
+    return {
+        group: _metric_values_at(connection, trial_id, group, cells, below_attempt=attempt)
+        for group, cells in wanted.items()
+        if cells
+    }
+
+
+def _metric_values_at(
+    connection: Connection,
+    trial_id: int,
+    group: str,
+    cells: set[tuple[int, str]],
+    *,
+    below_attempt: int | None = None,
+) -> dict[tuple[int, str], Any]:
+    """Return the visible values at (step, key) cells; those without one are left out."""
+    steps, keys = {step for step, _ in cells}, {key for _, key in cells}
+    selection = Selection(
+        trial_id=trial_id,
+        group=group,
+        key=next(iter(keys)) if len(keys) == 1 else None,
+        after_step=min(steps) - 1,
+        up_to_step=max(steps),
+    )
+    found: dict[tuple[int, str], tuple[tuple[int, int, int], Any]] = {}
+    for _, pieces in visible_series_pieces(connection, selection):
+        wanted = [
+            piece
+            for piece in pieces
+            if piece.key in keys and (below_attempt is None or piece.attempt < below_attempt)
+        ]
+        for piece, points in load_series_points(connection, wanted):
+            for step, value in zip(points.steps, points.values, strict=True):
+                cell = (step, piece.key)
+                if cell in cells and (cell not in found or piece.precedence < found[cell][0]):
+                    found[cell] = (piece.precedence, value)
+    return {cell: value for cell, (_, value) in found.items()}
+
+
+def _precedence(pair: tuple[SeriesPiece, Points]) -> tuple[int, int, int]:
+    return pair[0].precedence
+
+
+_GROUP = "validation"
+
+
+def measure_checkpoints(
+    connection: Connection,
+    trial_id: int,
+    key: str,
+    *,
+    step: int | None = None,
+    beyond_step: int | None = None,
+) -> None:
+    """Bring the metric of a trial's checkpoints up to date with what its validations say.
+
+    Args:
+        connection: The connection of a write job.
+        trial_id: The trial.
+        key: The searched metric.
+        step: Only the checkpoints at this step.
+        beyond_step: Only the checkpoints after this step.
+    """
+    checkpoints = tables.checkpoints
+    query = select(checkpoints.c.steps_completed).where(checkpoints.c.trial_id == trial_id)
+    if step is not None:
+        query = query.where(checkpoints.c.steps_completed == step)
+    if beyond_step is not None:
+        query = query.where(checkpoints.c.steps_completed > beyond_step)
+    steps = set(connection.execute(query).scalars())
+    if not steps:
+        return
+    values = metric_numbers_at(connection, trial_id, _GROUP, key, steps)
+    statement = (
+        update(checkpoints)
+        .where(
+            checkpoints.c.trial_id == trial_id,
+            checkpoints.c.steps_completed == bindparam("at_step"),
+        )
+        .values(metric=bindparam("new_metric"))
+    )
+    connection.execute(
+        statement, [{"at_step": at, "new_metric": values.get(at)} for at in sorted(steps)]
+    )
+
+
+# What a later session may go on from is kept; the newest of the others replaces the one before.
+_KEPT = ("start", "checkpoint")
+
+
+def add_time_mark(
+    connection: Connection, attempt_id: int, generation: int, record: TimeSpent
+) -> None:
+    """Store a record of the chief of an attempt."""
+    marks = tables.time_marks
+    of_session = (marks.c.attempt_id == attempt_id) & (marks.c.generation == generation)
+    newest = connection.execute(
+        select(marks.c.number, marks.c.event)
+        .where(of_session)
+        .order_by(marks.c.number.desc())
+        .limit(1)
+    ).first()
+    values = {
+        "time": record.time,
+        "event": record.event,
+        "steps_completed": record.steps_completed,
+        "seconds": record.seconds,
+    }
+    if newest is not None and newest.event not in _KEPT:
+        is_newest = of_session & (marks.c.number == newest.number)
+        connection.execute(update(marks).where(is_newest).values(**values))
+        return
+    number = 0 if newest is None else newest.number + 1
+    key = {"attempt_id": attempt_id, "generation": generation, "number": number}
+    connection.execute(insert(marks).values(**key, **values))
+
+
+def time_shares(connection: Connection, trial: Row[Any]) -> tuple[TimeShares, float]:
+    """Return what a trial's time went to, and until when: its end, or now."""
+    attempts = tables.attempts
+    rows = connection.execute(
+        select(attempts).where(attempts.c.trial_id == trial.id).order_by(attempts.c.number)
+    ).all()
+    until = time.time() if trial.ended_at is None else trial.ended_at
+    sessions = _time_records_of_attempts(connection, trial.id)
+    divided = divide_time(
+        trial.created_at,
+        until,
+        [
+            AttemptTimes(
+                created_at=row.created_at,
+                ended_at=row.ended_at,
+                sessions=sessions.get(row.id, []),
+            )
+            for row in rows
+        ],
+    )
+    return divided, until
+
+
+def _time_records_of_attempts(
+    connection: Connection, trial_id: int
+) -> dict[int, list[list[TimeSpent]]]:
+    """Return the records of each attempt by generation."""
+    marks, attempts = tables.time_marks, tables.attempts
+    rows = connection.execute(
+        select(marks)
+        .join(attempts, attempts.c.id == marks.c.attempt_id)
+        .where(attempts.c.trial_id == trial_id)
+        .order_by(marks.c.attempt_id, marks.c.generation, marks.c.number)
+    )
+    sessions: dict[int, list[list[TimeSpent]]] = {}
+    for (attempt_id, _), group in groupby(rows, lambda row: (row.attempt_id, row.generation)):
+        records = [
+            TimeSpent(
+                time=row.time,
+                event=row.event,
+                steps_completed=row.steps_completed,
+                seconds=row.seconds,
+            )
+            for row in group
+        ]
+        sessions.setdefault(attempt_id, []).append(records)
+    return sessions

@@ -1,0 +1,510 @@
+"""Series of metrics: encoding, reading, curves for charts, smoothing."""
+
+import heapq
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select
+
+from paceline._base.journal_records import decode_value, encode_float
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
+
+# How values are stored: 64-bit floats, 64-bit integers, or JSON for everything else.
+FLOATS, INTEGERS, MIXED = "f", "i", "j"
+
+
+@dataclass(slots=True)
+class Points:
+    """Points of one series in the order in which they were reported."""
+
+    steps: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+
+    def extend(self, other: "Points") -> None:
+        """Append the points of `other`."""
+        self.steps += other.steps
+        self.times += other.times
+        self.values += other.values
+
+    def decode_non_finite(self) -> None:
+        """Replace tagged NaN and infinities by floats."""
+        if dict in set(map(type, self.values)):
+            self.values = [decode_value(value) for value in self.values]
+
+
+@dataclass(frozen=True, slots=True)
+class PointColumn:
+    """Points of one kind as bytes."""
+
+    kind: str
+    steps: bytes
+    times: bytes
+    values: bytes
+
+
+def encode_points(points: Points) -> PointColumn:
+    """Return points as bytes; exact for every value that JSON or a float can hold."""
+    kinds = set(map(type, points.values))
+    if kinds == {float}:
+        kind, values = FLOATS, array("d", points.values).tobytes()
+    elif kinds == {int}:
+        kind, values = INTEGERS, array("q", points.values).tobytes()
+    else:
+        kind = MIXED
+        values = json.dumps([_tag(value) for value in points.values]).encode()
+    steps, times = array("q", points.steps), array("d", points.times)
+    return PointColumn(kind, steps.tobytes(), times.tobytes(), values)
+
+
+def decode_points(kind: str, steps: bytes, times: bytes, values: bytes) -> Points:
+    """Return the points that `encode_points` was given."""
+    decoded: Sequence[Any]
+    if kind == MIXED:
+        decoded = decode_value(json.loads(values)) if values else []
+    else:
+        decoded = array("d" if kind == FLOATS else "q", values).tolist()
+    return Points(array("q", steps).tolist(), array("d", times).tolist(), list(decoded))
+
+
+def tagged(value: Any) -> Any:
+    """Return `value` with NaN and infinities tagged, for JSON."""
+    return _tag(value)
+
+
+def _tag(value: Any) -> Any:
+    if isinstance(value, float):
+        return encode_float(value)
+    if isinstance(value, dict):
+        return {key: _tag(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_tag(item) for item in value]
+    return value
+
+
+POINT_BYTES = 8
+# Tails come after all chunks of their series, so they count as a chunk beyond every id.
+_TAIL = 2**63
+_CHUNKS_PER_QUERY = 256
+_ROWS_PER_LOAD = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeriesPiece:
+    """Location of points, and the wanted range: `first_step` to `last_step`, inclusive."""
+
+    attempt: int
+    series_id: int
+    key: str
+    chunk_id: int
+    first_step: int
+    last_step: int | None
+
+    @property
+    def precedence(self) -> tuple[int, int, int]:
+        """Of two values of one metric at one step, the one with the lower precedence stands."""
+        return self.attempt, self.series_id, self.chunk_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Which points of a trial's metric group to read; None stands for all."""
+
+    trial_id: int
+    group: str
+    key: str | None = None
+    after_step: int = -1
+    up_to_step: int | None = None
+
+    def series(self) -> ColumnElement[bool]:
+        """Return the condition on series that may hold such points."""
+        series = tables.series.c
+        condition = and_(series.trial_id == self.trial_id, series.group == self.group)
+        if self.key is not None:
+            condition = and_(condition, series.key == self.key)
+        return and_(condition, self._overlap(series))
+
+    def chunks(self) -> ColumnElement[bool]:
+        """Return the condition on chunks that may hold such points."""
+        ids = select(tables.series.c.id).where(self.series())
+        return and_(tables.chunks.c.series_id.in_(ids), self._overlap(tables.chunks.c))
+
+    def _overlap(self, columns: Any) -> ColumnElement[bool]:
+        condition: ColumnElement[bool] = columns.last_step > self.after_step
+        if self.up_to_step is not None:
+            condition = and_(condition, columns.first_step <= self.up_to_step)
+        return condition
+
+
+def visible_series_limits(connection: Connection, trial_id: int) -> dict[int, int | None]:
+    """Return the last visible step of each attempt; None where nothing is superseded."""
+    rows = connection.execute(
+        select(tables.attempts.c.number, tables.attempts.c.resumed_steps)
+        .where(tables.attempts.c.trial_id == trial_id, tables.attempts.c.started_at.is_not(None))
+        .order_by(tables.attempts.c.number.desc())
+    )
+    limits: dict[int, int | None] = {}
+    limit: int | None = None
+    for number, resumed_steps in rows:
+        limits[number] = limit
+        limit = resumed_steps if limit is None else min(limit, resumed_steps)
+    return limits
+
+
+def visible_series_pieces(
+    connection: Connection, selection: Selection
+) -> Iterator[tuple[int, list[SeriesPiece]]]:
+    """Yield (first step, pieces from there on) in order of the first steps.
+
+    Only where points lie is read here, and no further than the caller iterates; the points
+    themselves are for `load_series_points`. What later attempts supersede is left out.
+    """
+    limits = visible_series_limits(connection, selection.trial_id)
+    chunked: dict[int, SeriesPiece] = {}
+    tails: list[SeriesPiece] = []
+    for row in connection.execute(_series_query(selection)).all():
+        last_step = _least(limits.get(row.attempt), selection.up_to_step)
+        if last_step is not None and row.first_step > last_step:
+            continue
+        first_step = row.first_step
+        if row.chunked_steps is not None:
+            # Steps may come out of order, so only the tail's steps tell where it begins.
+            first_step = min(array("q", row.chunked_steps), default=None)
+        piece = SeriesPiece(
+            attempt=row.attempt, series_id=row.id, key=row.key, chunk_id=_TAIL,
+            first_step=max(first_step or 0, selection.after_step + 1), last_step=last_step,
+        )  # fmt: skip
+        if row.chunked_steps is not None:
+            chunked[row.id] = piece
+        if first_step is not None:
+            tails.append(piece)
+    tails.sort(key=_first_step)
+    chunks = _series_pieces_of_chunks(connection, selection, chunked) if chunked else iter(())
+    for first, pieces in groupby(heapq.merge(tails, chunks, key=_first_step), _first_step):
+        yield first, [p for p in pieces if p.last_step is None or first <= p.last_step]
+
+
+def load_series_points(
+    connection: Connection, pieces: Iterable[SeriesPiece]
+) -> list[tuple[SeriesPiece, Points]]:
+    """Return the wanted points of pieces."""
+    tails: dict[int, SeriesPiece] = {}
+    chunks: dict[int, SeriesPiece] = {}
+    for piece in pieces:
+        if piece.chunk_id == _TAIL:
+            tails[piece.series_id] = piece
+        else:
+            chunks[piece.chunk_id] = piece
+    return _load_series(connection, tables.series, tails) + _load_series(
+        connection, tables.chunks, chunks
+    )
+
+
+def _series_query(selection: Selection) -> Any:
+    series = tables.series.c
+    has_chunks = series.num_points * POINT_BYTES > func.length(series.steps)
+    chunked_steps = case((has_chunks, series.steps), else_=None).label("chunked_steps")
+    columns = (series.id, series.attempt, series.key, series.first_step, chunked_steps)
+    return select(*columns).where(selection.series())
+
+
+def _series_pieces_of_chunks(
+    connection: Connection, selection: Selection, series: dict[int, SeriesPiece]
+) -> Iterator[SeriesPiece]:
+    chunks = tables.chunks.c
+    query = (
+        select(chunks.id, chunks.series_id, chunks.first_step)
+        .where(selection.chunks())
+        .order_by(chunks.first_step, chunks.id)
+        .limit(_CHUNKS_PER_QUERY)
+    )
+    rows = connection.execute(query).all()
+    while rows:
+        for row in rows:
+            tail = series.get(row.series_id)
+            if tail is not None:
+                yield SeriesPiece(
+                    attempt=tail.attempt, series_id=tail.series_id, key=tail.key, chunk_id=row.id,
+                    first_step=max(row.first_step, selection.after_step + 1),
+                    last_step=tail.last_step,
+                )  # fmt: skip
+        if len(rows) < _CHUNKS_PER_QUERY:
+            return
+        last = rows[-1]
+        beyond = or_(
+            chunks.first_step > last.first_step,
+            and_(chunks.first_step == last.first_step, chunks.id > last.id),
+        )
+        rows = connection.execute(query.where(beyond)).all()
+
+
+def _load_series(
+    connection: Connection, table: Any, pieces: dict[int, SeriesPiece]
+) -> list[tuple[SeriesPiece, Points]]:
+    loaded = []
+    ids = list(pieces)
+    columns = table.c
+    for start in range(0, len(ids), _ROWS_PER_LOAD):
+        query = select(
+            columns.id, columns.kind, columns.steps, columns.times, columns.value_bytes
+        ).where(columns.id.in_(many_ids()))
+        wanted = ids_parameter(ids[start : start + _ROWS_PER_LOAD])
+        for row in connection.execute(query, wanted).all():
+            points = decode_points(row.kind, row.steps, row.times, row.value_bytes)
+            loaded.append((pieces[row.id], _cut_series(points, pieces[row.id])))
+    return loaded
+
+
+def _cut_series(points: Points, piece: SeriesPiece) -> Points:
+    first, last = piece.first_step, piece.last_step
+    if not points.steps or (
+        min(points.steps) >= first and (last is None or max(points.steps) <= last)
+    ):
+        return points
+    kept = [
+        index
+        for index, step in enumerate(points.steps)
+        if step >= first and (last is None or step <= last)
+    ]
+    return Points(
+        [points.steps[i] for i in kept],
+        [points.times[i] for i in kept],
+        [points.values[i] for i in kept],
+    )
+
+
+def _first_step(piece: SeriesPiece) -> int:
+    return piece.first_step
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return min(one, other)
+
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Integers = NDArray[np.int64]
+
+_COLUMNS = ["kind", "steps", "value_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points in the order of `x`; `y` is NaN where the value is not a finite number."""
+
+    x: "Floats"
+    y: "Floats"
+    steps: "Integers"
+
+
+def read_curve(
+    connection: Connection, selection: Selection, *, x: str = "batches"
+) -> tuple[Curve, int]:
+    """Return the visible points of one series, and its newest step.
+
+    Args:
+        connection: Where to read.
+        selection: One metric, with its `key`.
+        x: "batches", "time" (seconds since the epoch), or a metric of the same group, whose value
+            at the same step counts; points without one are left out.
+    """
+    import numpy as np
+
+    steps, values, times = _read_series_arrays(connection, selection, has_times=x == "time")
+    last_step = int(steps[-1]) if len(steps) else selection.after_step
+    if x == "batches":
+        return Curve(steps.astype(np.float64), values, steps), last_step
+    if x == "time":
+        along = times
+    else:
+        other = Selection(
+            trial_id=selection.trial_id, group=selection.group, key=x,
+            after_step=selection.after_step,
+        )  # fmt: skip
+        other_steps, other_values, _ = _read_series_arrays(connection, other)
+        _, own, others = np.intersect1d(steps, other_steps, True, True)
+        steps, values, along = steps[own], values[own], other_values[others]
+    usable = np.isfinite(along)
+    if not usable.all():
+        steps, values, along = steps[usable], values[usable], along[usable]
+    order = np.argsort(along, kind="stable")
+    return Curve(along[order], values[order], steps[order]), last_step
+
+
+def cut_curve(curve: Curve, low: float | None, high: float | None) -> Curve:
+    """Return the points with `low` <= x <= `high`, and one more on each side for the line."""
+    import numpy as np
+
+    first = 0 if low is None else max(int(np.searchsorted(curve.x, low, "left")) - 1, 0)
+    last = len(curve.x) if high is None else int(np.searchsorted(curve.x, high, "right")) + 1
+    return Curve(curve.x[first:last], curve.y[first:last], curve.steps[first:last])
+
+
+def sample_curve(curve: Curve, max_points: int) -> Curve:
+    """Return about `max_points` points that look the same: all extremes, both ends, all gaps.
+
+    The span is cut into equal parts and the least and the greatest value of each is kept, so a
+    spike of one point shows however long the series is. Of many gaps some are kept.
+    """
+    import numpy as np
+    from tsdownsample import MinMaxDownsampler
+
+    if len(curve.x) <= max_points:
+        return curve
+    is_finite = np.isfinite(curve.y)
+    finite = np.flatnonzero(is_finite)
+    kept = finite
+    if len(finite) > max_points:
+        x, y = np.ascontiguousarray(curve.x[finite]), np.ascontiguousarray(curve.y[finite])
+        sampler: Any = MinMaxDownsampler
+        chosen = sampler().downsample(x, y, n_out=max_points // 2 * 2)
+        kept = finite[np.concatenate([[0], chosen.astype(np.int64), [len(finite) - 1]])]
+    starts = np.flatnonzero(~is_finite & np.concatenate([[True], is_finite[:-1]]))
+    if len(starts) > max_points // 4:
+        starts = starts[np.linspace(0, len(starts) - 1, max_points // 4).astype(np.int64)]
+    index = np.union1d(kept, starts)
+    return Curve(curve.x[index], curve.y[index], curve.steps[index])
+
+
+def _read_series_arrays(
+    connection: Connection, selection: Selection, *, has_times: bool = False
+) -> "tuple[Integers, Floats, Floats]":
+    """Return steps, values and times (else no numbers) in step order, each step once."""
+    import numpy as np
+
+    limits = visible_series_limits(connection, selection.trial_id)
+    columns = [*_COLUMNS, "times"] if has_times else _COLUMNS
+    series = tables.series.c
+    query = select(series.id, series.attempt, series.num_points, *[series[c] for c in columns])
+    parts = []
+    for row in connection.execute(query.where(selection.series()).order_by(series.attempt)).all():
+        tail = [row._mapping[name] for name in columns]
+        own = [_decode_series(*tail)]
+        if row.num_points * POINT_BYTES > len(row.steps):
+            own = [*_series_chunks(connection, selection, row.id, columns), *own]
+        steps, values, times = (np.concatenate(column) for column in zip(*own, strict=True))
+        limit = limits.get(row.attempt)
+        wanted = steps > selection.after_step
+        if limit is not None:
+            wanted &= steps <= limit
+        parts.append((steps[wanted], values[wanted], times[wanted] if has_times else times))
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0), np.empty(0)
+    steps, values, times = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if not (steps[1:] > steps[:-1]).all():
+        # Of two values at one step, the one reported first in the earliest attempt stands.
+        steps, index = np.unique(steps, return_index=True)
+        values, times = values[index], times[index] if has_times else times
+    return steps, values, times
+
+
+def _series_chunks(
+    connection: Connection, selection: Selection, series_id: int, columns: list[str]
+) -> "list[tuple[Integers, Floats, Floats]]":
+    chunks = tables.chunks.c
+    query = select(*[chunks[c] for c in columns]).where(
+        chunks.series_id == series_id, chunks.last_step > selection.after_step
+    )
+    return [_decode_series(*row) for row in connection.execute(query.order_by(chunks.id)).all()]
+
+
+def _decode_series(
+    kind: str, steps: bytes, value_bytes: bytes, times: bytes = b""
+) -> "tuple[Integers, Floats, Floats]":
+    import numpy as np
+
+    if kind == FLOATS:
+        values = np.frombuffer(value_bytes, np.float64)
+    elif kind == INTEGERS:
+        values = np.frombuffer(value_bytes, np.int64).astype(np.float64)
+    else:
+        decoded = decode_value(json.loads(value_bytes)) if value_bytes else []
+        values = np.array([_series_number(value) for value in decoded], np.float64)
+    return np.frombuffer(steps, np.int64), values, np.frombuffer(times, np.float64)
+
+
+def _series_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return float("nan")
+    return float(value)
+
+
+# Below this ratio of a step to the time constant the closed form loses digits; a series does not.
+_SMALL = 1e-4
+
+
+def smooth_at(curve: Curve, steps: "Integers", time_constant: float) -> "Floats":
+    """Return a curve's exponential moving average with respect to steps, at some of its steps.
+
+    It is the mean of the lines between the points up to a step, where the weight of what lies
+    before falls to 1/e every `time_constant` steps:
+
+        S(t) = integral of f(u) exp((u - t) / T) du / integral of exp((u - t) / T) du
+
+    with u from the first step to t (Zumbach and Müller, "Operators on inhomogeneous time series",
+    2001, with linear interpolation; the division by the sum of weights is ours). Values that are
+    not finite are left out, and NaN is returned in their place.
+
+    Args:
+        curve: A whole series, in the order of its steps.
+        steps: Steps of the curve, in any order.
+        time_constant: More than 0, in steps.
+    """
+    import numpy as np
+
+    result = np.full(len(steps), np.nan)
+    is_finite = np.isfinite(curve.y)
+    known, values = curve.steps[is_finite], curve.y[is_finite]
+    if not len(known):
+        return result
+    places = np.minimum(np.searchsorted(known, steps), len(known) - 1)
+    is_there = known[places] == steps
+    ends, index = np.unique(places[is_there], return_inverse=True)
+    if len(ends):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            result[is_there] = _smoothed_means(known, values, ends, time_constant)[index]
+    return result
+
+
+def _smoothed_means(
+    known: "Integers", values: "Floats", ends: "Integers", time_constant: float
+) -> "Floats":
+    """Return the means up to the points with the indices `ends`, which rise."""
+    import numpy as np
+
+    known, values = known[: ends[-1] + 1], values[: ends[-1] + 1]
+    # What each line adds, weighted as its end sees it; then as the next wanted point sees it.
+    parts = _line_integrals(np.diff(known) / time_constant, values)
+    lengths = np.diff(ends, prepend=-1)
+    to_end = (known - np.repeat(known[ends], lengths)) / time_constant
+    sums = np.add.reduceat(parts * np.exp(to_end), np.concatenate([[0], ends[:-1] + 1]))
+    decays = np.exp(-np.diff(known[ends], prepend=known[0]) / time_constant)
+    total, totals = 0.0, []
+    for decay, part in zip(decays.tolist(), sums.tolist(), strict=True):
+        total = total * decay + part
+        totals.append(total)
+    masses = -np.expm1((known[0] - known[ends]) / time_constant)
+    # At the first step there is no line yet.
+    return np.where(masses > 0, np.divide(totals, np.where(masses > 0, masses, 1)), values[ends])
+
+
+def _line_integrals(widths: "Floats", values: "Floats") -> "Floats":
+    """Return the weighted integral over the line that ends at each point, 0 for the first."""
+    import numpy as np
+
+    decay = np.exp(-widths)
+    mean = -np.expm1(-widths) / widths
+    is_small = widths < _SMALL
+    before = np.where(is_small, widths / 2 - widths**2 / 3, mean - decay)
+    here = np.where(is_small, widths / 2 - widths**2 / 6, 1 - mean)
+    return np.concatenate([[0.0], before * values[:-1] + here * values[1:]])

@@ -1,0 +1,258 @@
+"""What the records beside the database hold: rows, and which of them wait to be written there.
+
+Triggers note the rows whose lasting columns change, whoever changes them. What changes often and
+follows from the rest, such as progress, is not noted; metrics are, once their attempt has ended.
+"""
+
+import base64
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sqlalchemy import Connection, delete, insert, literal, select
+
+from paceline._cluster.master.store import tables
+
+if TYPE_CHECKING:
+    from paceline._cluster.master.store.database import Database, Transaction
+
+# A new experiment, all rows of one, the end of an attempt, and an experiment that was deleted.
+NEW, ALL, ENDED, GONE = "new", "all", "ended", "gone"
+RECORDS_BEGUN = "records_begun"
+
+# The columns of each table whose change is noted; a record has the whole row.
+LASTING = {
+    "experiments": (
+        "name", "state", "config", "search_end", "ended_at", "error", "parent_trial_id",
+        "description", "labels", "notes", "is_archived", "external_path", "priority", "weight",
+        "queue_place", "max_slots",
+    ),
+    "trials": (
+        "state", "hparams", "target_length", "operations_closed", "restarts", "ended_at",
+        "stop_reason", "error", "error_kind",
+    ),
+    "attempts": ("ended_at", "exit", "outcome"),
+    "search_inputs": ("input", "operations"),
+    "checkpoints": ("state", "metadata", "resources"),
+    "users": ("password_hash",),
+    "tokens": ("revoked_at",),
+}  # fmt: skip
+# Recorded whole, with users and tokens: they are few, and their rows are deleted.
+OF_CLUSTER = ("nodes", "pools", "drained_slots")
+# Recorded when their attempt ends.
+OF_ATTEMPTS = ("time_marks", "journal_marks", "series", "chunks")
+# All tables of which rows are recorded; an environment with the first attempt that ends in it.
+RECORDED = (*LASTING, *OF_CLUSTER, *OF_ATTEMPTS, "environments")
+# Another one has each home recorded anew: since 2, environments are.
+_RECORDS = "2"
+
+_BYTES, _FLOAT = "$bytes", "$float"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRow:
+    """A row of a table, as SQLite holds it; without values, it was deleted."""
+
+    table: str
+    values: dict[str, Any] | None
+    key: Any = None
+
+
+def watch_rows(connection: Connection) -> None:
+    """Make the triggers that note changed rows; for a new or upgraded database."""
+    for table, columns in LASTING.items():
+        owner = {"experiments": "NEW.id", "users": "NULL", "tokens": "NULL"}.get(table)
+        if table == "trials" or owner is None:
+            owner = "NEW.experiment_id"
+        note = f"INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES ({owner}, "  # noqa: S608
+        names = ", ".join(f'"{column}"' for column in columns)
+        first = f"{note} 'new', NEW.rowid); " if table == "experiments" else ""
+        ended = ""
+        if table == "attempts":
+            ended = (
+                " INSERT INTO unrecorded (experiment_id, kind, row_id)"
+                " SELECT NEW.experiment_id, 'ended', NEW.rowid WHERE NEW.ended_at IS NOT NULL;"
+            )
+        _make_trigger(connection, f"recorded_new_{table}", f"AFTER INSERT ON {table}",
+              f"{first}{note} '{table}', NEW.rowid);{ended}")  # fmt: skip
+        _make_trigger(connection, f"recorded_{table}", f"AFTER UPDATE OF {names} ON {table}",
+              f"{note} '{table}', NEW.rowid);{ended}")  # fmt: skip
+    for table in OF_CLUSTER:
+        for change in ("INSERT", "UPDATE", "DELETE"):
+            _make_trigger(
+                connection, f"recorded_{change.lower()}_{table}", f"AFTER {change} ON {table}",
+                "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (NULL, 'all', 0);"
+            )  # fmt: skip
+    _make_trigger(connection, "recorded_gone", "AFTER DELETE ON experiments",
+          "INSERT INTO unrecorded (experiment_id, kind, row_id) VALUES (OLD.id, 'gone', OLD.id);"
+    )  # fmt: skip
+
+
+def _make_trigger(connection: Connection, name: str, when: str, then: str) -> None:
+    connection.exec_driver_sql(f"CREATE TRIGGER IF NOT EXISTS {name} {when} BEGIN {then} END")
+
+
+def begin_records(database: "Database") -> None:
+    """Have all that a database holds recorded, unless that was done once."""
+    with database.read() as connection:
+        are_begun = are_records_begun(connection)
+    if not are_begun:
+        database.write(_note_all).result()
+
+
+def are_records_begun(connection: Connection) -> bool:
+    """Tell whether the records hold what a database does; else the next master makes them anew."""
+    meta = tables.meta.c
+    return connection.scalar(select(meta.value).where(meta.key == RECORDS_BEGUN)) == _RECORDS
+
+
+def forget_recorded(transaction: "Transaction") -> None:
+    """Have the next master record all anew."""
+    meta = tables.meta
+    transaction.connection.execute(delete(meta).where(meta.c.key == RECORDS_BEGUN))
+    transaction.connection.execute(delete(tables.unrecorded))
+
+
+def _note_all(transaction: "Transaction") -> None:
+    connection, unrecorded = transaction.connection, tables.unrecorded
+    connection.execute(delete(unrecorded))
+    ids = select(tables.experiments.c.id).order_by(tables.experiments.c.id)
+    columns = ("experiment_id", "kind", "row_id")
+    every = ids.add_columns(literal(ALL), tables.experiments.c.id)
+    connection.execute(insert(unrecorded).from_select(columns, every))
+    note_experiment(connection, None)
+    connection.execute(delete(tables.meta).where(tables.meta.c.key == RECORDS_BEGUN))
+    connection.execute(insert(tables.meta).values(key=RECORDS_BEGUN, value=_RECORDS))
+
+
+def note_experiment(connection: Connection, experiment_id: int | None) -> None:
+    """Have all rows of an experiment recorded anew, or those of the cluster for None."""
+    connection.execute(
+        insert(tables.unrecorded).values(
+            experiment_id=experiment_id, kind=ALL, row_id=experiment_id or 0
+        )
+    )
+
+
+def rows_of_change(connection: Connection, kind: str, row_id: int) -> Iterator[RecordedRow]:
+    """Yield the rows that a noted change stands for, as they are now."""
+    if kind == ALL and row_id == 0:
+        for table in ("users", "tokens", *OF_CLUSTER):
+            yield from _select_recovery_rows(connection, table, "true")
+    elif kind == ALL:
+        yield from rows_of_experiment(connection, row_id)
+    elif kind == ENDED:
+        yield from _rows_of_attempt(connection, row_id)
+    elif kind in LASTING:
+        yield from _select_recovery_rows(connection, kind, "rowid = ?", row_id)
+
+
+def rows_of_experiment(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
+    """Yield all recorded rows of an experiment, in an order in which they can be stored."""
+    yield from _select_recovery_rows(connection, "experiments", "id = ?", experiment_id)
+    for table in ("trials", "attempts", "search_inputs", "checkpoints"):
+        yield from _select_recovery_rows(connection, table, "experiment_id = ?", experiment_id)
+    for (attempt_id,) in connection.exec_driver_sql(
+        "SELECT id FROM attempts WHERE experiment_id = ? AND ended_at IS NOT NULL ORDER BY id",
+        (experiment_id,),
+    ).all():
+        yield from _rows_of_attempt(connection, attempt_id)
+
+
+def marks_of_running(connection: Connection, experiment_id: int) -> Iterator[RecordedRow]:
+    """Yield how far the journals of running attempts are stored."""
+    yield from _select_recovery_rows(
+        connection,
+        "journal_marks",
+        "attempt_id IN (SELECT id FROM attempts WHERE experiment_id = ? AND ended_at IS NULL)",
+        experiment_id,
+    )
+
+
+def _rows_of_attempt(connection: Connection, attempt_id: int) -> Iterator[RecordedRow]:
+    found = connection.exec_driver_sql(
+        "SELECT trial_id, number FROM attempts WHERE id = ?", (attempt_id,)
+    ).first()
+    if found is None:
+        return
+    trial_id, number = found
+    # Its trial has counts that the lasting columns do not tell.
+    yield from _select_recovery_rows(connection, "trials", "id = ?", trial_id)
+    for table in ("time_marks", "journal_marks"):
+        yield from _select_recovery_rows(connection, table, "attempt_id = ?", attempt_id)
+    yield from _select_recovery_rows(connection, "checkpoints", "trial_id = ?", trial_id)
+    # A later attempt changes the summaries of the earlier ones.
+    yield from _select_recovery_rows(
+        connection, "series", "trial_id = ? AND attempt <= ?", trial_id, number
+    )
+    chunks = "series_id IN (SELECT id FROM series WHERE trial_id = ? AND attempt = ?)"
+    yield from _select_recovery_rows(connection, "chunks", chunks, trial_id, number)
+    # Attempts of an experiment have equal ones. The + has SQLite look for them in their order.
+    first = (
+        "digest IN (SELECT environment FROM attempts AS own WHERE id = ? AND NOT EXISTS"
+        " (SELECT 1 FROM attempts AS other WHERE other.experiment_id = own.experiment_id"
+        " AND +other.environment = own.environment AND other.ended_at IS NOT NULL"
+        " AND (other.ended_at, other.id) < (own.ended_at, own.id)))"
+    )
+    yield from _select_recovery_rows(connection, "environments", first, attempt_id)
+
+
+def _select_recovery_rows(
+    connection: Connection, table: str, condition: str, *parameters: Any
+) -> Iterator[RecordedRow]:
+    found = connection.execution_options(stream_results=True).exec_driver_sql(
+        f"SELECT * FROM {table} WHERE {condition}",  # noqa: S608 # no text of a user
+        parameters,
+    )
+    for row in found.mappings():
+        yield RecordedRow(table, dict(row))
+
+
+def encode_row(row: RecordedRow) -> bytes:
+    """Return a row as JSON."""
+    assert row.values is not None
+    values = {name: _plain(value) for name, value in row.values.items()}
+    return msgspec.json.encode({"table": row.table, "row": values})
+
+
+def decode_row(data: bytes) -> RecordedRow:
+    """Return the row that JSON holds.
+
+    Raises:
+        msgspec.DecodeError: It is no such row.
+    """
+    found = msgspec.json.decode(data, type=dict[str, Any])
+    table, values = found.get("table"), found.get("row")
+    if not isinstance(values, Mapping) or table not in RECORDED:
+        raise msgspec.DecodeError("it holds no row")
+    return RecordedRow(str(table), {name: _real(value) for name, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    return value
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return float(value[_FLOAT]) if _FLOAT in value else base64.b64decode(value[_BYTES])
+    return value
+
+
+def primary_key(table: str) -> Sequence[str]:
+    """Return the names of the columns that tell a recorded row from others."""
+    return {
+        "search_inputs": ("experiment_id", "number"),
+        "checkpoints": ("uuid",),
+        "environments": ("digest",),
+        "users": ("name",),
+        "pools": ("name",),
+        "drained_slots": ("node_id", "slot"),
+        "time_marks": ("attempt_id", "generation", "number"),
+        "journal_marks": ("attempt_id", "generation", "rank"),
+    }.get(table, ("id",))

@@ -1,0 +1,335 @@
+"""Ids, queries by many ids, keys of requests, counts kept by triggers."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    MetaData,
+    Select,
+    Table,
+    and_,
+    bindparam,
+    case,
+    delete,
+    event,
+    func,
+    insert,
+    select,
+)
+
+from paceline._cluster.master.store import tables
+from paceline._cluster.messages.states import (
+    AttemptState,
+    CheckpointState,
+    ExperimentState,
+    TrialState,
+)
+
+_NAME = "ids"
+
+
+def many_ids() -> Select[Any]:
+    """Return the ids for the `in_` of a query that is executed with `ids_parameter`."""
+    return select(func.json_each(bindparam(_NAME)).table_valued("value").c.value)
+
+
+def ids_parameter(ids: Iterable[int | str]) -> dict[str, str]:
+    """Return the parameter with the ids."""
+    return {_NAME: json.dumps([*ids])}
+
+
+def new_id(connection: Connection, table: Table) -> int:
+    """Return the id for a new row; for the writer thread."""
+    meta = tables.meta
+    kept = connection.execute(select(meta.c.value).where(meta.c.key == _key(table))).scalar()
+    newest: int | None = connection.execute(select(func.max(table.c.id))).scalar()
+    return max(int(kept or 0), newest or 0) + 1
+
+
+def keep_ids(connection: Connection, *given: Table) -> None:
+    """Remember which ids were given so far; call it before rows are deleted."""
+    raise_ids(connection, dict.fromkeys(given, 0))
+
+
+def raise_ids(connection: Connection, newest: Mapping[Table, int]) -> None:
+    """Remember ids that were given before the rows that are there."""
+    meta = tables.meta
+    for table, number in newest.items():
+        kept = max(number, new_id(connection, table) - 1)
+        connection.execute(delete(meta).where(meta.c.key == _key(table)))
+        connection.execute(insert(meta).values(key=_key(table), value=str(kept)))
+
+
+def _key(table: Table) -> str:
+    return f"last_id_of_{table.name}"
+
+
+_PREFIX = "request "
+_KEPT_S = 86_400
+_SWEEP_EVERY = 1000
+
+
+def once(connection: Connection, key: str, create: Callable[[], int]) -> int:
+    """Return what `create` returned to the first request with a key, within a day.
+
+    The key is stored in the transaction of what is created.
+    """
+    meta = tables.meta
+    name = _PREFIX + key
+    found = connection.scalar(select(meta.c.value).where(meta.c.key == name))
+    if found is not None:
+        return int(found.split()[1])
+    created = create()
+    now = time.time()
+    connection.execute(insert(meta).values(key=name, value=f"{now:020.6f} {created}"))
+    if created % _SWEEP_EVERY == 0:
+        is_old = meta.c.value < f"{now - _KEPT_S:020.6f}"
+        connection.execute(delete(meta).where(meta.c.key.startswith(_PREFIX), is_old))
+    return created
+
+
+EXPERIMENTS = "experiments"
+ARCHIVED = "archived"
+TRIALS = "trials"
+ATTEMPTS = "attempts"
+CHECKPOINTS = "checkpoints"
+POINTS = "points"
+
+_ADD = (
+    "INSERT INTO counts VALUES ({kind}, {experiment}, {state}, {number}, {size})"
+    " ON CONFLICT DO UPDATE SET number = number + excluded.number,"
+    " num_bytes = num_bytes + excluded.num_bytes;"
+)
+
+
+def _add_to_row_counts(kind: str, row: str, sign: int, *, size: str | None = None) -> str:
+    """Return the statements that add a row of a table to its counts, or take it away."""
+    return " ".join(
+        _ADD.format(
+            kind=f"'{kind}'",
+            experiment=experiment,
+            state=f"{row}.state",
+            number=sign,
+            size="0" if size is None else f"{sign} * {row}.{size}",
+        )
+        for experiment in ("0", f"{row}.experiment_id")
+    )
+
+
+def _triggers_of(table: str, *, size: str | None = None) -> list[str]:
+    columns = "state" if size is None else f"state, {size}"
+    added, removed = (
+        _add_to_row_counts(table, "NEW", 1, size=size),
+        _add_to_row_counts(table, "OLD", -1, size=size),
+    )
+    return [
+        f"CREATE TRIGGER count_{table}_1 AFTER INSERT ON {table} BEGIN {added} END",
+        f"CREATE TRIGGER count_{table}_2 AFTER DELETE ON {table} BEGIN {removed} END",
+        f"CREATE TRIGGER count_{table}_3 AFTER UPDATE OF {columns} ON {table}"
+        f" BEGIN {removed} {added} END",
+    ]
+
+
+def _triggers_of_experiments() -> list[str]:
+    def add(row: str, sign: int) -> str:
+        everyone = _ADD.format(
+            kind="'experiments'", experiment=0, state=f"{row}.state", number=sign, size=0
+        )
+        archived = _ADD.format(
+            kind="'archived'",
+            experiment=0,
+            state=f"{row}.state",
+            number=f"{sign} * {row}.is_archived",
+            size=0,
+        )
+        return f"{everyone} {archived}"
+
+    forget = " ".join(
+        f"DELETE FROM {table} WHERE experiment_id = OLD.id;"  # noqa: S608
+        for table in ("counts", "metric_names")
+    )
+    return [
+        f"CREATE TRIGGER count_experiments_1 AFTER INSERT ON experiments BEGIN {add('NEW', 1)} END",
+        "CREATE TRIGGER count_experiments_2 AFTER DELETE ON experiments"
+        f" BEGIN {add('OLD', -1)} {forget} END",
+        "CREATE TRIGGER count_experiments_3 AFTER UPDATE OF state, is_archived ON experiments"
+        f" BEGIN {add('OLD', -1)} {add('NEW', 1)} END",
+    ]
+
+
+def _triggers_of_series() -> list[str]:
+    def add(number: str, row: str) -> str:
+        experiment = f"(SELECT experiment_id FROM trials WHERE id = {row}.trial_id)"  # noqa: S608
+        return " ".join(
+            _ADD.format(kind="'points'", experiment=one, state="''", number=number, size=0)
+            for one in ("0", f"coalesce({experiment}, 0)")
+        )
+
+    name = (
+        "INSERT OR IGNORE INTO metric_names"
+        ' SELECT experiment_id, NEW."group", NEW."key" FROM trials WHERE id = NEW.trial_id;'
+    )
+    return [
+        "CREATE TRIGGER count_points_1 AFTER INSERT ON series"
+        f" BEGIN {add('NEW.num_points', 'NEW')} {name} END",
+        "CREATE TRIGGER count_points_2 AFTER DELETE ON series"
+        f" BEGIN {add('-OLD.num_points', 'OLD')} END",
+        "CREATE TRIGGER count_points_3 AFTER UPDATE OF num_points ON series"
+        f" BEGIN {add('NEW.num_points - OLD.num_points', 'NEW')} END",
+    ]
+
+
+TRIGGERS = (
+    *_triggers_of_experiments(),
+    *_triggers_of("trials"),
+    *_triggers_of("attempts"),
+    *_triggers_of("checkpoints", size="size"),
+    *_triggers_of_series(),
+)
+
+# What the triggers would have counted, for a database that held rows before it had them.
+FIRST_COUNTS = (
+    "INSERT INTO counts SELECT 'experiments', 0, state, count(*), 0 FROM experiments"
+    " GROUP BY state",
+    "INSERT INTO counts SELECT 'archived', 0, state, sum(is_archived), 0 FROM experiments"
+    " GROUP BY state",
+    *(
+        statement
+        for table, size in (("trials", "0"), ("attempts", "0"), ("checkpoints", "sum(size)"))
+        for statement in (
+            f"INSERT INTO counts SELECT '{table}', experiment_id, state, count(*), {size}"  # noqa: S608
+            f" FROM {table} GROUP BY experiment_id, state",
+            "INSERT INTO counts SELECT kind, 0, state, sum(number), sum(num_bytes) FROM counts"  # noqa: S608
+            f" WHERE kind = '{table}' GROUP BY state",
+        )
+    ),
+    "INSERT INTO counts SELECT 'points', experiment_id, '', sum(num_points), 0"
+    " FROM series JOIN trials ON trials.id = series.trial_id GROUP BY experiment_id",
+    "INSERT INTO counts SELECT 'points', 0, '', sum(num_points), 0 FROM series HAVING count(*) > 0",
+    'INSERT INTO metric_names SELECT DISTINCT experiment_id, "group", "key"'
+    " FROM series JOIN trials ON trials.id = series.trial_id",
+)
+
+
+@event.listens_for(tables.metadata, "after_create")
+def _add_triggers(_metadata: MetaData, connection: Connection, **_options: Any) -> None:
+    for trigger in TRIGGERS:
+        connection.exec_driver_sql(trigger)
+
+
+def number_by_state(connection: Connection, kind: str, experiment_id: int = 0) -> dict[str, int]:
+    """Return how many rows of a kind there are in each state, in an experiment or in all."""
+    wanted = {"kind": kind, "experiment": experiment_id}
+    return {row.state: row.number for row in connection.execute(_NUMBER_BY_STATE, wanted).all()}
+
+
+# Made once, as most requests for lists need it.
+_NUMBER_BY_STATE = select(tables.counts.c.state, tables.counts.c.number).where(
+    tables.counts.c.kind == bindparam("kind"),
+    tables.counts.c.experiment_id == bindparam("experiment"),
+    tables.counts.c.number > 0,
+)
+
+
+def numbers_of(connection: Connection, kind: str, ids: Iterable[int]) -> dict[int, int]:
+    """Return how many rows of a kind some experiments have."""
+    counts = tables.counts.c
+    query = select(counts.experiment_id, func.sum(counts.number)).where(
+        counts.kind == kind, counts.experiment_id.in_(list(ids))
+    )
+    found = connection.execute(query.group_by(counts.experiment_id)).all()
+    return {row[0]: row[1] for row in found}
+
+
+def checkpoint_sizes(connection: Connection, ids: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Return number and bytes of each experiment's checkpoints that are there; 0 means all."""
+    counts = tables.counts.c
+    query = (
+        select(counts.experiment_id, func.sum(counts.number), func.sum(counts.num_bytes))
+        .where(
+            counts.kind == CHECKPOINTS,
+            counts.experiment_id.in_(list(ids)),
+            counts.state != CheckpointState.DELETED.value,
+        )
+        .group_by(counts.experiment_id)
+    )
+    return {row[0]: (row[1], row[2]) for row in connection.execute(query).all()}
+
+
+class ExperimentCounts(NamedTuple):
+    """What is counted of an experiment; its deleted checkpoints do not count."""
+
+    num_trials: int
+    num_running: int
+    num_checkpoints: int
+    checkpoint_bytes: int
+
+
+NO_COUNTS = ExperimentCounts(0, 0, 0, 0)
+
+
+def counts_of_experiments(
+    connection: Connection, ids: Iterable[int]
+) -> dict[int, ExperimentCounts]:
+    """Return the counts of some experiments; those of which nothing is counted are left out."""
+    found = connection.execute(_COUNTS_OF_EXPERIMENTS, ids_parameter(ids)).all()
+    return {row[0]: ExperimentCounts(*row[1:]) for row in found}
+
+
+def _counts_of_experiments() -> Select[Any]:
+    counts = tables.counts.c
+
+    def total(column: ColumnElement[int], *conditions: ColumnElement[bool]) -> ColumnElement[int]:
+        return func.sum(case((and_(*conditions), column), else_=0))
+
+    is_running = (counts.kind == ATTEMPTS, counts.state == AttemptState.RUNNING.value)
+    is_stored = (counts.kind == CHECKPOINTS, counts.state != CheckpointState.DELETED.value)
+    return (
+        select(
+            counts.experiment_id,
+            total(counts.number, counts.kind == TRIALS),
+            total(counts.number, *is_running),
+            total(counts.number, *is_stored),
+            total(counts.num_bytes, *is_stored),
+        )
+        .where(
+            counts.kind.in_([TRIALS, ATTEMPTS, CHECKPOINTS]),
+            counts.experiment_id.in_(many_ids()),
+        )
+        .group_by(counts.experiment_id)
+    )
+
+
+_COUNTS_OF_EXPERIMENTS = _counts_of_experiments()
+
+
+def num_waiting(connection: Connection) -> int:
+    """Return how many trials wait for slots, by what is counted already."""
+    counts, experiments = tables.counts.c, tables.experiments.c
+    is_managed_and_active = (
+        experiments.state == ExperimentState.ACTIVE.value,
+        experiments.external_id.is_(None),
+    )
+    active = select(func.coalesce(func.sum(counts.number), 0)).where(
+        counts.kind == TRIALS,
+        counts.state == TrialState.ACTIVE.value,
+        counts.experiment_id.in_(select(experiments.id).where(*is_managed_and_active)),
+    )
+    attempts, trials = tables.attempts.c, tables.trials.c
+    running = (
+        select(func.count())
+        .select_from(tables.attempts)
+        .join(tables.trials, trials.id == attempts.trial_id)
+        .join(tables.experiments, experiments.id == attempts.experiment_id)
+        .where(
+            attempts.state.in_([AttemptState.PENDING.value, AttemptState.RUNNING.value]),
+            trials.state == TrialState.ACTIVE.value,
+            *is_managed_and_active,
+        )
+    )
+    found: int = connection.execute(active).scalar_one() - connection.execute(running).scalar_one()
+    return max(found, 0)

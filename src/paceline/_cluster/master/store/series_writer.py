@@ -1,0 +1,436 @@
+"""Writing series: chunks, tails, summaries, names of metrics."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, tuple_, update
+
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.metric_series import (
+    POINT_BYTES,
+    Points,
+    Selection,
+    decode_points,
+    encode_points,
+    load_series_points,
+    tagged,
+    visible_series_limits,
+    visible_series_pieces,
+)
+from paceline._cluster.master.store.row_ids_and_counts import ids_parameter, many_ids
+
+_names = tables.metric_names.c
+
+
+def all_metric_names(connection: Connection) -> list[tuple[str, str]]:
+    """Return (group, name) of the metrics of all experiments, sorted."""
+    found: list[tuple[str, str]] = []
+    query = select(_names.group, _names.key).order_by(_names.group, _names.key).limit(1)
+    place = query
+    # From one name to the next: the index skips the experiments that share a name.
+    while (row := connection.execute(place).first()) is not None:
+        found.append((row.group, row.key))
+        place = query.where(tuple_(_names.group, _names.key) > found[-1])
+    return found
+
+
+def metric_names(
+    connection: Connection,
+    experiment_id: int,
+    *,
+    after: tuple[str, str] = ("", ""),
+    limit: int | None = None,
+) -> list[tuple[str, str]]:
+    """Return (group, name) of the metrics of an experiment beyond `after`, sorted."""
+    query = select(_names.group, _names.key).where(
+        _names.experiment_id == experiment_id, tuple_(_names.group, _names.key) > after
+    )
+    query = query.order_by(_names.group, _names.key).limit(limit)
+    return [(row.group, row.key) for row in connection.execute(query).all()]
+
+
+def num_metric_names(connection: Connection, trial_id: int, group: str, *, at_most: int) -> int:
+    """Return how many names of a group the attempt of a trial has that has the most."""
+    series = tables.series.c
+    most = 0
+    for number in attempts_with_series(connection, trial_id):
+        keys = select(series.key).where(
+            series.trial_id == trial_id, series.attempt == number, series.group == group
+        )
+        found = connection.scalar(select(func.count()).select_from(keys.limit(at_most).subquery()))
+        most = max(most, found or 0)
+    return most
+
+
+def attempts_with_series(connection: Connection, trial_id: int) -> list[int]:
+    """Return the numbers of the attempts of a trial that reported metrics, newest first."""
+    attempt = tables.series.c.attempt
+    query = select(attempt).where(tables.series.c.trial_id == trial_id)
+    query = query.order_by(attempt.desc()).limit(1)
+    found: list[int] = []
+    number = connection.scalar(query)
+    # The index skips the names of each attempt.
+    while number is not None:
+        found.append(number)
+        number = connection.scalar(query.where(attempt < number))
+    return found
+
+
+MAX_GROUPS = 1000
+MAX_NAMES = 1000
+"""So many groups of a trial are told, and so many names; of each group one at least."""
+
+
+def first_metric_names(connection: Connection, trial_id: int) -> tuple[dict[str, set[str]], bool]:
+    """Return the first names of a trial's metrics by group, and whether there are more.
+
+    What is read grows with what is returned.
+    """
+    series = tables.series.c
+    found: dict[str, set[str]] = {}
+    num_found, has_more = 0, False
+    for attempt in attempts_with_series(connection, trial_id):
+        of_attempt = (series.trial_id == trial_id, series.attempt == attempt)
+        groups = select(series.group).where(*of_attempt).order_by(series.group).limit(1)
+        group = connection.scalar(groups)
+        while group is not None:
+            if group not in found and len(found) >= MAX_GROUPS:
+                return found, True
+            names = select(series.key).where(*of_attempt, series.group == group)
+            most = max(MAX_NAMES - num_found, 1)
+            keys = connection.scalars(names.order_by(series.key).limit(most + 1)).all()
+            has_more = has_more or len(keys) > most
+            own = found.setdefault(group, set())
+            num_found -= len(own)
+            own.update(keys[:most])
+            num_found += len(own)
+            group = connection.scalar(groups.where(series.group > group))
+    return found, has_more
+
+
+_POINT_COLUMNS = ("steps", "times", "value_bytes")
+
+
+@dataclass(slots=True)
+class Summary:
+    """Summary of a series; the extremes and the sum are over its finite numbers."""
+
+    count: int = 0
+    num_numbers: int = 0
+    sum: float = 0.0
+    min: float | None = None
+    max: float | None = None
+    last: Any = None
+    first_step: int = 0
+    last_step: int = 0
+
+    def add(self, points: Points) -> None:
+        """Include further points."""
+        if not points.steps:
+            return
+        numbers = [v for v in points.values if type(v) in (int, float) and isfinite(v)]
+        first, last = min(points.steps), max(points.steps)
+        self.first_step = min(self.first_step, first) if self.count else first
+        if not self.count or last >= self.last_step:
+            self.last_step = last
+            self.last = points.values[points.steps.index(last)]
+        self.count += len(points.steps)
+        if numbers:
+            self.num_numbers += len(numbers)
+            self.sum += float(sum(numbers))
+            lowest, highest = float(min(numbers)), float(max(numbers))
+            self.min = lowest if self.min is None else min(self.min, lowest)
+            self.max = highest if self.max is None else max(self.max, highest)
+
+    def merge(self, later: "Summary") -> None:
+        """Include the summary of a later attempt's series."""
+        if not later.count:
+            return
+        # A later attempt may add a name to an earlier step, which is not the last one then.
+        if not self.count or later.last_step >= self.last_step:
+            self.last, self.last_step = later.last, later.last_step
+        self.first_step = min(self.first_step, later.first_step) if self.count else later.first_step
+        self.count += later.count
+        self.num_numbers += later.num_numbers
+        self.sum += later.sum
+        self.min = _extreme(min, self.min, later.min)
+        self.max = _extreme(max, self.max, later.max)
+
+
+def summary_columns(summary: Summary) -> dict[str, Any]:
+    """Return a summary as columns of a series' row."""
+    return {
+        "num_points": summary.count,
+        "num_numbers": summary.num_numbers,
+        "sum": summary.sum,
+        "min": summary.min,
+        "max": summary.max,
+        "last": tagged(summary.last),
+        "first_step": summary.first_step,
+        "last_step": summary.last_step,
+    }
+
+
+def stored_summary(row: Row[Any]) -> Summary:
+    """Return the summary in a series' row."""
+    return Summary(
+        count=row.num_points,
+        num_numbers=row.num_numbers,
+        # SQLite keeps NaN, the sum of infinities that sums overflowed to, as null.
+        sum=nan if row.sum is None else row.sum,
+        min=row.min,
+        max=row.max,
+        last=row.last,
+        first_step=row.first_step,
+        last_step=row.last_step,
+    )
+
+
+def read_summary(
+    connection: Connection, trial_id: int, names: Mapping[str, Collection[str]] | None = None
+) -> dict[str, dict[str, Summary]]:
+    """Return a summary per group and metric name over the visible points, of all names or some."""
+    limits = visible_series_limits(connection, trial_id)
+    series = tables.series.c
+    query = select(*[column for column in series if column.name not in _POINT_COLUMNS])
+    query = query.where(series.trial_id == trial_id).order_by(series.attempt, series.id)
+    if names is None:
+        rows = connection.execute(query).all()
+    else:
+        # The index begins with the trial and the attempt.
+        attempts = attempts_with_series(connection, trial_id)
+        rows = [
+            row
+            for group, keys in names.items()
+            for row in connection.execute(
+                query.where(
+                    series.attempt.in_(attempts),
+                    series.group == group,
+                    series.key.in_(many_ids()),
+                ),
+                ids_parameter(sorted(keys)),
+            ).all()
+        ]
+    summaries: dict[int, Summary] = {}
+    cut_groups: set[str] = set()
+    for row in rows:
+        limit = limits.get(row.attempt)
+        if limit is None or row.last_step <= limit:
+            summaries[row.id] = stored_summary(row)
+        else:
+            cut_groups.add(row.group)
+    for group in cut_groups:
+        _add_missing_metric_summaries(
+            connection, Selection(trial_id=trial_id, group=group), summaries, names
+        )
+    merged: dict[str, dict[str, Summary]] = {}
+    for row in rows:
+        summary = summaries.get(row.id, Summary())
+        by_key = merged.setdefault(row.group, {})
+        if row.key in by_key:
+            by_key[row.key].merge(summary)
+        elif summary.count:
+            by_key[row.key] = summary
+    return merged
+
+
+def trim_summaries(connection: Connection, trial_id: int) -> None:
+    """Take what later attempts superseded out of the stored extremes and last values.
+
+    Lists sort and filter by them; `read_summary` needs the rest as well, and reads the points.
+    """
+    limits = visible_series_limits(connection, trial_id)
+    series = tables.series.c
+    rows = connection.execute(
+        select(series.id, series.group, series.attempt, series.last_step).where(
+            series.trial_id == trial_id
+        )
+    ).all()
+    cut = [
+        row
+        for row in rows
+        if (limit := limits.get(row.attempt)) is not None and row.last_step > limit
+    ]
+    trimmed = {row.id: Summary() for row in rows if row not in cut}
+    for group in {row.group for row in cut}:
+        _add_missing_metric_summaries(
+            connection, Selection(trial_id=trial_id, group=group), trimmed
+        )
+    for row in cut:
+        summary = trimmed.get(row.id, Summary())
+        connection.execute(
+            update(tables.series)
+            .where(series.id == row.id)
+            .values(min=summary.min, max=summary.max, last=tagged(summary.last))
+        )
+
+
+def _add_missing_metric_summaries(
+    connection: Connection,
+    selection: Selection,
+    summaries: dict[int, Summary],
+    names: Mapping[str, Collection[str]] | None = None,
+) -> None:
+    """Add the summaries of those series of a group of which only a part is visible."""
+    present = set(summaries)
+    keys = None if names is None else names[selection.group]
+    for _, pieces in visible_series_pieces(connection, selection):
+        wanted = [
+            piece
+            for piece in pieces
+            if piece.series_id not in present and (keys is None or piece.key in keys)
+        ]
+        for piece, points in sorted(
+            load_series_points(connection, wanted), key=lambda pair: pair[0].precedence
+        ):
+            summaries.setdefault(piece.series_id, Summary()).add(points)
+
+
+def _extreme(choose: Any, left: float | None, right: float | None) -> float | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return float(choose(left, right))
+
+
+_CHUNK_POINTS = 1024
+
+
+def store_columns(
+    connection: Connection, trial_id: int, attempt: int, columns: dict[tuple[str, str], Points]
+) -> None:
+    """Append points to an attempt's series, by (group, key)."""
+    existing = {
+        (row.group, row.key): row
+        for row in connection.execute(
+            select(tables.series).where(
+                tables.series.c.trial_id == trial_id, tables.series.c.attempt == attempt
+            )
+        )
+        if (row.group, row.key) in columns
+    }
+    inserts: list[dict[str, Any]] = []
+    updates: list[dict[str, Any]] = []
+    full: list[dict[str, Any]] = []
+    long: dict[tuple[str, str], Points] = {}
+    for (group, key), points in columns.items():
+        points.decode_non_finite()
+        row = existing.get((group, key))
+        if row is None:
+            identity = {"trial_id": trial_id, "attempt": attempt, "group": group, "key": key}
+            inserts.append(identity | _new_series_tail(points, Summary()))
+            if len(points.steps) >= _CHUNK_POINTS:
+                long[group, key] = points
+        else:
+            changed, chunks = _extended_series_tail(row, points)
+            updates.append({"row_id": row.id, **changed})
+            full += chunks
+    if inserts:
+        connection.execute(insert(tables.series), inserts)
+    if long:
+        full += _first_chunks_of_series(connection, trial_id, attempt, long)
+    if updates:
+        _update_series(connection, updates)
+    if full:
+        connection.execute(insert(tables.chunks), full)
+
+
+def _update_series(connection: Connection, updates: list[dict[str, Any]]) -> None:
+    """Change rows of series: each of the dictionaries has a `row_id` and the same columns."""
+    names = [name for name in updates[0] if name != "row_id"]
+    statement = update(tables.series).where(tables.series.c.id == bindparam("row_id"))
+    # Bound under other names, as SQLAlchemy keeps column names to itself in an update.
+    connection.execute(
+        statement.values({name: bindparam(f"new_{name}") for name in names}),
+        [
+            {"row_id": row["row_id"], **{f"new_{name}": row[name] for name in names}}
+            for row in updates
+        ],
+    )
+
+
+def _new_series_tail(points: Points, summary: Summary) -> dict[str, Any]:
+    summary.add(points)
+    column = encode_points(points)
+    is_tail = len(points.steps) < _CHUNK_POINTS
+    return {
+        "kind": column.kind,
+        "steps": column.steps if is_tail else b"",
+        "times": column.times if is_tail else b"",
+        "value_bytes": column.values if is_tail else b"",
+        **summary_columns(summary),
+    }
+
+
+def _first_chunks_of_series(
+    connection: Connection, trial_id: int, attempt: int, long: dict[tuple[str, str], Points]
+) -> list[dict[str, Any]]:
+    """Return the chunks of new series that began with more points than a tail may have."""
+    series = tables.series.c
+    query = select(series.id, series.group, series.key).where(
+        series.trial_id == trial_id, series.attempt == attempt
+    )
+    return [
+        chunk
+        for row in connection.execute(query)
+        if (row.group, row.key) in long
+        for chunk in _chunks_of_series(row.id, long[row.group, row.key])
+    ]
+
+
+def _extended_series_tail(
+    row: Row[Any], points: Points
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the series' changed columns, and the chunks that the tail became if it is full."""
+    summary = stored_summary(row)
+    summary.add(points)
+    num_points = len(row.steps) // POINT_BYTES + len(points.steps)
+    column = encode_points(points)
+    tail = decode_points(row.kind, row.steps, row.times, row.value_bytes)
+    if column.kind == row.kind and num_points < _CHUNK_POINTS:
+        tail.extend(points)
+        column = encode_points(tail)
+        full = None
+    elif column.kind == row.kind:
+        tail.extend(points)
+        full = tail
+        column = encode_points(Points())
+    else:
+        full = tail
+    kind = column.kind if column.steps else row.kind
+    return {
+        "kind": kind,
+        "steps": column.steps,
+        "times": column.times,
+        "value_bytes": column.values if column.steps else b"",
+        **summary_columns(summary),
+    }, [] if full is None else _chunks_of_series(row.id, full)
+
+
+def _chunks_of_series(series_id: int, points: Points) -> list[dict[str, Any]]:
+    """Cut points into chunks: a large request must not make pages large for ever."""
+    return [
+        _chunk_of_series(
+            series_id,
+            Points(
+                points.steps[start : start + _CHUNK_POINTS],
+                points.times[start : start + _CHUNK_POINTS],
+                points.values[start : start + _CHUNK_POINTS],
+            ),
+        )
+        for start in range(0, len(points.steps), _CHUNK_POINTS)
+    ]
+
+
+def _chunk_of_series(series_id: int, points: Points) -> dict[str, Any]:
+    column = encode_points(points)
+    return {
+        "series_id": series_id,
+        "first_step": min(points.steps),
+        "last_step": max(points.steps),
+        "kind": column.kind,
+        "steps": column.steps,
+        "times": column.times,
+        "value_bytes": column.values,
+    }

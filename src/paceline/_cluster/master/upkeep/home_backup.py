@@ -1,0 +1,358 @@
+"""Backup while the master runs, backups that follow."""
+
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from sqlalchemy import Connection, select
+
+import paceline
+from paceline import faults
+from paceline._base.files import sync_directory
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import DatabaseVersionError
+from paceline._cluster.master.store.database_reading import (
+    check_copy,
+    copy_database,
+    open_read_only,
+    read_known_files,
+    read_version,
+)
+from paceline._cluster.master.upkeep.backup_snapshots import (
+    CHECKPOINTS,
+    CONTENT_NAME,
+    DATABASE,
+    BackedUp,
+    BackupError,
+    Content,
+    grows,
+    new_name,
+    part_of_backup,
+    parts_of_backups,
+    read_backup_content,
+    select_files,
+    whole_backups,
+)
+from paceline._cluster.master.upkeep.recovery_records import whole_lines
+from paceline._cluster.messages.states import AttemptState, CheckpointState
+from paceline.storage._checkpoint_files import (
+    FileEntry,
+    copy_file,
+    digest_file,
+    sync_tree,
+    write_durably,
+)
+
+faults.register("backup.database_copied", "backup.between_files", "backup.before_content")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackupResult:
+    """A backup that is whole: its directory, its content, and what had to be copied for it."""
+
+    path: Path
+    content: Content
+    num_copied: int
+    num_bytes_copied: int
+
+
+class Backup:
+    """Make backups of one home in a directory; files that did not change are shared by them.
+
+    Args:
+        home: The home.
+        to: The directory of its backups, outside the home.
+        checkpoints: Whether to take the checkpoints that lie in the home.
+
+    Raises:
+        BackupError: `to` is within the home, or there is no home.
+    """
+
+    def __init__(self, home: Path, to: Path, *, checkpoints: bool = False) -> None:
+        self._home = home.resolve()
+        self._to = to.resolve()
+        self._checkpoints = checkpoints
+        if self._to.is_relative_to(self._home):
+            raise BackupError(
+                f"A backup must lie outside the home, but {str(to)!r} is within {str(home)!r}."
+                " Hint: choose a directory on another disk."
+            )
+        if not (self._home / DATABASE).is_file():
+            raise BackupError(
+                f"A home must have a database to be backed up, but {str(home)!r} has no"
+                f" {DATABASE}. Hint: `--home` names the home of the master; `paceline home check`"
+                " says what is there."
+            )
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the directory of the backups for this process.
+
+        Raises:
+            BackupError: Another backup is at work there.
+        """
+        try:
+            self._to.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise BackupError(
+                "The place of backups must be a directory, but"
+                f" {str(_first_file(self._to))!r} is a file."
+            ) from error
+        with (self._to / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise BackupError(
+                    f"One backup at a time must write to {str(self._to)!r}, but another is at"
+                    " work. Hint: wait for its end, or choose another directory."
+                ) from error
+            yield
+
+    def make(self) -> BackupResult:
+        """Make a backup and return it; for who holds the directory.
+
+        Raises:
+            DatabaseVersionError: The database is damaged, or cannot be read.
+            OSError: It cannot be written; earlier backups are untouched.
+        """
+        for path in parts_of_backups(self._to):
+            _remove_backup(path)
+        earlier = self._newest()
+        name = new_name(self._to)
+        part = part_of_backup(self._to, name)
+        part.mkdir(mode=0o700)
+        work = _BackupWork(self._home, part, *earlier)
+        try:
+            content = work.copy(checkpoints=self._checkpoints)
+            sync_tree(part)
+            faults.reach("backup.before_content")
+            write_durably(part / CONTENT_NAME, msgspec.json.encode(content))
+            part.rename(self._to / name)
+            sync_directory(self._to)
+        except BaseException:
+            _remove_backup(part)
+            raise
+        return BackupResult(
+            path=self._to / name,
+            content=content,
+            num_copied=work.num_copied,
+            num_bytes_copied=work.num_bytes_copied,
+        )
+
+    def remove(self, path: Path) -> None:
+        """Remove a backup; it counts as whole until it is gone from its place."""
+        gone = part_of_backup(self._to, path.name)
+        path.rename(gone)
+        _remove_backup(gone)
+
+    def keep(self, number: int) -> None:
+        """Remove the oldest backups beyond a number."""
+        for path in whole_backups(self._to)[:-number]:
+            self.remove(path)
+
+    def _newest(self) -> tuple[Path | None, Content | None]:
+        """Return the newest earlier backup of this home that can be read."""
+        for path in reversed(whole_backups(self._to)):
+            try:
+                content = read_backup_content(path)
+            except BackupError:
+                continue
+            if content.home != str(self._home):
+                raise BackupError(
+                    f"A directory must hold backups of one home, but {str(self._to)!r} has those"
+                    f" of {content.home!r}. Hint: choose another directory."
+                )
+            return path, content
+        return None, None
+
+
+class _BackupWork:
+    """One backup that is being made, beside the newest earlier one."""
+
+    def __init__(
+        self, home: Path, part: Path, earlier: Path | None, content: Content | None
+    ) -> None:
+        self._home = home
+        self._part = part
+        self._earlier = earlier
+        self._known = {} if content is None else content.files
+        self.num_copied = 0
+        self.num_bytes_copied = 0
+        self._files: dict[str, BackedUp] = {}
+
+    def copy(self, *, checkpoints: bool) -> Content:
+        # The database comes first: what is newer than it is left to the next backup.
+        created = time.time()
+        copy = self._part / DATABASE
+        copy_database(self._home / DATABASE, copy)
+        check_copy(copy)
+        faults.reach("backup.database_copied")
+        known = read_known_files(copy)
+        with open_read_only(copy) as connection:
+            version = read_version(connection)
+            if known is None or version is None:
+                raise BackupError(
+                    f"The database must be of a version up to {tables.SCHEMA_VERSION} to be backed"
+                    f" up, but has {version}. Hint: use the Paceline version that wrote it."
+                )
+            running = set(_running_attempts(connection))
+            elsewhere = _num_elsewhere(connection, str(self._home / CHECKPOINTS))
+        self._take_database(copy)
+        selection = select_files(self._home, known, running, checkpoints=checkpoints)
+        for name in selection.names:
+            self._take(name)
+        if elsewhere:
+            selection.left_out.append(f"{elsewhere} checkpoints in other storages")
+        self._drop_torn_checkpoints(selection.names, selection.left_out)
+        return Content(
+            created=created,
+            paceline=paceline.__version__,
+            schema_version=version,
+            home=str(self._home),
+            files=self._files,
+            left_out=selection.left_out,
+        )
+
+    def _take_database(self, copy: Path) -> None:
+        entry = digest_file(copy)
+        before = self._known.get(DATABASE)
+        if before is not None and before.entry == entry and self._link(DATABASE):
+            self._files[DATABASE] = before
+            return
+        copy.chmod(0o400)
+        self._note(DATABASE, entry, entry.size, 0)
+
+    def _take(self, name: str) -> None:
+        source, target = self._home / name, self._part / name
+        try:
+            facts = source.stat()
+            before = self._known.get(name)
+            is_same = before is not None and (facts.st_size, facts.st_mtime_ns) == (
+                before.source_size,
+                before.source_time_ns,
+            )
+            if is_same and before is not None and self._link(name):
+                self._files[name] = before
+                return
+            limit = whole_lines(source) if grows(name) else None
+            entry = copy_file(source, target, durable=True, num_bytes=limit)
+        except FileNotFoundError:
+            return  # deleted since the names were read
+        target.chmod(0o400)
+        self._note(name, entry, facts.st_size, facts.st_mtime_ns)
+        faults.reach("backup.between_files")
+
+    def _note(self, name: str, entry: FileEntry, size: int, time_ns: int) -> None:
+        self._files[name] = BackedUp(
+            size=entry.size, digest=entry.digest, source_size=size, source_time_ns=time_ns
+        )
+        self.num_copied += 1
+        self.num_bytes_copied += entry.size
+
+    def _link(self, name: str) -> bool:
+        """Share a file with the earlier backup; False where that cannot be done."""
+        assert self._earlier is not None
+        target = self._part / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            if (self._earlier / name).stat().st_size != self._known[name].size:
+                return False  # damaged
+            link = target.with_name(f".{target.name}.link")
+            os.link(self._earlier / name, link)
+            link.replace(target)
+        except OSError:
+            return False
+        return True
+
+    def _drop_torn_checkpoints(self, names: list[str], left_out: list[str]) -> None:
+        """Leave out the checkpoints that were deleted while they were copied."""
+        wanted = [name for name in names if name.startswith(f"{CHECKPOINTS}/")]
+        torn = {name.split("/")[1] for name in wanted if name not in self._files}
+        for name in wanted:
+            if name.split("/")[1] in torn:
+                self._files.pop(name, None)
+                (self._part / name).unlink(missing_ok=True)
+        left_out += [f"checkpoint {uuid} (deleted meanwhile)" for uuid in sorted(torn)]
+
+
+def _running_attempts(connection: Connection) -> list[int]:
+    attempts = tables.attempts.c
+    query = select(attempts.id).where(attempts.state != AttemptState.ENDED.value)
+    return list(connection.execute(query).scalars())
+
+
+def _num_elsewhere(connection: Connection, storage: str) -> int:
+    checkpoints = tables.checkpoints.c
+    query = select(checkpoints.uuid).where(
+        checkpoints.storage != storage, checkpoints.state != CheckpointState.DELETED.value
+    )
+    return len(connection.execute(query).all())
+
+
+def _remove_backup(path: Path) -> None:
+    """Remove a directory of files that nobody may write to."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _first_file(path: Path) -> Path:
+    """Return what is no directory on the way to a path: itself, or one of its parents."""
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+# A backup takes at most a tenth of the time.
+_REST = 9
+
+
+def follow_home(
+    backup: Backup,
+    home: Path,
+    every_s: float,
+    stop: threading.Event,
+    on_error: Callable[[Exception], None],
+) -> Iterator[BackupResult]:
+    """Make a backup whenever the home has changed, and yield it; each replaces the one before.
+
+    A backup that fails is told of and tried again: the one before it stays.
+
+    Args:
+        backup: Whose directory this process holds.
+        home: The home.
+        every_s: The shortest time between two backups, in seconds.
+        stop: Ends it when set.
+        on_error: Called with the error of a backup that failed.
+    """
+    made: Path | None = None
+    state: object = None
+    while not stop.is_set():
+        begun = time.monotonic()
+        # All that is stored changes the database, lines of output too.
+        now = _database_file_state(home)
+        if now != state:
+            try:
+                result = backup.make()
+            except (BackupError, DatabaseVersionError, OSError) as error:
+                on_error(error)
+            else:
+                if made is not None:
+                    backup.remove(made)
+                made, state = result.path, now
+                yield result
+        stop.wait(max(every_s, _REST * (time.monotonic() - begun)))
+
+
+def _database_file_state(home: Path) -> list[tuple[int, int]]:
+    found = []
+    for name in (DATABASE, f"{DATABASE}-wal"):
+        try:
+            facts = (home / name).stat()
+        except FileNotFoundError:
+            continue
+        found.append((facts.st_size, facts.st_mtime_ns))
+    return found

@@ -1,0 +1,436 @@
+"""Restore, and who may use a restored home."""
+
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sqlalchemy import text
+
+from paceline import faults
+from paceline._base.files import sync_directory
+from paceline._cluster.master.home_directory import (
+    RESTORING_NAME,
+    Home,
+    files_of,
+    move_lost_files_aside,
+)
+from paceline._cluster.master.store import tables
+from paceline._cluster.master.store.database import DatabaseVersionError
+from paceline._cluster.master.store.database_reading import check_copy, open_read_only
+from paceline._cluster.master.store.recovery_rows import RECORDS_BEGUN
+from paceline._cluster.master.upkeep.backup_snapshots import (
+    CHECKPOINTS,
+    DATABASE,
+    BackedUp,
+    BackupError,
+    Content,
+    find_backup,
+    read_backup_content,
+)
+from paceline._cluster.master.upkeep.recovery_records import read_record, record_path
+from paceline._cluster.messages.states import AttemptState, CheckpointState
+from paceline.storage._checkpoint_files import copy_file, sync_tree
+
+ALL_TOKENS = "all"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestoredToken:
+    """A token of a backup that was neither revoked nor expired, and whether it is kept."""
+
+    name: str
+    scope: str
+    created_at: float
+    is_kept: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class RestoredAccess:
+    """What became of the tokens and passwords of a backup.
+
+    Attributes:
+        old_home: The home that told what was revoked and changed since; None if there was none.
+        tokens: Those that were neither revoked nor expired in the backup.
+        voided_passwords: The users whose passwords were removed.
+    """
+
+    old_home: Path | None
+    tokens: list[RestoredToken] = field(default_factory=list)
+    voided_passwords: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class OldAccess:
+    """What a lost home knows: passwords by user, and when each token was revoked, by digest."""
+
+    home: Path
+    users: dict[str, tuple[str, float]]
+    revoked_at: dict[str, float | None]
+
+
+def read_old_access(home: Path) -> OldAccess:
+    """Return what a home knows of users and tokens: by its database, or else by its records.
+
+    Raises:
+        BackupError: It has neither.
+    """
+    database = home / DATABASE
+    try:
+        if database.is_file() and database.stat().st_size:
+            return _access_of_database(home)
+    except DatabaseVersionError:
+        pass  # damaged
+    records = record_path(home, None)
+    if not records.is_file():
+        raise BackupError(
+            "An old home must have its database or its records, to tell which tokens were revoked"
+            f" since the backup, but {str(home)!r} has neither that can be read. Hint: leave"
+            " `--old-home` out, and name the tokens that are to be kept by `--keep-tokens`."
+        )
+    return _access_of_records(home, records)
+
+
+def _access_of_database(home: Path) -> OldAccess:
+    with open_read_only(home / DATABASE) as connection:
+        users = connection.execute(text("SELECT name, password_hash, changed_at FROM users"))
+        tokens = connection.execute(text("SELECT digest, revoked_at FROM tokens"))
+        return OldAccess(
+            home,
+            {row.name: (row.password_hash, row.changed_at) for row in users},
+            {row.digest: row.revoked_at for row in tokens},
+        )
+
+
+def _access_of_records(home: Path, records: Path) -> OldAccess:
+    users: dict[str, tuple[str, float]] = {}
+    revoked_at: dict[str, float | None] = {}
+    for _, row in read_record(records):
+        if row is None or row.values is None:
+            continue
+        values = row.values
+        if row.table == "users":
+            users[values["name"]] = (values["password_hash"], values["changed_at"])
+        elif row.table == "tokens":
+            revoked_at[values["digest"]] = values["revoked_at"]
+    return OldAccess(home, users, revoked_at)
+
+
+def check_kept_names(database: Path, keep: Collection[str]) -> None:
+    """Check that a backup has the tokens that are to be kept.
+
+    Raises:
+        BackupError: It has not.
+    """
+    address = f"file:{quote(str(database.absolute()))}?mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(address, uri=True)) as connection:
+            known = {row["name"] for row in _usable_tokens(connection)}
+    except sqlite3.Error:
+        return  # the check of the database names the damage
+    for name in keep:
+        if name != ALL_TOKENS and name not in known:
+            raise BackupError(
+                f"`--keep-tokens` must be {ALL_TOKENS!r} or a token of the backup that is neither"
+                f" revoked nor expired, but got {name!r}. Hint: these are:"
+                f" {', '.join(sorted(known)) or 'none'}."
+            )
+
+
+def settle_access(
+    connection: sqlite3.Connection,
+    old: OldAccess | None,
+    keep: Collection[str] = (),
+    *,
+    keep_passwords: bool = False,
+) -> RestoredAccess:
+    """End all sign-ins of a restored database; revoke tokens and change passwords as is due.
+
+    Args:
+        connection: The database.
+        old: What was revoked and changed since; what it does not know is revoked. If None, all is
+            revoked but what is to be kept.
+        keep: The names of tokens that are kept without an old home, or `ALL_TOKENS`.
+        keep_passwords: Whether passwords are kept without an old home.
+    """
+    result = RestoredAccess(old_home=None if old is None else old.home)
+    now = time.time()
+    if _has_table(connection, "sign_ins"):
+        connection.execute("DELETE FROM sign_ins")
+    for token in _usable_tokens(connection):
+        if old is None:
+            is_kept = ALL_TOKENS in keep or token["name"] in keep
+            revoked_at: float | None = now
+        else:
+            revoked_at = old.revoked_at.get(token["digest"], now)
+            is_kept = revoked_at is None
+        if not is_kept:
+            change = "UPDATE tokens SET revoked_at = ? WHERE id = ?"
+            connection.execute(change, (revoked_at, token["id"]))
+        result.tokens.append(
+            RestoredToken(
+                name=token["name"],
+                scope=token["scope"],
+                created_at=token["created_at"],
+                is_kept=is_kept,
+            )
+        )
+    if _has_table(connection, "users"):
+        _settle_passwords(connection, old, result, keep_passwords=keep_passwords)
+    return result
+
+
+def _settle_passwords(
+    connection: sqlite3.Connection,
+    old: OldAccess | None,
+    result: RestoredAccess,
+    *,
+    keep_passwords: bool,
+) -> None:
+    if old is None and keep_passwords:
+        return
+    names = [name for (name,) in connection.execute("SELECT name FROM users ORDER BY name")]
+    users = {} if old is None else old.users
+    result.voided_passwords = [name for name in names if name not in users]
+    connection.execute("DELETE FROM users")
+    connection.executemany(
+        "INSERT INTO users (name, password_hash, changed_at) VALUES (?, ?, ?)",
+        [(name, *values) for name, values in users.items()],
+    )
+
+
+def _usable_tokens(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    if not _has_table(connection, "tokens"):
+        return []
+    names = ("id", "name", "scope", "digest", "created_at")
+    found = connection.execute(
+        f"SELECT {', '.join(names)} FROM tokens WHERE revoked_at IS NULL"  # noqa: S608
+        " AND (expires_at IS NULL OR expires_at > ?) ORDER BY id",
+        (time.time(),),
+    )
+    return [dict(zip(names, row, strict=True)) for row in found]
+
+
+def _has_table(connection: sqlite3.Connection, name: str) -> bool:
+    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+    return connection.execute(query, (name,)).fetchone() is not None
+
+
+faults.register("restore.before_database")
+
+
+@dataclass(kw_only=True, slots=True)
+class RestoreResult:
+    """What was restored: the backup, its content, and the files that were damaged in it.
+
+    `num_lost_checkpoints` counts those that neither the backup nor the home has: they are deleted
+    for the restored database, so that trials do not start from them. `access` says which tokens and
+    passwords open the restored home.
+    """
+
+    path: Path
+    content: Content
+    damaged: list[str] = field(default_factory=list)
+    num_lost_checkpoints: int = 0
+    access: RestoredAccess = field(default_factory=lambda: RestoredAccess(old_home=None))
+
+
+def restore(
+    source: Path,
+    home: Path,
+    *,
+    old_home: Path | None = None,
+    keep_tokens: Collection[str] = (),
+    keep_passwords: bool = False,
+) -> RestoreResult:
+    """Make a home from a backup.
+
+    The database comes last, so a restore that was cut off is never taken for a home. It is made
+    good by a second one. All browsers are signed out.
+
+    Args:
+        source: A backup, or a directory of backups, whose newest is taken.
+        home: The home to make: missing, empty, or with checkpoints only.
+        old_home: The home of before, which tells the tokens that were revoked since the backup and
+            the passwords of now.
+        keep_tokens: Without it: the names of the tokens that go on to open the home, or ``all``.
+            The others are revoked, as one of them may have been since the backup.
+        keep_passwords: Without it: whether passwords are kept.
+
+    Raises:
+        BackupError: There is no whole backup, the home is not empty, the backup is newer than this
+            version, the old home is none, or the backup has not the tokens to be kept.
+        DatabaseDamagedError: The backup's database is damaged.
+        HomeInUseError: A master serves the home.
+    """
+    path = find_backup(source)
+    content = read_backup_content(path)
+    if content.schema_version > tables.SCHEMA_VERSION:
+        raise BackupError(
+            f"A backup must be of this version or an earlier one, but {str(path)!r} was made by"
+            f" Paceline {content.paceline} (version {content.schema_version} of the database; this"
+            f" one has {tables.SCHEMA_VERSION}). Hint: restore it with that version."
+        )
+    _check_empty(home)
+    old = None if old_home is None else read_old_access(old_home)
+    if old is not None and (keep_tokens or keep_passwords):
+        raise BackupError(
+            "`--keep-tokens` and `--keep-passwords` must come without `--old-home`, which says"
+            " what is kept. Hint: leave them out."
+        )
+    check_kept_names(path / DATABASE, keep_tokens)
+    place = Home(home)
+    result = RestoreResult(path=path, content=content)
+    with place.hold(), _marked_as_restoring(place.path):
+        place.make_directories()
+        for name, file in sorted(content.files.items()):
+            if name != DATABASE:
+                _copy_from_backup(path / name, place.path / name, name, file, result)
+        settle = partial(settle_access, old=old, keep=keep_tokens, keep_passwords=keep_passwords)
+        _restore_database(path, place.path, result, settle)
+    return result
+
+
+def restore_copy(copy: Path) -> tuple[Path, RestoredAccess]:
+    """Put the copy that an upgrade has kept in the place of its home's database.
+
+    The files that came after the upgrade stay: a master of the earlier version moves them away.
+    Tokens that were revoked since stay so, passwords are those of now, and browsers are signed out.
+
+    Args:
+        copy: The copy, such as ``master.version-5.sqlite`` in the home.
+
+    Returns:
+        The directory that has the newer database now, and which tokens and passwords are kept.
+
+    Raises:
+        BackupError: It is no such copy.
+        DatabaseDamagedError: It is damaged.
+        HomeInUseError: A master serves the home.
+    """
+    home = copy.parent
+    database = home / DATABASE
+    if not re.fullmatch(rf"{database.stem}\.version-\d+\{database.suffix}", copy.name):
+        raise BackupError(
+            f"{str(copy)!r} must be a backup, or a copy that an upgrade has kept, such as"
+            f" '{database.stem}.version-5{database.suffix}' in a home."
+        )
+    with Home(home).hold():
+        check_copy(copy)
+        try:
+            old = read_old_access(home)
+        except BackupError:
+            old = None
+        with closing(sqlite3.connect(copy)) as connection, connection:
+            access = settle_access(connection, old)
+        moved_to = move_lost_files_aside(home, files_of(database))
+        os.replace(copy, database)
+        sync_directory(home)
+    return moved_to, access
+
+
+def _check_empty(home: Path) -> None:
+    if (home / RESTORING_NAME).exists() or not home.exists():
+        return
+    found = sorted(path.name for path in home.iterdir() if path.name != CHECKPOINTS)
+    if found:
+        raise BackupError(
+            f"A home must be empty, or have {CHECKPOINTS!r} only, to be restored into, but"
+            f" {str(home)!r} has {', '.join(map(repr, found[:3]))}. Hint: choose another `--home`,"
+            " or move this one away."
+        )
+
+
+@contextmanager
+def _marked_as_restoring(home: Path) -> Iterator[None]:
+    """Keep a file in the home for as long as it is not whole."""
+    home.chmod(0o700)
+    (home / RESTORING_NAME).touch()
+    yield
+    sync_tree(home)
+    (home / RESTORING_NAME).unlink()
+    sync_tree(home)
+
+
+def _copy_from_backup(
+    source: Path, target: Path, name: str, file: BackedUp, result: RestoreResult
+) -> None:
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copied = copy_file(source, target, durable=True, writable=True)
+    except FileNotFoundError:
+        result.damaged.append(f"{name} is missing")
+        return
+    if copied != file.entry:
+        result.damaged.append(f"{name} {file.entry.difference(copied)}")
+    target.chmod(0o400 if name.startswith(f"{CHECKPOINTS}/") else 0o600)
+
+
+def _restore_database(
+    path: Path,
+    home: Path,
+    result: RestoreResult,
+    settle: Callable[[sqlite3.Connection], RestoredAccess],
+) -> None:
+    """Copy the database, have it name this home, and put it in its place."""
+    target = home / DATABASE
+    part = target.with_name(f".{DATABASE}.part")
+    entry = result.content.files.get(DATABASE)
+    found = copy_file(path / DATABASE, part, durable=True, writable=True)
+    part.chmod(0o600)
+    if entry is None or found != entry.entry:
+        # Damage in a page that holds nothing does no harm.
+        check_copy(part)
+        result.damaged.append(f"{DATABASE} was altered, but can be read")
+    with closing(sqlite3.connect(part)) as connection:
+        with connection:
+            _move_checkpoints(connection, home, result)
+            result.access = settle(connection)
+            # Those beside the backup may be newer than its database.
+            connection.execute("DELETE FROM meta WHERE key = ?", (RECORDS_BEGUN,))
+        running = connection.execute(
+            "SELECT id, state FROM attempts WHERE state != ?", (AttemptState.ENDED.value,)
+        ).fetchall()
+    for attempt_id, state in running:
+        directory = home / "attempts" / str(attempt_id)
+        # One that never began starts as if nothing had been.
+        if state != AttemptState.PENDING.value or directory.exists():
+            _mark_started(directory)
+    faults.reach("restore.before_database")
+    os.replace(part, target)
+
+
+def _move_checkpoints(connection: sqlite3.Connection, home: Path, result: RestoreResult) -> None:
+    """Have the database name the home's checkpoints, and no others that were in a home."""
+    storage = str(home / CHECKPOINTS)
+    connection.execute(
+        "UPDATE checkpoints SET storage = ? WHERE storage = ?",
+        (storage, f"{result.content.home}/{CHECKPOINTS}"),
+    )
+    stored = connection.execute(
+        "SELECT uuid FROM checkpoints WHERE storage = ? AND state != ?",
+        (storage, CheckpointState.DELETED.value),
+    ).fetchall()
+    lost = [
+        (CheckpointState.DELETED.value, uuid)
+        for (uuid,) in stored
+        if not (home / CHECKPOINTS / uuid / "manifest.json").is_file()
+    ]
+    connection.executemany("UPDATE checkpoints SET state = ? WHERE uuid = ?", lost)
+    result.num_lost_checkpoints = len(lost)
+
+
+def _mark_started(directory: Path) -> None:
+    """Have an attempt end that ran when the backup was made: its trial goes on with another one.
+
+    What its journals say is taken over before.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (directory / "started").touch(mode=0o600)

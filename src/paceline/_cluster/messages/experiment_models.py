@@ -1,0 +1,611 @@
+"""Pydantic models: base class, pages and errors; experiments, trials, checkpoints, metrics.
+
+Also: hyperparameters, configs, searches, logs.
+"""
+
+from collections import Counter
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, computed_field
+
+from paceline._cluster.messages.states import (
+    AttemptState,
+    CheckpointState,
+    ErrorKind,
+    ExitReason,
+    ExperimentState,
+    ShownState,
+    TrialState,
+    shown_experiment_state,
+    shown_trial_state,
+)
+
+Item = TypeVar("Item")
+
+
+class Message(BaseModel):
+    """Base of all messages; a client leaves out what a newer master adds to an answer."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Request(Message):
+    """Base of what is sent to the master: unknown fields are refused, so that no typo passes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Page(Message, Generic[Item]):
+    """One page of a list; pass `next_cursor` as `cursor` for the next, None at the end.
+
+    `total` is the number of items on all pages, where the list tells it.
+    """
+
+    items: list[Item]
+    next_cursor: str | None = None
+    total: int | None = None
+
+
+class Problem(Message):
+    """An error in the form `application/problem+json` (RFC 9457), with a stable `code`."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str
+    detail: str
+
+
+Number = float | dict[str, str]
+"""A float, or ``{"$float": "nan" | "inf" | "-inf"}``; `journal.decode_value` reads both."""
+
+
+class Checkpoint(Message):
+    """A committed checkpoint; `resources` maps file paths to bytes."""
+
+    uuid: str
+    trial_id: int
+    experiment_id: int
+    attempt: int
+    steps_completed: int
+    state: CheckpointState
+    metadata: dict[str, Any]
+    resources: dict[str, int]
+    size: int
+    storage: str
+    created_at: float
+    metric: Number | None
+
+
+class MetricName(Message):
+    """The name of a metric in its group, such as `validation` and `loss`."""
+
+    group: str
+    name: str
+
+
+class MetricSummary(Message):
+    """Summary of one visible series; the numeric fields are None for other values."""
+
+    count: int
+    last: Any
+    last_step: int
+    min: Number | None = None
+    max: Number | None = None
+    mean: Number | None = None
+
+
+class MetricRow(Message):
+    """What one attempt reported for one group and step; superseded rows are not listed."""
+
+    group: str
+    steps_completed: int
+    attempt: int
+    time: float
+    metrics: dict[str, Any]
+
+
+class SeriesOf(Request):
+    """Which series to read, and beyond which step if only what is new is wanted."""
+
+    trial_id: int = Field(ge=1, le=2**62)
+    group: str
+    name: str
+    after_step: int = Field(default=-1, ge=-1, le=2**62)
+
+
+class SeriesRequest(Request):
+    """Series to read, each down-sampled to `max_points` so that no extreme is lost.
+
+    `x` is "batches", "time" (seconds since the epoch) or the name of a metric of the same group;
+    `x_min` and `x_max` cut all series, inclusive. `smoothing_steps` asks for the exponential moving
+    average with respect to batches: the weight of what lies before falls to 1/e every so many of
+    them, however often the metric was reported.
+    """
+
+    series: list[SeriesOf] = Field(min_length=1, max_length=1000)
+    max_points: int = Field(default=1000, ge=4, le=100_000)
+    x: str = "batches"
+    x_min: float | None = None
+    x_max: float | None = None
+    smoothing_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
+class Series(Message):
+    """Points of one series: `y` is null where a value is NaN, infinite or no number.
+
+    `steps` has the batches of the points whatever `x` is. `num_points` counts those in the range
+    before down-sampling, `num_gaps` those of them that are no finite number, `last_step` is the
+    newest step of all; pass it as `after_step` for what comes later. `smoothed` is there if it was
+    asked for: the average at each of the points, made of all points of the series up to there.
+    """
+
+    trial_id: int
+    group: str
+    name: str
+    x: list[float]
+    y: list[float | None]
+    steps: list[int]
+    num_points: int
+    num_gaps: int
+    last_step: int
+    is_sampled: bool
+    smoothed: list[float | None] | None = None
+
+
+class SeriesReply(Message):
+    """The series asked for, in that order; trials that do not exist have none."""
+
+    series: list[Series]
+
+
+class Source(Request):
+    """The commit of code that was submitted, and its uncommitted changes; `diff` may be cut off."""
+
+    commit: str = Field(max_length=200)
+    branch: str | None = Field(default=None, max_length=1000)
+    num_diff_bytes: int = 0
+    num_untracked_files: int = 0
+    diff: str | None = Field(default=None, max_length=400_000)
+
+
+class CreateExperiment(Request):
+    """A new experiment; `context_digest` names a context that was uploaded before.
+
+    `source` is where the context was taken from.
+    """
+
+    config: dict[str, Any]
+    submitted_config: str | None = None
+    context_digest: str | None = None
+    activate: bool = True
+    source: Source | None = None
+
+
+class ContinueTrial(Request):
+    """Continue a trial as a new experiment: configuration overrides, as nested fields."""
+
+    config: dict[str, Any] = Field(default_factory=dict)
+    activate: bool = True
+
+
+class ContinueExperiment(Request):
+    """Reopen an ended experiment; `config` may override fields of a `single` search."""
+
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class Experiment(Message):
+    """An experiment; `config` is the resolved configuration.
+
+    An unmanaged one shows a run that was made without a master, in the directory `run_dir`.
+    `values` has the columns that a list was asked for, `notes` is told for a single one only.
+    `num_records_lost` is the sum of its trials' counts. `has_rungs` tells whether its search has
+    rungs to show. `is_unmeasured` tells that its search has ended because no trial reported a
+    finite value of the searched metric.
+    """
+
+    id: int
+    name: str
+    description: str
+    labels: list[str]
+    state: ExperimentState
+    progress: float
+    created_at: float
+    ended_at: float | None
+    searcher: str
+    metric: str
+    smaller_is_better: bool
+    num_trials: int
+    num_running: int
+    best_trial_id: int | None
+    best_metric: Number | None
+    error: str | None
+    parent_trial_id: int | None
+    config: dict[str, Any]
+    warnings: list[str] = []
+    is_unmanaged: bool = False
+    run_dir: str | None = None
+    is_archived: bool = False
+    forked_from: int | None = None
+    has_code: bool = False
+    is_unmeasured: bool = False
+    has_rungs: bool = False
+    num_checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    num_records_lost: int = 0
+    notes: str = ""
+    values: dict[str, Any] = {}
+
+    @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
+    @property
+    def shown_state(self) -> ShownState:
+        """Where it stands, in the words that users see; `state` is what is stored."""
+        return shown_experiment_state(self.state, self.num_running)
+
+
+class EditExperiment(Request):
+    """What to change of an experiment; what is left out or null stays.
+
+    `max_slots` 0 removes the limit.
+    """
+
+    name: str | None = Field(default=None, min_length=1, max_length=1000)
+    description: str | None = Field(default=None, max_length=100_000)
+    labels: list[str] | None = Field(default=None, max_length=100)
+    notes: str | None = Field(default=None, max_length=1_000_000)
+    priority: int | None = Field(default=None, ge=1, le=99)
+    weight: float | None = Field(default=None, gt=0, le=1_000_000)
+    max_slots: int | None = Field(default=None, ge=0, le=2**31 - 1)
+
+
+class ForkExperiment(Request):
+    """A new experiment with the code of an existing one.
+
+    `config` overrides fields of the existing configuration, or replaces all of it.
+    """
+
+    config: dict[str, Any] = Field(default_factory=dict)
+    replaces_config: bool = False
+    submitted_config: str | None = Field(default=None, max_length=1_000_000)
+    activate: bool = True
+
+
+class Loss(Message):
+    """What deleting an experiment will take away; `obstacle` tells why it cannot be deleted."""
+
+    num_trials: int
+    num_checkpoints: int
+    checkpoint_bytes: int
+    num_metric_points: int
+    obstacle: str | None
+
+
+class Deletion(Message):
+    """What was not deleted though it should have been: directories that cannot be removed."""
+
+    left_behind: list[str] = []
+
+
+class BulkAction(Request):
+    """One action on several experiments."""
+
+    action: Literal["pause", "activate", "cancel", "kill", "archive", "unarchive", "delete"]
+    experiment_ids: list[int] = Field(min_length=1, max_length=1000)
+
+
+class BulkResult(Message):
+    """How an action on one of several experiments went; `error` None is success."""
+
+    experiment_id: int
+    error: str | None = None
+
+
+class ColumnNames(Message):
+    """What can be a column of the experiment list beside an experiment's own fields."""
+
+    metrics: list[MetricName]
+    hparams: list[str]
+
+
+class AttemptExit(Message):
+    """How an attempt ended; `outcome` is what the training process itself said, if it did.
+
+    `kind` is that of the error, None if there was none.
+    """
+
+    reason: ExitReason
+    kind: ErrorKind | None = None
+    code: int | None = None
+    signal: int | None = None
+    outcome: str | None = None
+    error: str | None = None
+    time: float = 0.0
+
+
+class AttemptNode(Message):
+    """A node of an attempt: its name, and the slots that the attempt holds there."""
+
+    name: str
+    slots: list[int]
+
+
+class Attempt(Message):
+    """One execution of a trial on slots.
+
+    `nodes` are those that it runs on, the one of rank 0 first; `slots` are those of that one.
+    `restarts` is how often its workers were started again within it, `last_restart_cause` what
+    ended them the last time. Of a run without a master, each start is an attempt; these are told
+    of the start that followed.
+    """
+
+    id: int
+    trial_id: int
+    number: int
+    state: AttemptState
+    slots: list[int]
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+    resumed_from: str | None
+    resumed_steps: int
+    preempt_reason: str | None
+    exit: AttemptExit | None
+    nodes: list[AttemptNode] = Field(default_factory=list)
+    restarts: int = 0
+    last_restart_cause: str | None = None
+
+
+class AttemptEnvironment(Message):
+    """What an attempt ran in, as its chief told; None if it has not, such as one that never began.
+
+    `source` is that of the experiment's code, or of the directory of a run without a master.
+    """
+
+    number: int
+    environment: dict[str, Any] | None
+    source: dict[str, Any] | None
+
+
+class Alert(Message):
+    """What a trial's code wants people to see; `level` is debug, info, warn or error."""
+
+    time: float
+    level: str
+    title: str
+    description: str
+    rank: int
+
+
+class Trial(Message):
+    """A trial; `summary` maps group and metric name to a summary (details only).
+
+    Of a trial with more than 1,000 names it has the first ones; `has_more_metrics` is true then.
+
+    `started_at` is when its first attempt began to run, after it had waited for slots.
+    `experiment_state` is the stored state of its experiment; a master of before does not tell it.
+    `num_records_lost` counts what its processes reported and the master lacks: records that were
+    damaged, or that could not be stored. The trial's log names them. `restarts` are those that
+    `max_restarts` counts; `retries` followed transient errors. `error_kind` is the kind of `error`.
+    `metadata` is what its code
+    last gave to `set_metadata`, and `alerts` are the newest 20, oldest first (details only).
+    """
+
+    id: int
+    experiment_id: int
+    request_id: str
+    state: TrialState
+    experiment_state: ExperimentState = ExperimentState.ACTIVE
+    is_running: bool
+    hparams: dict[str, Any]
+    seed: int
+    restarts: int
+    retries: int = 0
+    num_attempts: int
+    steps_completed: int
+    progress: float | None
+    status: str | None
+    best_metric: Number | None
+    best_step: int | None
+    latest_metric: Number | None
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+    stop_reason: str | None
+    error: str | None
+    error_kind: ErrorKind | None = None
+    latest_checkpoint: str | None
+    target_length: int | None
+    num_records_lost: int = 0
+    metadata: dict[str, Any] | None = None
+    alerts: list[Alert] = []
+    summary: dict[str, dict[str, MetricSummary]] = {}
+    has_more_metrics: bool = False
+    attempts: list[Attempt] = []
+
+    @computed_field  # type: ignore[prop-decorator] # mypy takes no decorator above a property
+    @property
+    def shown_state(self) -> ShownState:
+        """Where it stands, in the words that users see; `state` is what is stored."""
+        return shown_trial_state(
+            self.state, self.is_running, self.stop_reason, self.experiment_state
+        )
+
+
+class TrialTime(Message):
+    """What a trial's time went to until `until`, in seconds; the shares add up to `total_s`.
+
+    `training_s` is what was trained and kept. `data_wait_s`: the devices were idle, as they waited
+    for data. `checkpoint_s`: training stood still for checkpoints. `lost_s`: work after the last
+    checkpoint before a stop. `start_s`: from the launch of a process to its first step, restarts
+    included. `other_s`: what scripts do between and after trainings. `undivided_s`: attempts that
+    do not tell what they do. `waiting_s`: there was no process. `goodput` is `training_s` as a
+    fraction of all but `waiting_s`; None if that is not known.
+    """
+
+    training_s: float
+    data_wait_s: float
+    validation_s: float
+    checkpoint_s: float
+    lost_s: float
+    start_s: float
+    other_s: float
+    undivided_s: float
+    waiting_s: float
+    total_s: float
+    goodput: float | None
+    until: float
+
+
+class HparamRow(Message):
+    """A trial in the hyperparameter table; `hparams` are flat, nested names joined by dots."""
+
+    trial_id: int
+    state: TrialState
+    hparams: dict[str, Any]
+    steps_completed: int
+    metric: Number | None
+
+
+class HparamAxis(Message):
+    """A hyperparameter: its type in the search space, and whether it differs between trials."""
+
+    name: str
+    type: str
+    is_log: bool
+    is_varied: bool
+    minval: float | None = None
+    maxval: float | None = None
+    vals: list[Any] | None = None
+
+
+class HparamTable(Message):
+    """The hyperparameters of an experiment's trials, with one metric of each.
+
+    `num_trials` counts all of them. If `is_sampled`, half of the rows are the best trials by the
+    searched metric, and the others are spread evenly. A master of before tells neither.
+    """
+
+    metric: MetricName
+    smaller_is_better: bool
+    axes: list[HparamAxis]
+    rows: list[HparamRow]
+    num_trials: int | None = None
+    is_sampled: bool = False
+
+
+class ConfigView(Message):
+    """An experiment's configuration: as submitted, if it was a text, and as resolved."""
+
+    submitted: str | None
+    resolved: dict[str, Any]
+    resolved_yaml: str
+
+
+class CodeFile(Message):
+    """A file of an experiment's code; `size` is in bytes."""
+
+    path: str
+    size: int
+
+
+class ConfigText(Request):
+    """A configuration as YAML, to be checked."""
+
+    text: str = Field(max_length=1_000_000)
+
+
+class ConfigProblem(Message):
+    """What is wrong at a place of a configuration; lines count from 1."""
+
+    path: str
+    message: str
+    line: int | None = None
+
+
+class CheckedConfig(Message):
+    """The configuration in a text, and what is wrong with it; both may be none."""
+
+    config: dict[str, Any] | None
+    problems: list[ConfigProblem]
+    warnings: list[str] = []
+
+
+class RungEntry(Message):
+    """A trial's place in a rung; `metric` is None if it has not come there, or failed.
+
+    `decision` is "waiting" for a trial on its way there, else one of "continued", "stopped",
+    "finished" and "failed".
+    """
+
+    trial_id: int
+    metric: Number | None
+    decision: str
+
+
+class Rung(Message):
+    """One rung of a halving search; `length` is the training length at which it decides.
+
+    `num_by_decision` counts all of its trials. Of a large rung `entries` has a part, spread evenly
+    over the ranks, the first and the last one included. A master of before counts none.
+    """
+
+    length: int
+    entries: list[RungEntry]
+    num_by_decision: dict[str, int] = {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of trials by decision."""
+        return self.num_by_decision or dict(Counter(entry.decision for entry in self.entries))
+
+
+class SearchView(Message):
+    """The rungs of each bracket; empty for searches that do not halve."""
+
+    brackets: list[list[Rung]]
+
+
+class PreviewRow(Message):
+    """How many trials will train how long; `length` None means to completion."""
+
+    num_trials: int
+    length: int | None
+
+
+class SearchPreview(Message):
+    """What a search would train."""
+
+    searcher: str
+    unit: str | None
+    rows: list[PreviewRow]
+
+
+class PreviewSearch(Request):
+    """A configuration whose search is to be previewed."""
+
+    config: dict[str, Any]
+
+
+class LogLine(Message):
+    """One line of output; `id` orders the lines of a trial."""
+
+    id: int
+    trial_id: int
+    attempt: int
+    time: float
+    rank: int | None
+    stream: str
+    level: str | None
+    text: str
+
+
+class LogPage(Message):
+    """One page of a trial's output; pass `next_cursor` as `after` for the next, None at the end.
+
+    `num_damaged` is how many lines of what was read were found damaged so far; they are left out.
+    """
+
+    items: list[LogLine]
+    next_cursor: str | None = None
+    num_damaged: int = 0

@@ -1,0 +1,373 @@
+"""Pydantic models: master, nodes and slots, pools and queue, tokens, sign-ins, events."""
+
+import re
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from paceline._cluster.messages.experiment_models import Message, Request
+from paceline._cluster.messages.runner_messages import LOCAL_NAME
+from paceline._cluster.messages.runner_messages import NAME_PATTERN as NODE_PATTERN
+
+
+class MasterInfo(Message):
+    """What the master is and how busy it is.
+
+    `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
+    hold `num_slots_draining` of these.
+    """
+
+    version: str
+    cluster_id: str
+    started_at: float
+    home: str
+    num_slots: int
+    num_slots_used: int
+    num_slots_drained: int = 0
+    num_slots_draining: int = 0
+    num_active_experiments: int
+    has_web_ui: bool = True
+
+
+# A runner that still holds on so long after it was told to kill is killed itself; a master that
+# stops waits so long for them.
+RUNNER_GRACE_S = 30.0
+
+
+class Shutdown(Request):
+    """Ask the master to stop.
+
+    `keep_trials` leaves running trials to their runners; otherwise they are told to checkpoint and
+    leave, are killed after `timeout_s` seconds, and go on when the master starts again.
+    """
+
+    keep_trials: bool = False
+    timeout_s: float = Field(default=30.0, ge=0)
+
+
+class MasterStatus(MasterInfo):
+    """What the master is, how busy it is, and what is wrong.
+
+    `experiments`, `trials` and `attempts` count by stored state. `num_waiting` trials wait for
+    slots. `ingest_lag_s` is how old the newest records were when they were stored last, None if
+    none were. `num_writes_waiting` changes wait for the database. `num_slow_requests` took at least
+    `slow_request_s`, since the start. `sizes` has bytes by part of the home; directories are
+    missing until they were measured. Each of `problems` is a sentence.
+    """
+
+    experiments: dict[str, int]
+    trials: dict[str, int]
+    attempts: dict[str, int]
+    num_waiting: int
+    num_metric_points: int
+    num_checkpoints: int
+    checkpoint_bytes: int
+    ingest_lag_s: float | None
+    num_writes_waiting: int
+    num_connections: int | None
+    num_requests: int
+    num_slow_requests: int
+    slow_request_s: float
+    memory_bytes: int
+    sizes: dict[str, int]
+    free_bytes: int
+    problems: list[str]
+
+
+NodeState: TypeAlias = Literal["ready", "away", "left", "lost", "draining", "drained"]
+
+
+class Node(Message):
+    """A machine with slots. Times are in seconds since the epoch.
+
+    `state` is `ready`, `away` (not heard since the master started, or its connection was closed),
+    `left` (its runner was stopped), `lost`, `draining` (attempts are leaving) or `drained`.
+    `address` is where other nodes reach it, for trials on several nodes. `device_memory_bytes` has
+    the memory of each device in bytes, 0 for one that is unknown; it is empty if none is known.
+    A node on which one trial after another failed gets no attempts before `rests_until`.
+    `num_slots_drained` devices get no attempts; attempts still hold `num_slots_draining` of these.
+    """
+
+    id: int
+    name: str
+    state: NodeState
+    pool: str
+    labels: dict[str, str]
+    devices: list[str]
+    device_kind: str
+    num_slots_used: int
+    num_cores: int
+    memory_bytes: int
+    version: str
+    python_version: str
+    registered_at: float
+    seen_at: float | None = None
+    attempts: list[int] = Field(default_factory=list)
+    address: str = ""
+    device_memory_bytes: list[int] = Field(default_factory=list)
+    num_slots_drained: int = 0
+    num_slots_draining: int = 0
+    rests_until: float | None = None
+
+
+class DrainNode(Request):
+    """How a node is drained: by default its attempts store a checkpoint and go on elsewhere."""
+
+    finish: bool = False
+
+
+class Slot(Message):
+    """One schedulable device and who uses it; `id` counts the slots of its node.
+
+    A drained one gets no attempts; one that it has may still be leaving. `memory_bytes` is the
+    memory of a GPU, None if it is unknown.
+    """
+
+    id: int
+    node: str = "local"
+    pool: str = "default"
+    is_drained: bool = False
+    device: str
+    memory_bytes: int | None = None
+    trial_id: int | None
+    experiment_id: int | None
+    attempt_id: int | None
+
+
+Policy: TypeAlias = Literal["fifo", "priority", "fair_share"]
+
+
+Label = Annotated[str, Field(max_length=200)]
+
+
+class Pool(Message):
+    """A set of nodes that share a queue; `max_slots` is how many slots may be in use at once.
+
+    Nodes that have all of `labels`, and name no pool themselves, belong to it. `failure` says why
+    the master could not start a runner for it, or that one was started and has not registered. It
+    goes once one has registered. `detail` says what nodes that are not there yet wait for.
+    `num_slots` counts all slots: `num_slots_drained` of them get no attempts, and attempts still
+    hold `num_slots_draining` of these.
+    """
+
+    name: str
+    policy: Policy
+    max_slots: int | None
+    labels: dict[str, str]
+    num_nodes: int
+    num_slots: int
+    num_slots_used: int
+    num_slots_drained: int = 0
+    num_slots_draining: int = 0
+    failure: str | None = None
+    detail: str | None = None
+
+
+class SetPool(Request):
+    """All settings of a pool; those that are left out get their defaults."""
+
+    policy: Policy = "fifo"
+    max_slots: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    labels: dict[str, Label] = Field(default_factory=dict, max_length=20)
+
+
+class MoveExperiment(Request):
+    """Another turn for an experiment: beside another one, or at an end of its pool's queue."""
+
+    experiment_id: int
+    ahead_of: int | None = None
+    behind: int | None = None
+    to: Literal["front", "end"] | None = None
+
+
+class QueueEntry(Message):
+    """A trial that waits for slots, in the order in which they will be given, and why it waits.
+
+    `num_ahead` trials of its pool come before it. The one that holds it up is `behind_trial_id`.
+    `priority` and `weight` are there if the policy of its pool asks for them.
+    """
+
+    trial_id: int
+    experiment_id: int
+    experiment_name: str
+    num_slots: int
+    waiting_since: float
+    reason: Literal[
+        "slots_in_use",
+        "behind_others",
+        "max_slots",
+        "too_large",
+        "pool_limit",
+        "preempting",
+        "pausing",
+        "starting",
+    ]
+    detail: str
+    pool: str = "default"
+    num_ahead: int = 0
+    behind_trial_id: int | None = None
+    behind_experiment_id: int | None = None
+    priority: int | None = None
+    weight: float | None = None
+
+
+NAME_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
+
+
+class TokenScope(str, Enum):
+    """What a token allows: each scope includes those before it, but for the last two.
+
+    `runner` allows to register a node and to ask for its attempts, and nothing else. `report`
+    allows to send runs without a master, and nothing else.
+    """
+
+    READ = "read"
+    SUBMIT = "submit"
+    ADMIN = "admin"
+    RUNNER = "runner"
+    REPORT = "report"
+
+
+class NewToken(Request):
+    """A token to be made; it never expires if `expires_in_s` (seconds) is None.
+
+    One of the scope `runner` registers only the node `node`, and only nodes in the pool `pool`, if
+    these are given.
+    """
+
+    name: str = Field(pattern=NAME_PATTERN)
+    scope: TokenScope = TokenScope.READ
+    expires_in_s: float | None = Field(default=90 * 24 * 3600.0, gt=0, le=100 * 365 * 24 * 3600.0)
+    node: str | None = None
+    pool: str | None = None
+
+    @model_validator(mode="after")
+    def _check_binding(self) -> "NewToken":
+        given = {"node": self.node, "pool": self.pool}
+        for field, value in given.items():
+            if value is not None and not re.fullmatch(NODE_PATTERN, value):
+                raise ValueError(
+                    f"`{field}` must be up to 63 letters, digits, dots, hyphens and underscores,"
+                    f" but got {value!r}."
+                )
+        if self.scope is not TokenScope.RUNNER and any(given.values()):
+            raise ValueError(
+                "`node` and `pool` must be those of a token of the scope `runner`, but `scope` is"
+                f" {self.scope.value!r}. Hint: leave them out, or choose that scope."
+            )
+        if self.node == LOCAL_NAME:
+            raise ValueError(
+                f"`node` must be another machine than the master's own, but got {LOCAL_NAME!r}."
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Leave out what is not given: earlier masters know no such fields."""
+        fields: dict[str, object] = handler(self)
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in ("node", "pool")
+        }
+
+
+def make_new_token(**fields: object) -> NewToken:
+    """Return a token to be made.
+
+    Raises:
+        ValueError: A field cannot be, in a sentence.
+    """
+    try:
+        return NewToken.model_validate(fields)
+    except ValidationError as error:
+        found = [
+            f"`{one['loc'][0]}` must be up to 64 letters, digits, dots, hyphens and underscores,"
+            f" but got {one['input']!r}."
+            if one["type"] == "string_pattern_mismatch"
+            else ": ".join((*(f"`{field}`" for field in one["loc"]), one["msg"]))
+            for one in error.errors()
+        ]
+        raise ValueError(" ".join(found).replace("Value error, ", "")) from error
+
+
+class Token(Message):
+    """A token without its secret; times are in seconds since the epoch.
+
+    `node` and `pool` are the only ones that it registers, None for any.
+    """
+
+    id: int
+    name: str
+    scope: TokenScope
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None = None
+    node: str | None = None
+    pool: str | None = None
+
+
+class CreatedToken(Token):
+    """A new token with its secret, which cannot be read again."""
+
+    secret: str
+
+
+class HomeToken(Message):
+    """The new token of the master's home, which also lies in the file `token` there."""
+
+    secret: str
+
+
+class Session(Message):
+    """Who is signed in, None for nobody; `has_password` tells whether a password could sign in.
+
+    `scope` is "read", "submit", "admin", or "attempt" for the token of one attempt.
+    """
+
+    user: str | None
+    has_password: bool
+    scope: str | None = None
+
+
+class Login(Request):
+    """A user's name and password."""
+
+    user: str = Field(default="admin", max_length=64)
+    password: str = Field(max_length=1024)
+
+
+class NewPassword(Request):
+    """A password to be set."""
+
+    password: str = Field(min_length=8, max_length=1024)
+
+
+class SignInLink(Message):
+    """A link that signs a browser in, once, before `expires_at`."""
+
+    url: str
+    expires_at: float
+
+
+class Event(Message):
+    """A change; follow them with the cursor `id`.
+
+    Kinds: `experiment_state`, `experiment_changed`, `experiment_deleted`, `trial_created`,
+    `trial_state`, `attempt_started`, `workers_restarted`, `attempt_ended`, `metrics`, `validation`,
+    `checkpoint`, `progress`, `alert`, `logs`.
+    """
+
+    id: int
+    time: float
+    experiment_id: int
+    trial_id: int | None
+    kind: str
+    data: dict[str, Any]

@@ -1,0 +1,465 @@
+"""Plain structs between runner and master: attempts, nodes.
+
+Also: runs without a master (msgspec only, never pydantic: the runner loads it).
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from paceline._base.journal_records import AnyRecord, CheckpointStored
+from paceline._base.run_directory import RunInfo
+from paceline._cluster.messages.states import ErrorKind, ExitReason
+
+_ATTEMPT_IDS = 2**40
+
+MAX_PIECE_BYTES = 4 * 1024 * 1024
+"""How much of a file of a checkpoint one request carries at most."""
+
+
+MAX_TIME_S = 253_402_300_799.0
+"""The end of the year 9999 in UTC: later times cannot be shown."""
+
+# What a sender may claim.
+Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Sequence = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class RecordBatch(msgspec.Struct, frozen=True):
+    """Consecutive records of one rank's journal, each with its sequence number.
+
+    `after` is the number up to which the sender takes the journal as stored, None if it does not
+    say. A master that has less stores nothing of the batch, and its marks tell what it lacks.
+    """
+
+    generation: Rank
+    rank: Rank
+    records: list[tuple[Sequence, AnyRecord]]
+    after: int | None = None
+
+
+class RawRecordBatch(msgspec.Struct, frozen=True):
+    """A `RecordBatch` as the runner sends it: the journal's JSON, untouched."""
+
+    generation: int
+    rank: int
+    records: list[tuple[int, msgspec.Raw]]
+    after: int | None = None
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """The highest sequence number that the master has stored of one rank's journal."""
+
+    generation: int
+    rank: int
+    sequence: int
+
+
+class AttemptControl(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master wants of a running attempt; `version` grows with each change.
+
+    `kill_grace_s` is what a kill leaves the processes to react to SIGTERM; with 0 they get none.
+    `meeting_port` is where the nodes of an attempt on several nodes meet, on the first of them;
+    None until all are there. With `sends_checkpoints`, one of them does not share the checkpoint
+    directory with the master, so all of them send what they store.
+    """
+
+    version: int
+    should_preempt: bool = False
+    preempt_timeout_s: float = 600.0
+    should_kill: bool = False
+    kill_grace_s: float = 0.0
+    operation_length: int | None = None
+    operations_closed: bool = False
+    best_validation: float | dict[str, str] | None = None
+    meeting_port: int | None = None
+    sends_checkpoints: bool = False
+
+
+class MasterAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a master answers, and the token for those whose attempt has none of its own.
+
+    `certificate` is the master's own (PEM), for those who trust it and no other; None means that
+    the authorities of this machine decide.
+    """
+
+    url: str
+    token: str = ""
+    certificate: str | None = None
+
+
+class StorageMark(msgspec.Struct, frozen=True):
+    """A file that the master has written into a storage directory, and what is in it.
+
+    Who finds it there sees the directory of the master, and no other one at the same path.
+    """
+
+    path: str
+    text: str
+
+
+class AttemptSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `attempt.json`: all that a runner needs to run an attempt.
+
+    `python` is the interpreter that comes first on PATH; `working_dir` None means the private
+    copy of the context.
+
+    A runner on the master's machine finds address, token and contexts in the master's `home`. For
+    any other, `master` names a file with a `MasterAddress`; contexts come from the master then.
+    Both are for the executor to fill in. The file may change while the runner is at work.
+
+    `control` is what the master wanted when it started the runner; None has to be asked for.
+    `lease_s` is how long the master waits for a sign of life of the runner, 0 if that is unknown.
+    `mark` names the attempt, or its part on this node, among those of all masters.
+
+    `secret_names` are variables whose values lie in the home's file of secrets under
+    `experiment_id`. For a runner elsewhere the executor hands them on in the attempt's directory.
+
+    With `uses_uv` the runner installs what `uv.lock` in the code names, and runs in that.
+
+    `has_prefix` tells that `entrypoint` begins with a program of the user that runs the rest.
+
+    `token` opens the routes of this attempt and no other. Attempts of earlier versions have none.
+
+    An attempt on several nodes has a runner on each of its `num_members` nodes. `member` is the
+    number of this one; number 0 has rank 0. `num_shards` is the number of shards of a global batch
+    for a trial whose slots may change.
+
+    `storage_mark` tells a node whether it shares the checkpoint directory with the master. With
+    `sends_checkpoints` it does not: checkpoints are stored in the run directory, and the runner
+    sends them to the master. Of several nodes, all do so if one must.
+    """
+
+    attempt_id: int
+    trial_id: int
+    number: int
+    entrypoint: str | list[str]
+    python: str
+    variables: dict[str, str]
+    working_dir: str | None
+    context_digest: str | None
+    slot_ids: list[int]
+    num_threads: int
+    gpu_ids: list[str]
+    keep_directory: bool
+    home: str | None = None
+    master: str | None = None
+    control: AttemptControl | None = None
+    lease_s: float = 0.0
+    mark: str | None = None
+    token: str | None = None
+    experiment_id: int | None = None
+    secret_names: list[str] = []
+    member: int = 0
+    num_members: int = 1
+    num_shards: int | None = None
+    storage_mark: StorageMark | None = None
+    sends_checkpoints: bool = False
+    has_prefix: bool = False
+    uses_uv: bool = False
+
+
+def runner_id(attempt_id: int, member: int) -> int:
+    """Return the number of a runner of an attempt: that of the attempt on the first node."""
+    return attempt_id + member * _ATTEMPT_IDS
+
+
+def split_runner_id(number: int) -> tuple[int, int]:
+    """Return the attempt and the member of a runner."""
+    member, attempt_id = divmod(number, _ATTEMPT_IDS)
+    return attempt_id, member
+
+
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One line of output as it is shipped; `sequence` counts the attempt's lines from 0."""
+
+    sequence: Sequence
+    time: Time
+    rank: Rank | None
+    stream: str
+    level: str | None
+    text: str
+
+
+class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt's entrypoint ended, as its runner saw it; also the content of `exit.json`.
+
+    `code` is the verdict: 0 when all workers finished their work, even if one of them aborted
+    afterwards. `detail` says more where code and signal do not; `is_launch_error` if a launcher has
+    said there which rank failed first, and by what. `kind` is that of the error, None if there is
+    none, or if reason and code tell it. `time` is by the clock of the runner's machine, and so is
+    `sent_at`, which tells the master how wrong that clock is; None if it is not sent.
+    `store` is the storage that the code failed by, because it did not answer.
+    `is_leaving` says that the system told the runner to end, as Slurm tells all processes of a job.
+    """
+
+    reason: ExitReason
+    code: int | None
+    signal: int | None
+    time: Time
+    detail: str | None = None
+    is_launch_error: bool = False
+    kind: ErrorKind | None = None
+    sent_at: Time | None = None
+    is_leaving: bool = False
+    store: str | None = None
+
+    def by_clock_of(self, now: float) -> "AttemptEnd":
+        """Return the end with its time by the clock of its receiver, where it is `now`."""
+        if self.sent_at is None:
+            return self
+        at = min(now, self.time + now - self.sent_at)
+        return msgspec.structs.replace(self, time=at, sent_at=None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something has failed, and nobody has ended it."""
+        return self.reason is not ExitReason.KILLED and self.code != 0
+
+
+class RecordRequest(msgspec.Struct, frozen=True):
+    """Records to store; an empty list asks for the marks."""
+
+    batches: list[RecordBatch]
+
+
+class RawRecordRequest(msgspec.Struct, frozen=True):
+    """A `RecordRequest` as the runner sends it."""
+
+    batches: list[RawRecordBatch]
+
+
+class RecordReply(msgspec.Struct, frozen=True):
+    """What the master has of each journal.
+
+    With `control`, the search has judged all of the validation reports up to the marks, and
+    `control` is what is wanted since then.
+    """
+
+    marks: list[Mark]
+    control: AttemptControl | None = None
+
+
+class LogRequest(msgspec.Struct, frozen=True):
+    """Lines of output to store; an empty list asks for the position."""
+
+    entries: list[LogEntry]
+
+
+class LogReply(msgspec.Struct, frozen=True):
+    """The highest sequence number of the lines that the master has."""
+
+    last_sequence: int
+
+
+class CheckpointFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of the commit protocol of a checkpoint, as they are stored.
+
+    `manifest` is the text of `manifest.json`, and `shards` has that of `rank-N.done` by the rank.
+    """
+
+    manifest: str
+    shards: dict[int, str] = {}
+
+
+class CheckpointOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a runner says before it sends a checkpoint, and again when all was sent.
+
+    `record` is that of the journal. Without it, files of the checkpoint were deleted, and the
+    manifest is the new one. With `has_failed` the processes of this node have, so those of other
+    nodes end, too.
+    """
+
+    files: CheckpointFiles
+    record: CheckpointStored | None = None
+    has_failed: bool = False
+
+
+class ShardOffer(msgspec.Struct, frozen=True):
+    """What the ranks of another node than rank 0's have stored: `rank-N.done` by the rank."""
+
+    shards: dict[int, str]
+
+
+class CheckpointNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master lacks of a checkpoint: how many bytes it has of each incomplete file.
+
+    With `is_alone`, the other nodes of the attempt have ended and send nothing more: for rank 0's
+    node all of them, for another one that of rank 0.
+    """
+
+    is_stored: bool
+    missing: dict[str, int] = {}
+    is_alone: bool = False
+
+
+class PieceReply(msgspec.Struct, frozen=True):
+    """How many bytes of a file the master has, after a piece or instead of it."""
+
+    num_bytes: int
+
+
+PROTOCOL = 1
+"""The version of the messages in this module."""
+
+LOCAL_NODE = 0
+"""The id of the master's own machine among the nodes."""
+
+LOCAL_NAME = "local"
+"""The name of the master's own machine among the nodes."""
+
+DEFAULT_POOL = "default"
+# Nodes whose runners a master starts have it, with the name of the starter.
+STARTER_LABEL = "starter"
+
+NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node runner says when it registers.
+
+    `key` is a random text in the runner's directory. `python` is the interpreter of the runner.
+    `devices` has one entry per slot: "cpu" or the id of a GPU; `device_kind` names the hardware.
+    `device_memory_bytes` has the memory of each slot's GPU, 0 if it is unknown; it is empty if none
+    is known. `address` is where other nodes reach this one; empty if the master is to take that of
+    the connection. `host` is the name of the machine.
+    """
+
+    name: str
+    key: str
+    version: str
+    protocol: int
+    python: str
+    python_version: str
+    devices: list[str]
+    device_kind: str
+    num_cores: int
+    memory_bytes: int
+    pool: str = DEFAULT_POOL
+    labels: dict[str, str] = {}
+    address: str = ""
+    host: str = ""
+    device_memory_bytes: list[int] = []
+
+
+class NodeSession(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a registration; `session` is the node's fencing token."""
+
+    node_id: int
+    session: int
+    cluster_id: str
+    lease_s: float
+
+
+class NodePoll(msgspec.Struct, frozen=True, kw_only=True):
+    """A node runner's question for work.
+
+    `number` grows with each poll of a session. `attempts` are those that have a directory on the
+    node, `alive` those of them with a runner at work. The answer waits up to `wait_s` seconds for
+    another version of the work than `after`. A node that is leaving gets no more attempts.
+    """
+
+    key: str
+    session: int
+    number: int
+    attempts: list[int]
+    alive: list[int]
+    after: int = 0
+    wait_s: float = 0.0
+    is_leaving: bool = False
+
+
+class NodeLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a node needs to start an attempt."""
+
+    spec: AttemptSpec
+    info: RunInfo
+    secrets: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"NodeLaunch(attempt {self.spec.attempt_id})"
+
+
+class NodeWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master wants on a node: all attempts that it wants there, and what to do.
+
+    `launches` are those of wanted attempts that the node does not have. `kill` are attempts whose
+    runner must be killed. `strays` tells that attempts which were given away are alive there.
+    """
+
+    version: int
+    wanted: list[int]
+    launches: list[NodeLaunch]
+    kill: list[int]
+    strays: bool = False
+
+
+class RunRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """Make a run known; `path` is its run directory as whoever sends this sees it."""
+
+    info: RunInfo
+    path: str
+
+
+class RunBatch(msgspec.Struct, frozen=True):
+    """Consecutive records of one journal of a run, each with its sequence number.
+
+    `after` is as in `RecordBatch`.
+    """
+
+    attempt: Rank
+    generation: Rank
+    rank: Rank
+    records: list[tuple[Sequence, AnyRecord]]
+    after: int | None = None
+
+
+class RawRunBatch(msgspec.Struct, frozen=True):
+    """A `RunBatch` as the client sends it: the journal's JSON, untouched."""
+
+    attempt: int
+    generation: int
+    rank: int
+    records: list[tuple[int, msgspec.Raw]]
+    after: int | None = None
+
+
+class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """Further records of a run, earlier attempts first.
+
+    `is_alive` tells that more may follow: the run goes on, or it wrote more than this. `moved`
+    maps checkpoint storages that the journal names to where they are now. A run that goes on is
+    lost if nothing is heard of it for `lease_s` seconds; None waits for ever.
+    """
+
+    batches: list[RunBatch]
+    is_alive: bool
+    moved: dict[str, str] = {}
+    lease_s: float | None = None
+
+
+class RawRunRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """A `RunRecords` as the client sends it."""
+
+    batches: list[RawRunBatch]
+    is_alive: bool
+    moved: dict[str, str] = {}
+    lease_s: float | None = None
+
+
+class RunMark(msgspec.Struct, frozen=True):
+    """The highest sequence number that the master has stored of one journal of a run."""
+
+    attempt: int
+    generation: int
+    rank: int
+    sequence: int
+
+
+class RunReply(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run is shown, and what the master has of its journals."""
+
+    experiment_id: int
+    trial_id: int
+    marks: list[RunMark]

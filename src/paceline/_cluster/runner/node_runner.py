@@ -1,0 +1,498 @@
+"""The runner of a node: slots and facts of its machine, polling the master."""
+
+import fcntl
+import logging
+import os
+import platform
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import paceline
+from paceline._base.files import make_secret, open_private, read_secret, write_atomically
+from paceline._base.gpus import KnownGpu, visible_gpus
+from paceline._base.process_and_network import num_cores
+from paceline._base.sealed_json import seal
+from paceline._cluster.messages.runner_messages import (
+    DEFAULT_POOL,
+    PROTOCOL,
+    MasterAddress,
+    NodeFacts,
+    NodePoll,
+    NodeSession,
+    NodeWork,
+)
+from paceline._cluster.runner.attempt_processes import AttemptProcesses, WantedAttempts
+from paceline._cluster.runner.master_link import (
+    MasterBackoff,
+    MasterLink,
+    RefusedByMasterError,
+    TokenRefusedError,
+    UnreachableError,
+    UntrustedMasterError,
+    encode,
+)
+
+CPU: Final = "cpu"
+
+
+def find_slots(num_slots: int | None) -> list[KnownGpu]:
+    """Return one entry per slot: a GPU, else one with the id "cpu" per core.
+
+    A device of a GPU that is divided by MIG is a slot, too.
+
+    Args:
+        num_slots: How many there are to be; None is one per GPU or else core.
+
+    Raises:
+        ValueError: `num_slots` is less than 1, or more than the GPUs there are.
+    """
+    if num_slots is not None and num_slots < 1:
+        raise ValueError(f"`num_slots` must be at least 1, but got {num_slots}.")
+    gpus = visible_gpus()
+    if gpus:
+        if num_slots is not None and num_slots > len(gpus):
+            raise ValueError(
+                f"`num_slots` must be at most {len(gpus)}, the number of GPUs, but got {num_slots}."
+                " Hint: hide the GPUs by CUDA_VISIBLE_DEVICES= to have one slot per CPU core."
+            )
+        return gpus[:num_slots]
+    if num_slots is None:
+        num_slots = num_cores()
+    return [KnownGpu(id=CPU)] * num_slots
+
+
+def names_of_gpus(slots: Sequence[KnownGpu]) -> str:
+    """Return what the GPUs of slots are called, each name once; "GPU" where nobody tells."""
+    return ", ".join(sorted({slot.name for slot in slots if slot.name})) or "GPU"
+
+
+def memory_of_gpus(slots: Sequence[KnownGpu]) -> list[int]:
+    """Return the memory of each slot in bytes, 0 for one that is unknown; none if all are."""
+    sizes = [slot.memory_bytes for slot in slots]
+    return sizes if any(sizes) else []
+
+
+_KEY_FILE = "node_key"
+
+
+def find_facts(
+    directory: Path,
+    *,
+    name: str,
+    num_slots: int | None,
+    pool: str = DEFAULT_POOL,
+    labels: Mapping[str, str] | None = None,
+    address: str = "",
+) -> NodeFacts:
+    """Return the facts of this machine.
+
+    Args:
+        directory: The runner's directory, which has the key of the node, or gets one.
+        name: The node's name with the master.
+        num_slots: The number of slots; one per GPU or else CPU core if None.
+        pool: The pool that the node belongs to.
+        labels: What else is to be known of it.
+        address: Where other nodes reach it; the master takes that of the connection by default.
+
+    Raises:
+        ValueError: There are not so many slots.
+        ValueError: The key is damaged.
+        OSError: It cannot be read or written.
+    """
+    return describe_machine(
+        find_slots(num_slots),
+        name=name,
+        key=_machine_key(directory),
+        pool=pool,
+        labels=labels,
+        address=address,
+    )
+
+
+def describe_machine(
+    slots: Sequence[KnownGpu],
+    *,
+    name: str,
+    key: str = "",
+    pool: str = DEFAULT_POOL,
+    labels: Mapping[str, str] | None = None,
+    address: str = "",
+) -> NodeFacts:
+    """Return the facts of this machine with these slots; the rest is as for `find_facts`."""
+    has_gpus = any(slot.id != CPU for slot in slots)
+    return NodeFacts(
+        name=name,
+        key=key,
+        version=paceline.__version__,
+        protocol=PROTOCOL,
+        python=sys.executable,
+        python_version=platform.python_version(),
+        devices=[slot.id for slot in slots],
+        device_kind=names_of_gpus(slots) if has_gpus else _cpu_name(),
+        device_memory_bytes=memory_of_gpus(slots),
+        num_cores=num_cores(),
+        memory_bytes=_memory_bytes(),
+        pool=pool,
+        labels=dict(labels or {}),
+        address=address,
+        host=socket.gethostname(),
+    )
+
+
+def _machine_key(directory: Path) -> str:
+    path = directory / _KEY_FILE
+    try:
+        if key := read_secret(path):
+            return key
+    except FileNotFoundError:
+        pass
+    key = make_secret()
+    write_atomically(path, key.encode())
+    return key
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 30.0
+_TICK_S = 0.5
+# With attempts that were given away, and while the node leaves.
+_SHORT_WAIT_S = 1.0
+# How long the master may take to answer a runner that leaves.
+_LEAVE_S = 10.0
+# Another home of the master's, or another token in the file.
+_REGISTER_AGAIN = ((404, "unknown_node"), (403, "other_token"))
+
+
+class NodeStoppedError(Exception):
+    """Raised when the master does not want this runner."""
+
+
+class NodeRunner:
+    """Serve one node.
+
+    One thread polls; all that touches attempts happens in the thread that calls `run`. Between two
+    polls, it starts anew what did not start and ships what dead runners have left.
+
+    Args:
+        url: The address of the master.
+        token_path: The file that has the runner's token; it is read again after each failure.
+        directory: The runner's own directory, which has the attempts. If it has a certificate of
+            the master, `master.pem`, no other one is trusted.
+        facts: What this machine is.
+        idle_timeout_s: After how many seconds without an attempt the runner leaves; None is never.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token_path: Path,
+        directory: Path,
+        facts: NodeFacts,
+        idle_timeout_s: float | None = None,
+    ) -> None:
+        self._facts = facts
+        self._directory = directory
+        self._address_path = directory / "master.json"
+        self._url = url.rstrip("/")
+        self._certificate_path = directory / "master.pem"
+        self._idle_timeout_s = idle_timeout_s
+        self._busy_at = time.monotonic()
+        self._token_path = token_path
+        self._link = MasterLink(lambda: self._address(read_secret(token_path)))
+        self._processes = AttemptProcesses(directory / "attempts", directory)
+        self._questions: queue.SimpleQueue[NodePoll] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[NodeWork | Exception] = queue.SimpleQueue()
+        self._number = 0
+        self._version = 0
+        self._wanted = WantedAttempts(self._processes, self._address_path, self._address)
+        self._num_signals = 0
+        self._has_strays = False
+        self._asked_at = 0.0
+
+    def run(self) -> None:
+        """Serve until a signal: the first lets the attempts leave, a second one leaves them.
+
+        Raises:
+            NodeStoppedError: The master refuses this runner, or another one has taken its place.
+        """
+        with self._holding():
+            self._write(self._address_path, seal(encode(self._address())))
+            self._session = self._register()
+            self._check_cluster()
+            threading.Thread(target=self._poll_all, name="poll", daemon=True).start()
+            try:
+                self._serve()
+            finally:
+                self._processes.close()
+
+    def stop(self) -> None:
+        """Let the attempts leave, then end; a second time end at once. For signal handlers."""
+        self._num_signals += 1
+
+    def leave(self) -> None:
+        """Let the attempts leave, then end; a second time changes nothing. For signal handlers.
+
+        Slurm and others may send the same signal more than once.
+        """
+        self._num_signals = max(1, self._num_signals)
+
+    def _address(self, token: str = "") -> MasterAddress:
+        path = self._certificate_path
+        certificate = path.read_text() if path.exists() else None
+        return MasterAddress(url=self._url, token=token, certificate=certificate)
+
+    # ---- asking --------------------------------------------------------------------------
+
+    def _register(self) -> NodeSession:
+        pauses, trouble = MasterBackoff(), ""
+        while True:
+            try:
+                reply = self._link.post("/nodes", encode(self._facts))
+            except UntrustedMasterError as error:
+                raise NodeStoppedError(str(error)) from error
+            except UnreachableError as error:
+                if str(error) != trouble:
+                    trouble = str(error)
+                    if isinstance(error, TokenRefusedError):
+                        logger.warning(
+                            "The master at %s does not take the token in %s: %s The runner asks"
+                            " again and again, as the file may get another one.",
+                            self._url,
+                            self._token_path,
+                            error,
+                        )
+                    else:
+                        logger.warning("The master at %s cannot be reached: %s", self._url, error)
+                if self._num_signals:
+                    raise NodeStoppedError("Stopped before the master answered.") from error
+                time.sleep(pauses.next_s())
+            except RefusedByMasterError as error:
+                raise NodeStoppedError(f"The master refuses this node. {error}") from error
+            else:
+                session = msgspec.json.decode(reply, type=NodeSession)
+                logger.info(
+                    "Node %s is registered (id %d, session %d) with %d slots.",
+                    self._facts.name, session.node_id, session.session, len(self._facts.devices),
+                )  # fmt: skip
+                return session
+
+    def _check_cluster(self) -> None:
+        path = self._directory / "cluster_id"
+        # Bytes that are no text are damaged, and so of another master.
+        known = path.read_text(errors="replace").strip() if path.exists() else None
+        known = known or self._session.cluster_id
+        if known != self._session.cluster_id and self._processes.all():
+            raise NodeStoppedError(
+                f"The directory {str(self._directory)!r} must belong to one master, but holds"
+                " attempts of another one. Hint: choose another `--dir`."
+            )
+        self._write(path, self._session.cluster_id.encode())
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with self._naming_directory():
+            write_atomically(path, data)
+
+    @contextmanager
+    def _naming_directory(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise NodeStoppedError(
+                f"The runner must be able to write to {str(self._directory)!r}, but: {error}."
+            ) from error
+
+    def _poll_all(self) -> None:
+        pauses = MasterBackoff()
+        while True:
+            poll = self._questions.get()
+            path = f"/nodes/{self._session.node_id}/poll"
+            try:
+                reply = self._link.post(path, encode(poll), timeout_s=poll.wait_s + 10)
+                self._answers.put(msgspec.json.decode(reply, type=NodeWork))
+                pauses.reset()
+            except Exception as error:
+                time.sleep(pauses.next_s())
+                self._answers.put(error)
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        self._questions.put(self._next_poll())
+
+    def _next_poll(self) -> NodePoll:
+        attempts = [id_ for id_ in self._processes.all() if self._processes.is_prepared(id_)]
+        is_short = self._has_strays or self._num_signals
+        # After a failure, an answer that says at once what is wanted.
+        wait_s = 0.0 if self._wanted.ids is None else _SHORT_WAIT_S if is_short else _WAIT_S
+        self._number += 1
+        return NodePoll(
+            key=self._facts.key,
+            session=self._session.session,
+            number=self._number,
+            attempts=attempts,
+            alive=[id_ for id_ in attempts if self._processes.is_alive(id_)],
+            after=self._version,
+            wait_s=min(wait_s, self._session.lease_s / 3),
+            is_leaving=bool(self._num_signals),
+        )
+
+    # ---- doing ---------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        has_told = False
+        trouble = ""
+        self._ask()
+        while self._num_signals < 2:
+            if self._num_signals and not has_told:
+                has_told = True
+                self._let_leave()
+            self._leave_if_idle()
+            if has_told and not self._alive():
+                self._say_that_it_has_left()
+                logger.info("The runner ends; nothing runs on this node.")
+                return
+            try:
+                answer = self._answers.get(timeout=_TICK_S)
+            except queue.Empty:
+                self._wanted.look_after({}, [])
+                continue
+            if isinstance(answer, NodeWork):
+                if trouble:
+                    logger.info("The master answers again.")
+                    trouble = ""
+                self._carry_out(answer)
+            else:
+                if str(answer) != trouble and not _is_final(answer):
+                    trouble = str(answer)
+                    is_refused = isinstance(answer, RefusedByMasterError)
+                    what = "refuses this runner now" if is_refused else "does not answer"
+                    logger.warning("The master %s: %s", what, answer)
+                self._recover(answer)
+            self._ask()
+        if left := self._alive():
+            logger.warning(
+                "The runner ends and leaves %s running. `paceline runner` with the same `--dir`"
+                " looks after them again.",
+                self._names(left),
+            )
+
+    def _leave_if_idle(self) -> None:
+        if self._processes.all() or self._wanted.ids or self._idle_timeout_s is None:
+            self._busy_at = time.monotonic()
+        elif time.monotonic() > self._busy_at + self._idle_timeout_s and not self._num_signals:
+            logger.info("The node was idle for %.0f s and leaves.", self._idle_timeout_s)
+            self.leave()
+
+    def _carry_out(self, work: NodeWork) -> None:
+        self._version, self._has_strays = work.version, work.strays
+        self._wanted.ids = set(work.wanted)
+        launches = {launch.spec.attempt_id: launch for launch in work.launches}
+        # Of an old answer nothing is started: what it names may have been given away since.
+        is_old = time.monotonic() - self._asked_at > self._session.lease_s / 2
+        if is_old or self._num_signals:
+            launches = {}
+        self._wanted.look_after(launches, work.kill)
+
+    def _recover(self, error: Exception) -> None:
+        if _is_final(error):
+            raise NodeStoppedError(f"The master wants no more polls of this runner. {error}")
+        if isinstance(error, RefusedByMasterError):
+            self._session = self._register()
+            self._check_cluster()
+            self._number = 0
+
+    def _let_leave(self) -> None:
+        """Have all attempts store a checkpoint and end, as if the machine shut down."""
+        self._log_stop()
+        # First, so that none of them comes back here; the poll that waits is overtaken.
+        poll = msgspec.structs.replace(self._next_poll(), wait_s=0.0)
+        with suppress(UnreachableError, RefusedByMasterError):
+            path = f"/nodes/{self._session.node_id}/poll"
+            self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)
+        for attempt_id in self._processes.all():
+            self._processes.signal_runner(attempt_id, signal.SIGTERM)
+
+    def _log_stop(self) -> None:
+        # Loaded late: it needs much that a runner without attempts does not.
+        from paceline._cluster.runner.master_follower import TERMINATION_S
+
+        alive = self._alive()
+        if not alive:
+            logger.info("The runner stops: this node takes no more attempts, and none runs here.")
+            return
+        logger.info(
+            "The runner stops: this node takes no more attempts. It waits for %s: up to %.0f s to"
+            " store a checkpoint and end, and then until the rest is sent. Another Ctrl-C ends the"
+            " runner at once.",
+            self._names(alive),
+            TERMINATION_S,
+        )
+
+    def _alive(self) -> list[int]:
+        return [id_ for id_ in self._processes.all() if self._processes.is_alive(id_)]
+
+    def _names(self, attempts: list[int]) -> str:
+        """Return how many attempts these are, and of which trials as far as that can be read."""
+        trials = []
+        for attempt_id in attempts:
+            with suppress(OSError, msgspec.DecodeError):
+                trials.append(self._processes.directory(attempt_id).read_spec().trial_id)
+        plural = "s" * (len(attempts) > 1)
+        return f"{len(attempts)} attempt{plural} (trial {', '.join(map(str, sorted(trials)))})"
+
+    def _say_that_it_has_left(self) -> None:
+        """Tell the master that nothing is left here, so that it need not wait for the lease."""
+        path = f"/nodes/{self._session.node_id}/poll"
+        with suppress(UnreachableError, RefusedByMasterError):
+            for _ in range(2):
+                poll = msgspec.structs.replace(self._next_poll(), wait_s=0.0)
+                reply = self._link.another().post(path, encode(poll), timeout_s=_LEAVE_S)
+                if not poll.attempts:
+                    return
+                self._processes.clean(set(msgspec.json.decode(reply, type=NodeWork).wanted))
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Hold the directory, so that one runner serves it."""
+        with self._naming_directory():
+            lock = open_private(self._directory / "runner.lock", "a+")
+        with lock as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise NodeStoppedError(
+                    f"The directory {str(self._directory)!r} must have one runner, but another one"
+                    " serves it. Hint: choose another `--dir` and `--name` for a second one."
+                ) from error
+            yield
+
+
+def _is_final(error: Exception) -> bool:
+    """Tell whether the master refuses a poll for good, so that the runner ends."""
+    if not isinstance(error, RefusedByMasterError):
+        return False
+    return (error.status, error.code) not in _REGISTER_AGAIN

@@ -1,0 +1,1 @@
+"""The training engine that the front doors share."""

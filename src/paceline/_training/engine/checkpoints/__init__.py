@@ -1,0 +1,1 @@
+"""State of a training as checkpoints: captured, stored, kept, read, compared at a resume."""

@@ -1,0 +1,426 @@
+"""Nested state as JSON and safetensors, with versions."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from paceline._base.journal_records import decode_value, encode_float
+from paceline._training.engine.checkpoints.stored_tensors import (
+    ShardedTensor,
+    ShardFiles,
+    StoredTensor,
+    TensorFile,
+    WholeTensors,
+    tensor_file_pieces,
+    whole,
+    write_whole_tensors,
+)
+from paceline.storage._checkpoint_files import CheckpointCorruptError, CheckpointMismatchError
+from paceline.storage._uploads import FileSender
+
+_TENSOR, _ARRAY, _TUPLE, _DICT = "$tensor", "$array", "$tuple", "$items"
+_SHARDED = "$sharded"
+# What safetensors has no name for: large and small complex numbers, quantized numbers, bits.
+_ODD_DTYPES = frozenset(("torch.complex128", "torch.complex32"))
+_ODD_BEGINNINGS = ("torch.qint", "torch.quint", "torch.bits")
+_LEAST_SENT_BYTES = 8 * 1024 * 1024
+# Python reads no longer integers from JSON, and its stack has an end for who reads it back.
+MAX_DIGITS = 4300
+MAX_DEPTH = 200
+_CONTAINERS = (dict, list, tuple)
+_TOO_LARGE_INT = 10**MAX_DIGITS
+
+_ARRAY_DTYPES = frozenset(
+    ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+)
+
+
+class StateFormatError(TypeError):
+    """Raised when a state holds something that the safe format does not know."""
+
+
+def save_state(state: Any, directory: Path, name: str, send: FileSender | None = None) -> None:
+    """Write ``<name>.json`` and, if there are tensors, ``<name>.safetensors``.
+
+    Args:
+        state: The state.
+        directory: Where the files are to be.
+        name: The name of the part.
+        send: Stores the tensors from memory, so that they are not in the directory; see
+            `CheckpointStorage.file_sender`.
+
+    Raises:
+        StateFormatError: A value is no tensor, array, number, string, boolean, None, list, tuple
+            or dictionary of these, or is nested too deep; the message names its path.
+    """
+    _check_depth(state)
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _state_to_json(state, "", tensors, {})
+    (directory / f"{name}.json").write_text(json.dumps(tree, allow_nan=False))
+    if not tensors:
+        return
+    file_name = f"{name}.safetensors"
+    pieces = None if send is None else tensor_file_pieces(tensors)
+    # Small files go to the store several at once, from the directory.
+    if send is None or pieces is None or pieces[0] < _LEAST_SENT_BYTES:
+        write_whole_tensors(tensors, directory / file_name)
+    else:
+        send(file_name, *pieces)
+
+
+def is_storable(state: Any) -> bool:
+    """Tell whether `save_state` would take a state."""
+    try:
+        _check_depth(state)
+        _state_to_json(state, "", {}, {})
+    except StateFormatError:
+        return False
+    return True
+
+
+def load_state(directory: Path, name: str, *, lazily: bool = False) -> Any:
+    """Return what `save_state` was given; tensors are on the CPU.
+
+    Those whose pieces the ranks have stored are read later, see `StoredTensor`.
+
+    Args:
+        directory: The directory.
+        name: The name of the part.
+        lazily: Whether all tensors are read later.
+    """
+    text = (directory / f"{name}.json").read_text()
+    path = directory / f"{name}.safetensors"
+    tensors: Mapping[str, Any] = {}
+    if path.exists():
+        tensors = WholeTensors(TensorFile(path)).tensors() if lazily else load_file(path)
+    shards = ShardFiles(directory) if f'"{_SHARDED}"' in text else None
+    return _state_from_json(json.loads(text), tensors, shards)
+
+
+def is_too_large(value: object) -> bool:
+    """Tell whether a value is an integer of more digits than JSON is read with."""
+    return isinstance(value, int) and abs(value) >= _TOO_LARGE_INT
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is that cannot be stored, with its article."""
+    if is_too_large(value):
+        return f"an integer of more than {MAX_DIGITS} digits"
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _check_depth(state: Any) -> None:
+    """Check that a state can be walked through, also where it holds itself.
+
+    Raises:
+        StateFormatError: It cannot.
+    """
+    level = [state] if isinstance(state, _CONTAINERS) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        # What holds itself more than once would come up ever more often.
+        below = {
+            id(item): item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, _CONTAINERS)
+        }
+        level = [*below.values()]
+    if level:
+        raise StateFormatError(
+            f"A state must be nested {MAX_DEPTH} deep at most, but"
+            f" {_deepest_path(state)[:40]!r}... is deeper, or holds itself. Hint: return a flat"
+            " list of its parts."
+        )
+
+
+def _deepest_path(state: Any) -> str:
+    """Return the path of something that is `MAX_DEPTH` deep in a state."""
+    level = {id(state): ("", state)}
+    for _ in range(MAX_DEPTH):
+        level = {
+            id(item): (_at(path, key), item)
+            for path, value in level.values()
+            for key, item in (value.items() if isinstance(value, dict) else enumerate(value))
+            if isinstance(item, _CONTAINERS)
+        }
+    return next(path for path, _ in level.values())
+
+
+def _state_to_json(
+    value: Any,
+    path: str,
+    tensors: dict[str, torch.Tensor],
+    known: dict[tuple[Any, ...], str],
+) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR: _pack_tensor(value, path or "value", tensors, known)}
+    if isinstance(value, ShardedTensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return {_SHARDED: value.name, "shape": list(value.shape), "dtype": kind}
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int) and not is_too_large(value):
+        return value
+    if isinstance(value, float):
+        return encode_float(value)
+    if isinstance(value, tuple):
+        return {
+            _TUPLE: [_state_to_json(v, _at(path, i), tensors, known) for i, v in enumerate(value)]
+        }
+    if isinstance(value, list):
+        return [_state_to_json(v, _at(path, i), tensors, known) for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        return _pack_dict(value, path, tensors, known)
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return _state_to_json(value.item(), path, tensors, known)
+    if type(value).__module__ == "numpy" and str(getattr(value, "dtype", "")) in _ARRAY_DTYPES:
+        return {_ARRAY: _pack_tensor(torch.from_numpy(value), path or "value", tensors, known)}
+    raise StateFormatError(
+        f"A state must consist of tensors, numbers, strings, booleans, None, lists, tuples and"
+        f" dictionaries, but {path or 'the top'!r} is {kind_of(value)}. Hint: return"
+        " plain values from `state_dict()`."
+    )
+
+
+def _pack_dict(
+    value: dict[Any, Any],
+    path: str,
+    tensors: dict[str, torch.Tensor],
+    known: dict[tuple[Any, ...], str],
+) -> dict[str, Any]:
+    if all(isinstance(key, str) and key[:1] != "$" for key in value):
+        return {
+            key: _state_to_json(item, _at(path, key), tensors, known) for key, item in value.items()
+        }
+    items = []
+    for key, item in value.items():
+        if is_too_large(key):
+            raise StateFormatError(
+                f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
+                f" {kind_of(key)}. Hint: use a string."
+            )
+        if not isinstance(key, (str, int, bool)) and key is not None:
+            raise StateFormatError(
+                f"Keys of a state must be strings or integers, but {path or 'the top'!r} has"
+                f" {key!r}. Hint: use a string such as {str(key)!r}."
+            )
+        items.append([key, _state_to_json(item, _at(path, key), tensors, known)])
+    return {_DICT: items}
+
+
+def check_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Check that a tensor can be stored.
+
+    Raises:
+        StateFormatError: It cannot.
+    """
+    is_dense, kind = tensor.layout is torch.strided, str(tensor.dtype)
+    is_odd = kind in _ODD_DTYPES or kind.startswith(_ODD_BEGINNINGS)
+    if is_dense and not tensor.is_meta and not is_odd:
+        return
+    found = f"of the type {kind}" if is_dense else f"of the layout {tensor.layout}"
+    found = "on the meta device" if tensor.is_meta else found
+    raise StateFormatError(
+        "A tensor of a state must be dense, have memory, and be of a type of safetensors, but"
+        f" {path!r} is {found}. Hint: convert it in `state_dict()`, or keep it out of the state, a"
+        " buffer by `persistent=False`."
+    )
+
+
+def _pack_tensor(
+    tensor: torch.Tensor,
+    path: str,
+    tensors: dict[str, torch.Tensor],
+    known: dict[tuple[Any, ...], str],
+) -> str:
+    check_tensor(tensor, path)
+    tensor = tensor.detach()
+    identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    if tensor.numel() and identity in known:
+        return known[identity]
+    # Keys with dots can make two paths look alike. The format has a use of its own for one name.
+    while path in tensors or path == "__metadata__":
+        path += "'"
+    known[identity] = path
+    tensors[path] = tensor.cpu().contiguous()
+    return path
+
+
+def _state_from_json(tree: Any, tensors: Mapping[str, Any], shards: ShardFiles | None) -> Any:
+    if isinstance(tree, list):
+        return [_state_from_json(item, tensors, shards) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TENSOR in tree:
+        return tensors[tree[_TENSOR]]
+    if _SHARDED in tree and shards is not None:
+        dtype = getattr(torch, tree["dtype"])
+        return StoredTensor(ShardedTensor(tree[_SHARDED], tuple(tree["shape"]), dtype), shards)
+    if _ARRAY in tree:
+        return whole(tensors[tree[_ARRAY]]).numpy()
+    if _TUPLE in tree:
+        return tuple(_state_from_json(item, tensors, shards) for item in tree[_TUPLE])
+    if _DICT in tree:
+        return {key: _state_from_json(item, tensors, shards) for key, item in tree[_DICT]}
+    if any(key[:1] == "$" for key in tree):
+        return decode_value(tree)
+    return {key: _state_from_json(item, tensors, shards) for key, item in tree.items()}
+
+
+def _at(path: str, key: object) -> str:
+    text = kind_of(key) if is_too_large(key) else key
+    return f"{path}.{text}" if path else str(text)
+
+
+STATE_VERSION = 3
+"""The version of what a checkpoint holds.
+
+Readers leave out keys that they do not know and do without keys that are new, so that adding one
+needs no new version. A change that an earlier Paceline would misread raises it by one, and comes
+with a function in `_MIGRATIONS` and a stored checkpoint of the version before in the tests.
+Version 3 has sharded tensors; a checkpoint without any stays of version 2, for earlier readers.
+"""
+UNSHARDED_VERSION = 2
+
+
+def _from_version_1(name: str, part: dict[str, Any]) -> None:
+    """Add what was not kept; give the open sums their present form."""
+    if name == "training":
+        part |= {"trial": None, "hparams": None, "unstored_hparams": [], "data_config": {}}
+        part["best_metrics"] = None
+    elif name.startswith("rank_"):
+        means = part["means"]
+        part["means"] = {
+            "totals": means["sums"],
+            "held": {},
+            "weights": [],
+            "weight": means["weight"],
+        }
+
+
+# What turns a part of a version, given its name, into that of the next version.
+_MIGRATIONS: dict[int, Callable[[str, dict[str, Any]], None]] = {
+    1: _from_version_1,
+    2: lambda name, part: None,
+}
+
+
+def read_training(path: Path) -> dict[str, Any]:
+    """Return the part "training" of a checkpoint, as the present version has it.
+
+    Its "version" stays that of the files, as the other parts are to be read by it.
+
+    Raises:
+        CheckpointMismatchError: The directory holds no trainer's state, or a newer one.
+        CheckpointCorruptError: The file cannot be read.
+    """
+    if not path.exists():
+        raise CheckpointMismatchError(
+            f"The checkpoint must be in {str(path)!r}, but there is nothing. Hint: see that the"
+            " path is right, or take a newer checkpoint if its run has deleted this one."
+        )
+    if not (path / "training.json").is_file():
+        hint = "checkpoints that `core` stored are restored by the code that stored them."
+        if (path / "state.json").is_file():
+            hint = "pytorch.load_weights reads the models of a train function's checkpoint."
+        raise CheckpointMismatchError(
+            f"The checkpoint must hold a trainer's state, but {str(path)!r} has no training.json."
+            f" Hint: {hint}"
+        )
+    training = read_versioned_files(path, "training")
+    version = training["version"]
+    if version > STATE_VERSION:
+        raise CheckpointMismatchError(
+            f"The trainer's state must have version {STATE_VERSION} or an earlier one, but has"
+            f" {version}: Paceline {training.get('paceline', 'of a later version')} stored it."
+            " Hint: use that version or a later one."
+        )
+    return _migrated("training", training, version)
+
+
+def read_versioned_part(
+    path: Path, name: str, training: dict[str, Any], *, lazily: bool = False
+) -> dict[str, Any]:
+    """Return another part of a checkpoint, as the present version has it.
+
+    Args:
+        path: The checkpoint's directory.
+        name: The name of the part.
+        training: The part "training".
+        lazily: Whether all tensors are read later, see `StoredTensor`.
+
+    Raises:
+        CheckpointCorruptError: Its files are missing or cannot be read.
+    """
+    return _migrated(name, read_versioned_files(path, name, lazily=lazily), training["version"])
+
+
+def check_number(kind: str, index: int, num_stored: int) -> None:
+    """Check that a checkpoint holds a model or an optimizer of a number.
+
+    Args:
+        kind: "model" or "optimizer".
+        index: The number.
+        num_stored: How many it holds.
+
+    Raises:
+        CheckpointMismatchError: It does not.
+    """
+    if 0 <= index < num_stored:
+        return
+    allowed = f"from 0 to {num_stored - 1}" if num_stored > 1 else "0"
+    raise CheckpointMismatchError(
+        f"The checkpoint holds no {kind}."
+        if num_stored == 0
+        else f"`{kind}` must be {allowed}, as the checkpoint holds {num_stored} of them, but got"
+        f" {index}."
+    )
+
+
+def read_weights(
+    path: Path, training: dict[str, Any], index: int, *, lazily: bool = False
+) -> dict[str, Any]:
+    """Return the state of one model, with all tensors in memory or all to be read later.
+
+    Raises:
+        CheckpointMismatchError: There is no such model.
+        CheckpointCorruptError: Its files are missing or cannot be read.
+    """
+    check_number("model", index, training["num_models"])
+    weights: dict[str, Any] = read_versioned_part(path, f"model_{index}", training, lazily=lazily)
+    return weights if lazily else {name: whole(value) for name, value in weights.items()}
+
+
+def read_versioned_files(path: Path, name: str, *, lazily: bool = False) -> dict[str, Any]:
+    """Return what `save_state` has written.
+
+    Args:
+        path: The directory.
+        name: The name of the files.
+        lazily: Whether all tensors are read later, see `StoredTensor`.
+
+    Raises:
+        CheckpointCorruptError: The files are missing or cannot be read.
+    """
+    try:
+        part: dict[str, Any] = load_state(path, name, lazily=lazily)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError, KeyError) as error:
+        raise CheckpointCorruptError(
+            f"{name}.json and {name}.safetensors in {str(path)!r} must be whole, but cannot be"
+            f" read ({type(error).__name__}: {error}). Hint: download the checkpoint again, or use"
+            " another one."
+        ) from error
+    return part
+
+
+def _migrated(name: str, part: dict[str, Any], version: int) -> dict[str, Any]:
+    for earlier in range(version, STATE_VERSION):
+        _MIGRATIONS[earlier](name, part)
+    return part

@@ -1,0 +1,265 @@
+"""Device of a rank, its process group, number format, data on its way to it.
+
+Also: small sums over ranks.
+"""
+
+import copy
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline._base.arguments_and_errors import one_of
+from paceline._base.process_and_network import LOOPBACK, PortReservation
+from paceline._training.workers.processes.rank_environment import join_process_group
+from paceline._training.workers.worker_pools import end_without_shutdown, prepare_joined
+from paceline.core._distributed_context import DistributedContext
+from paceline.core._launcher_place import launched_place
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 600.0
+
+
+def join_ranks(
+    distributed: DistributedContext | None, device: torch.device | None = None
+) -> DistributedContext | None:
+    """Return this process's place, after making the process group if there is none.
+
+    The place is the one given, else that of a process group which is there already, else what the
+    launcher says; None for a process that works alone.
+
+    Args:
+        distributed: The place, if it is known.
+        device: The device, if it is not to be a GPU wherever there is one.
+
+    Raises:
+        ValueError: A variable of the environment is missing or no number.
+        DistributedTimeoutError: Ranks are missing.
+    """
+    place = launched_place()
+    is_known = place is not None and (place.local_rank is not None or not dist.is_initialized())
+    if distributed is None and is_known:
+        distributed = DistributedContext.from_torch_distributed()
+    if dist.is_initialized():
+        distributed = distributed or _place_in_group()
+    elif distributed is not None and distributed.size > 1:
+        _make_group(distributed, device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        end_without_shutdown()
+    return distributed
+
+
+def own_device(
+    local_rank: int,
+    *,
+    gpus_per_rank: float | None = None,
+    chosen: torch.device | None = None,
+) -> torch.device:
+    """Return the device of a rank: the first of its GPUs, or the CPU.
+
+    Args:
+        local_rank: The rank's number on its node.
+        gpus_per_rank: How many GPUs each rank has, 0 for none; None for one each, if there are any.
+        chosen: What the user chose instead, such as "cuda" for a GPU of its own.
+    """
+    if chosen is not None and (chosen.type != "cuda" or chosen.index is not None):
+        return chosen
+    num_gpus = torch.cuda.device_count() if gpus_per_rank != 0 else 0
+    if not num_gpus:
+        return chosen or torch.device("cpu")
+    return torch.device("cuda", int(local_rank * (gpus_per_rank or 1)) % num_gpus)
+
+
+def use_own_device(local_rank: int, **options: Any) -> torch.device:
+    """Return the device of a rank, see `own_device`, as the present one of this process."""
+    device = own_device(local_rank, **options)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def suitable_backend(device: torch.device, *, shares_gpu: bool) -> str:
+    """Return the back end for ranks with such a device; NCCL refuses ranks that share a GPU."""
+    return "nccl" if device.type == "cuda" and not shares_gpu else "gloo"
+
+
+def _make_group(distributed: DistributedContext, device: torch.device | None) -> None:
+    backend = _agreed_backend(distributed, device)
+    logger.info("The process group of %d ranks uses %s.", distributed.size, backend)
+    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+        join_process_group(backend, timeout_s=_TIMEOUT_S)
+        return
+    place = launched_place()
+    if place is not None and (place.rank, place.size) == (distributed.rank, distributed.size):
+        prepare_joined(distributed)
+        address, port = place.meeting_point()
+        _meet_other_ranks(backend, distributed, address, port)
+        return
+    with PortReservation() as reservation:
+        address = LOOPBACK if distributed.cross_size == 1 else socket.gethostname()
+        address, port = distributed.broadcast((address, reservation.port))
+        _meet_other_ranks(backend, distributed, address, port)
+
+
+def _meet_other_ranks(
+    backend: str, distributed: DistributedContext, address: str, port: int
+) -> None:
+    join_process_group(
+        backend,
+        timeout_s=_TIMEOUT_S,
+        method=f"tcp://{address}:{port}",
+        rank=distributed.rank,
+        world_size=distributed.size,
+    )
+
+
+def _agreed_backend(distributed: DistributedContext, chosen: torch.device | None) -> str:
+    """Return the backend for all ranks: NCCL if each has a GPU of its own, else gloo."""
+    gpu = None
+    if torch.cuda.is_available() and (chosen is None or chosen.type == "cuda"):
+        device = distributed.local_rank % torch.cuda.device_count()
+        if chosen is not None and chosen.index is not None:
+            device = chosen.index
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    gpus = distributed.allgather(gpu)
+    if None not in gpus and len(set(gpus)) == len(gpus):
+        return "nccl"
+    if any(gpus) and distributed.rank == 0:
+        logger.warning(
+            "NCCL needs a GPU for each of the %d ranks, but there are %d: gloo is used, which is"
+            " slower.",
+            len(gpus),
+            len(set(gpus) - {None}),
+        )
+    return "gloo"
+
+
+def _place_in_group() -> DistributedContext:
+    """Return this process's place in a process group that its user has made."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return DistributedContext.single()
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    nodes = list(dict.fromkeys(hosts))
+    with PortReservation() as reservation:
+        address = LOOPBACK if len(nodes) == 1 else nodes[0]
+        meeting_point = [(address, reservation.port)]
+        dist.broadcast_object_list(meeting_point)
+        return DistributedContext(
+            rank=rank,
+            size=size,
+            local_rank=hosts[:rank].count(hosts[rank]),
+            local_size=hosts.count(hosts[rank]),
+            cross_rank=nodes.index(hosts[rank]),
+            cross_size=len(nodes),
+            chief_ip=meeting_point[0][0],
+            chief_port=meeting_point[0][1],
+        )
+
+
+class Precision(str, Enum):
+    """Number format of the forward pass; parameters and optimizers keep their own.
+
+    FP32 changes nothing. BF16 and FP16 run it under torch's autocast, FP16 with gradient scaling.
+    """
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @classmethod
+    def of(cls, value: "str | Precision") -> "Precision":
+        """Return the precision of a name.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        return cls(one_of(*(member.value for member in cls))("precision", value))
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context for the forward pass and the loss."""
+        if self is Precision.FP32:
+            return nullcontext()
+        dtype = torch.bfloat16 if self is Precision.BF16 else torch.float16
+        return torch.autocast(device.type, dtype)
+
+    def outside_autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context for the backward pass and the step, within that of `autocast`."""
+        return nullcontext() if self is Precision.FP32 else _OutsideAutocast(device.type)
+
+    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """Return a gradient scaler if this precision needs one."""
+        return torch.amp.GradScaler(device.type) if self is Precision.FP16 else None
+
+
+class _OutsideAutocast(AbstractContextManager[None]):
+    """As `torch.autocast(device_type, enabled=False)`, at a third of its cost to each step.
+
+    That looks up and sets four properties of autocast besides, which stay as they are here.
+    """
+
+    __slots__ = ("_device_type", "_was_enabled")
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        self._was_enabled = torch.is_autocast_enabled(self._device_type)
+        torch.set_autocast_enabled(self._device_type, False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_autocast_enabled(self._device_type, self._was_enabled)
+
+
+def compute_in(model: torch.nn.Module, precision: Precision, device: torch.device) -> None:
+    """Have a model's forward pass run in a precision; what it returns is in single precision."""
+    forward: Any = _InPrecision(model.forward, precision, device)
+    model.forward = forward
+
+
+class _InPrecision:
+    """A model's forward pass in another number format; what it returns is in single precision."""
+
+    def __init__(self, forward: Any, precision: Precision, device: torch.device) -> None:
+        self._forward = forward
+        self._precision = precision
+        self._device = device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.autocast(self._device):
+            return _in_single_precision(self._forward(*args, **kwargs))
+
+    def __reduce__(self) -> Any:
+        # A model that is returned, copied or saved as a whole is the user's own again.
+        return unwrapped_forward, (self._forward,)
+
+
+def unwrapped_forward(forward: Any) -> Any:
+    """Return the forward method of a model that is unpickled."""
+    return forward
+
+
+def _in_single_precision(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        is_half = value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if is_half else value
+    if isinstance(value, Mapping):
+        # Models return mappings with attributes, which a plain dictionary would not have.
+        converted = copy.copy(value)
+        for key, item in value.items():
+            converted[key] = _in_single_precision(item)  # type: ignore[index]  # outputs are
+        return converted
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_in_single_precision, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_in_single_precision, value))
+    return value

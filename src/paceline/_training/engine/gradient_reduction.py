@@ -1,0 +1,560 @@
+"""Sums of gradients over the ranks: flat buffer, overlapped, Horovod, with a signal along."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline._training.engine.tensors import is_sharded, like_piece, local_part, parameters_of
+from paceline.core._arguments import DistributedPeerError
+from paceline.core._distributed_context import DistributedContext
+from paceline.core._launcher_place import launched_place
+
+
+class DataParallel(str, Enum):
+    """Method that sums gradients over the ranks.
+
+    FLAT sums them in one buffer after the backward pass, in an order that never changes.
+    OVERLAPPED sums them in buckets during the backward pass, which suits GPUs. FSDP divides the
+    parameters among the ranks as well. HOROVOD does what FLAT does by Horovod's allreduce.
+    """
+
+    FLAT = "flat"
+    OVERLAPPED = "overlapped"
+    FSDP = "fsdp"
+    HOROVOD = "horovod"
+
+    @classmethod
+    def of(cls, value: "str | DataParallel") -> "DataParallel":
+        """Return the member of a name.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(
+                "`data_parallel` must be 'flat', 'overlapped', 'fsdp' or 'horovod', but got"
+                f" {value!r}."
+            ) from None
+
+
+def default_data_parallel(
+    device_type: str, backend: str | None, num_ranks: int, tensor_size: int = 1
+) -> DataParallel:
+    """Return how gradients are summed if the user does not say.
+
+    They are summed during the backward pass where that saves time: among several ranks with a GPU
+    each, which NCCL joins. gloo takes the processor that the backward pass computes on.
+
+    Args:
+        device_type: The type of the ranks' devices, such as "cuda".
+        backend: The back end of the process group; None without one.
+        num_ranks: The number of ranks.
+        tensor_size: The ranks of a tensor-parallel group, whose models are not overlapped.
+    """
+    is_on_gpus = device_type == "cuda" and backend == "nccl"
+    if is_on_gpus and num_ranks > 1 and tensor_size == 1:
+        return DataParallel.OVERLAPPED
+    return DataParallel.FLAT
+
+
+# Behind the gradients: the travelling signal and the divisor, then one flag per parameter.
+_NUM_EXTRAS = 2
+
+AllReduce: TypeAlias = Callable[[torch.Tensor], object]
+"""Replaces a tensor by its sum over all ranks."""
+
+
+class FlatReduction:
+    """Sum the gradients of some parameters over all ranks.
+
+    All gradients of a device and dtype travel in one buffer in parameter order, so the order of
+    additions does not depend on when gradients became ready. A parameter without a gradient
+    counts as zero on this rank, and stays without one if no rank has any. Of a parameter that a
+    tensor-parallel plan divides, this rank's piece travels.
+
+    Args:
+        parameters: The parameters, in an order that is the same on all ranks.
+        device: Where the signal travels if there are no parameters.
+        all_reduce: What sums a buffer; the default process group by default.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        device: torch.device,
+        all_reduce: AllReduce | None = None,
+    ) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                key = (parameter.device, parameter.dtype)
+                groups.setdefault(key, []).append(parameter)
+        # Then there are no gradients to sum.
+        self.is_empty = not groups
+        if not groups:
+            groups[(device, torch.float32)] = []
+        all_reduce = all_reduce or dist.all_reduce
+        self._buffers = [_FlatBuffer(*key, members, all_reduce) for key, members in groups.items()]
+
+    def reduce(self, signal: float = 0.0, divisor: torch.Tensor | None = None) -> torch.Tensor:
+        """Replace each gradient by its sum over all ranks; the host does not wait for a device.
+
+        Args:
+            signal: A number that travels along; the sum over ranks is returned.
+            divisor: A count of this rank, as a 0-d tensor: gradients are divided by its sum over
+                all ranks. None if they are weighted already.
+
+        Returns:
+            The sum of `signal`, a 0-d tensor on the gradients' device.
+        """
+        totals = [buffer.reduce(signal, divisor) for buffer in self._buffers]
+        return totals[0]
+
+
+class _FlatBuffer:
+    """The gradients of one device and dtype."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        parameters: Sequence[torch.nn.Parameter],
+        all_reduce: AllReduce,
+    ) -> None:
+        self._all_reduce = all_reduce
+        self._is_divided = any(map(is_sharded, parameters))
+        locals_ = [local_part(parameter) for parameter in parameters]
+        sizes = [local.numel() for local in locals_]
+        num_values = sum(sizes)
+        self._parameters = parameters
+        self._flat = torch.zeros(
+            num_values + _NUM_EXTRAS + len(parameters), device=device, dtype=dtype
+        )
+        self._gradients = self._flat[:num_values]
+        self._signal = self._flat[num_values]
+        self._divisor = self._flat[num_values + 1]
+        self._flags = self._flat[num_values + _NUM_EXTRAS :]
+        pieces = torch.split(self._gradients, sizes) if sizes else ()
+        self._views = [
+            piece.view(local.shape) for piece, local in zip(pieces, locals_, strict=True)
+        ]
+        self._present: list[bool] = []
+        self._own_flags = torch.zeros_like(self._flags)
+
+    def reduce(self, signal: float, divisor: torch.Tensor | None) -> torch.Tensor:
+        present = [parameter.grad is not None for parameter in self._parameters]
+        views = self._views
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self._is_divided:
+            gradients = [*map(local_part, gradients)]
+        if len(gradients) < len(views):
+            self._gradients.zero_()
+            views = [view for view, has in zip(views, present, strict=True) if has]
+        if gradients:
+            torch._foreach_copy_(views, [gradient.detach() for gradient in gradients])
+        if present != self._present:
+            self._present = present
+            self._own_flags.copy_(torch.tensor(present, dtype=self._flat.dtype))
+        self._flags.copy_(self._own_flags)
+        self._signal.fill_(signal)
+        if divisor is None:
+            self._divisor.zero_()
+        else:
+            self._divisor.copy_(divisor)
+        self._all_reduce(self._flat)
+        if divisor is not None:
+            self._gradients /= self._divisor
+        if gradients:
+            torch._foreach_copy_(gradients, views)
+        if len(gradients) < len(self._views):
+            self._give_missing(present)
+        return self._signal
+
+    def _give_missing(self, present: Sequence[bool]) -> None:
+        """Give a gradient to the parameters for which only other ranks have one."""
+        # Complex numbers know no order.
+        anywhere = (self._flags != 0).tolist()
+        for index, parameter in enumerate(self._parameters):
+            if anywhere[index] and not present[index]:
+                parameter.grad = like_piece(self._views[index].clone(), parameter)
+
+
+class OverlappedAllReduce(DistributedDataParallel):
+    """A model whose gradients are summed, not averaged, in buckets during the backward pass.
+
+    The sum is the mean over all samples if losses are weighted, or else by `weight`. Buffers stay
+    each rank's own. Attributes of the wrapped model are those of this one.
+
+    Args:
+        model: The model, on its device.
+        device: The device.
+        weight: Returns what this rank's gradients count in the present step; None if its losses
+            are weighted already.
+
+    Attributes:
+        summed: The parameters whose gradients it sums; not those that were frozen when it was made.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        weight: Callable[[], float] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,
+            # Else the buckets are laid out anew after the first step: the additions of a resumed
+            # run would have another order than those of a straight one.
+            find_unused_parameters=True,
+        )
+        self.summed = tuple(p for p in model.parameters() if p.requires_grad)
+        self.register_comm_hook(weight, _sum_bucket)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+
+def plain_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model that the user made."""
+    return model.module if isinstance(model, OverlappedAllReduce) else model
+
+
+# torch asks for these very annotations.
+def _sum_bucket(
+    weight: Callable[[], float] | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # missing in torch's stubs
+) -> torch.futures.Future[torch.Tensor]:
+    gradients = bucket.buffer()
+    count = 1.0 if weight is None else weight()
+    if count != 1.0:
+        gradients *= count
+    work = dist.all_reduce(gradients, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
+
+
+def import_horovod() -> Any:
+    """Return the module of Horovod for torch.
+
+    Raises:
+        ImportError: It is not installed, or was built without torch.
+    """
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise ImportError(
+            '`data_parallel="horovod"` needs Horovod, built for this torch, but it cannot be'
+            f" imported ({error}). Hint: docs/backends.md shows how to build it."
+        ) from error
+    return hvd
+
+
+def join_horovod(distributed: DistributedContext | None) -> DistributedContext:
+    """Initialize Horovod and return this process's place, which is Horovod's.
+
+    Args:
+        distributed: The place, if it is known.
+
+    Raises:
+        ImportError: Horovod is not installed.
+        ValueError: Horovod knows another place.
+    """
+    hvd = import_horovod()
+    hvd.init()
+    place = distributed or launched_place()
+    if place is not None:
+        _check_place(hvd, place.rank, place.size)
+    return distributed or DistributedContext.from_horovod(hvd)
+
+
+def join_horovod_as(rank: int, size: int) -> None:
+    """Initialize Horovod in a process whose place is known.
+
+    Raises:
+        ImportError: Horovod is not installed.
+        ValueError: Horovod knows another place.
+    """
+    hvd = import_horovod()
+    hvd.init()
+    _check_place(hvd, rank, size)
+
+
+def _check_place(hvd: Any, rank: int, size: int) -> None:
+    if (rank, size) != (hvd.rank(), hvd.size()):
+        raise ValueError(
+            f"Horovod must know this process as rank {rank} of {size}, but knows it as rank"
+            f" {hvd.rank()} of {hvd.size()}. Hint: start it by `python -m paceline.launch.horovod`"
+            " or `horovodrun`."
+        )
+
+
+class HorovodSum:
+    """Replace a tensor by its sum over all ranks.
+
+    Raises:
+        ImportError: Horovod is not installed, or was built without torch.
+        RuntimeError: It is not initialized.
+    """
+
+    def __init__(self) -> None:
+        self._hvd = import_horovod()
+        if not self._hvd.is_initialized():
+            raise RuntimeError(
+                "Horovod must be initialized before gradients are summed, but is not. Hint:"
+                " hvd.init()."
+            )
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor; all ranks call it in the same order.
+
+        Raises:
+            DistributedPeerError: Another rank has gone.
+        """
+        from horovod.common.exceptions import HorovodInternalError
+
+        # The ranks agree on a name once, and remember it.
+        name = f"paceline.{tensor.numel()}.{tensor.dtype}"
+        try:
+            self._hvd.allreduce_(tensor, name=name, op=self._hvd.Sum)
+        except HorovodInternalError as error:
+            # Whoever watches the ranks looks for the one that failed first.
+            raise DistributedPeerError(
+                f"All ranks must take part in a sum by Horovod, but one has gone ({error})."
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """The reductions of an optimizer, and what they were made for."""
+
+    num_parameters: int
+    summed: Sequence[torch.nn.Parameter]
+    pattern: Sequence[bool]
+    complete: FlatReduction
+    outside: FlatReduction
+
+    def is_of(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Tell whether they hold still: layers may be frozen, and groups added."""
+        if len(parameters) != self.num_parameters:
+            return False
+        return [parameter.requires_grad for parameter in self.summed] == self.pattern
+
+
+class OptimizerReductions:
+    """The reductions of optimizers, made when they are needed.
+
+    Args:
+        device: The device of this rank.
+        all_reduce: Sums a tensor over the ranks; None for that of torch.
+        models: The models of the training, which may still come.
+        sums_gradients: Whether the ranks have gradients to sum.
+        sums_sharded: Whether those of sharded parameters are summed here. FSDP sums them in the
+            backward pass.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        all_reduce: AllReduce | None,
+        models: Sequence[torch.nn.Module],
+        *,
+        sums_gradients: bool,
+        sums_sharded: bool,
+    ) -> None:
+        self._device = device
+        self._all_reduce = all_reduce
+        self._models = models
+        self._sums_gradients = sums_gradients
+        self._sums_sharded = sums_sharded
+        self._known: dict[int, _Known] = {}
+
+    def of(self, optimizer: torch.optim.Optimizer) -> tuple[FlatReduction, FlatReduction]:
+        """Return the reductions of all parameters, and of those outside overlapped models."""
+        parameters = parameters_of(optimizer)
+        known = self._known.get(id(optimizer))
+        if known is None or not known.is_of(parameters):
+            known = self._known[id(optimizer)] = self._make(parameters)
+        return known.complete, known.outside
+
+    def _make(self, parameters: Sequence[torch.nn.Parameter]) -> "_Known":
+        summed = [p for p in parameters if self._is_summed(p)]
+        overlapped = {
+            parameter
+            for model in self._models
+            if isinstance(model, OverlappedAllReduce)
+            for parameter in model.summed
+        }
+        outside = [parameter for parameter in summed if parameter not in overlapped]
+        complete = FlatReduction(summed, self._device, self._all_reduce)
+        is_all = len(outside) == len(summed)
+        return _Known(
+            num_parameters=len(parameters),
+            summed=summed,
+            pattern=[parameter.requires_grad for parameter in summed],
+            complete=complete,
+            outside=complete if is_all else FlatReduction(outside, self._device, self._all_reduce),
+        )
+
+    def _is_summed(self, parameter: torch.nn.Parameter) -> bool:
+        return self._sums_gradients and (self._sums_sharded or not is_sharded(parameter))
+
+
+# Reading a number from a GPU would make the host wait for the step that computes it. Read so many
+# steps later it is there already.
+_LAG_ON_GPU = 8
+
+# A sum of its own takes half a millisecond of processor time. So it is not made at each step, but
+# after half a second, so many steps, or an eighth of the steps so far, whichever comes first.
+_PERIOD_S = 0.5
+_LONGEST_PERIOD = 50
+_MIN_STEPS_PER_PERIOD = 8
+
+
+class _Sum(NamedTuple):
+    """A sum that is to be read at a step; `begun_at` is the step at which it travelled alone."""
+
+    read_at: int
+    total: torch.Tensor
+    event: torch.cuda.Event | None
+    begun_at: int | None
+
+
+class TravellingSignal:
+    """Signal of this rank to the others, sent with the next reduction, and the result.
+
+    Every rank hears the sum after the same optimizer step: on a CPU at once, on a GPU `lag` steps
+    later. Where a step has no gradients to sum, a sum of its own is made from time to time. It is
+    waited for one step later, so that no rank stops for it.
+
+    Args:
+        device: Where the sums arrive.
+        lag: After how many further steps a sum is read; by default what suits the device.
+    """
+
+    def __init__(self, device: torch.device, lag: int | None = None) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._lag = lag if lag is not None else _LAG_ON_GPU if self._is_cuda else 0
+        self._told = 0.0
+        self._heard = 0.0
+        self._num_steps = 0
+        self._on_their_way: deque[_Sum] = deque()
+        self._spare: list[torch.Tensor] = []
+        self._being_summed: tuple[torch.Tensor, dist.Work] | None = None
+        # The step at which the next sum of its own begins; None while the last one does not tell.
+        self._next_alone: int | None = 0
+        self._clock = _StepClock()
+
+    def tell(self, value: float) -> None:
+        """Set what this rank says with the next reduction, whenever that is."""
+        self._told = value
+
+    def take(self) -> float:
+        """Return what this rank says, once."""
+        told, self._told = self._told, 0.0
+        return told
+
+    def travel_alone(self, device: torch.device, *, is_awaited: bool = False) -> None:
+        """Sum what all ranks say, if it is time, without gradients.
+
+        All ranks call it at the same steps. With each sum the chief tells after how many steps the
+        next one begins, so that all begin it at the same one.
+
+        Args:
+            device: Where the process group communicates.
+            is_awaited: Whether the sum is heard after this call, however far away the next one is.
+        """
+        if self._being_summed is not None:
+            total, work = self._being_summed
+            self._being_summed = None
+            work.wait()
+            self._expect(total, begun_at=self._num_steps)
+        self._pass_step()
+        if self._next_alone is not None and self._num_steps >= self._next_alone:
+            self._next_alone = None
+            words = torch.zeros(2, device=device)
+            words[0] = self.take()
+            if dist.get_rank() == 0:
+                words[1] = self._clock.period(self._num_steps)
+            work = dist.all_reduce(words, async_op=True)
+            assert work is not None
+            if is_awaited:
+                work.wait()
+                self._take_in(words, self._num_steps)
+            else:
+                self._being_summed = words, work
+
+    def receive(self, total: torch.Tensor) -> None:
+        """Take in the sum of a reduction, a 0-d tensor."""
+        self._expect(total)
+        self._pass_step()
+
+    def hear(self) -> float:
+        """Return what all ranks told since the last call, the same on every rank."""
+        heard, self._heard = self._heard, 0.0
+        return heard
+
+    def _expect(self, total: torch.Tensor, begun_at: int | None = None) -> None:
+        """Read a sum when the next step has passed, and the lag."""
+        event, read_at = None, self._num_steps + 1 + self._lag
+        if self._lag:
+            copy = self._spare.pop() if self._spare and begun_at is None else self._copy_for(total)
+            copy.copy_(total, non_blocking=True)
+            total = copy
+            if self._is_cuda:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+                event.record()
+        self._on_their_way.append(_Sum(read_at, total, event, begun_at))
+
+    def _pass_step(self) -> None:
+        self._num_steps += 1
+        while self._on_their_way and self._on_their_way[0].read_at <= self._num_steps:
+            _, total, event, begun_at = self._on_their_way.popleft()
+            if event is not None:
+                event.synchronize()
+            if begun_at is None:
+                self._heard += float(total)
+                if self._lag:
+                    self._spare.append(total)
+            else:
+                self._take_in(total, begun_at)
+
+    def _take_in(self, words: torch.Tensor, begun_at: int) -> None:
+        """Hear a sum that travelled alone, and until when the next one waits."""
+        told, period = words.tolist()
+        self._heard += told
+        self._next_alone = begun_at + int(period)
+
+    def _copy_for(self, total: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(total.shape, pin_memory=self._is_cuda)
+
+
+class _StepClock:
+    """Know after how many steps ranks shall tell each other something again."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._time_s = time.monotonic()
+
+    def period(self, step: int) -> int:
+        """Return the number of steps; called on the chief at each sum."""
+        now = time.monotonic()
+        num_steps, seconds = step - self._step, max(now - self._time_s, 1e-6)
+        self._step, self._time_s = step, now
+        in_time = int(num_steps * _PERIOD_S / seconds)
+        return max(1, min(in_time, _LONGEST_PERIOD, step // _MIN_STEPS_PER_PERIOD))

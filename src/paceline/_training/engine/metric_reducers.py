@@ -1,0 +1,348 @@
+"""Reducers of metrics over batches and ranks, explained variance."""
+
+import copy
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from paceline._training.engine.checkpoints.state_files import is_storable
+from paceline._training.engine.stepper import Stepper
+from paceline.core._distributed_context import DistributedContext
+
+logger = logging.getLogger(__name__)
+
+# Stands for a model or an optimizer of the trial in what is to be stored.
+_REFERENCE = object()
+
+
+class Reducer(Enum):
+    """Method that combines a validation metric over batches and ranks.
+
+    AVG weights by samples; the others take the batches' values as they are.
+    """
+
+    AVG = 1
+    SUM = 2
+    MAX = 3
+    MIN = 4
+
+
+class MetricReducer(ABC):
+    """A metric that cannot be averaged; feed it in `train_batch` or `evaluate_batch`.
+
+    What it has collected for training is part of checkpoints and survives a validation. Wrapped
+    models and optimizers that it refers to are neither copied nor stored.
+    """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget what was collected."""
+
+    @abstractmethod
+    def per_slot_reduce(self) -> Any:
+        """Return this rank's share, which must be picklable."""
+
+    @abstractmethod
+    def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
+        """Return the metric from all ranks' shares, in rank order; runs on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was collected, for a checkpoint: all attributes, unless overridden."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        vars(self).update(state_dict)
+
+
+class _FunctionReducer(MetricReducer):
+    """Collect values and hand them all to a function, in the order of the samples.
+
+    Args:
+        function: What makes the metric of the values.
+        holder: What knows the present global batch.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any], holder: "ReducerSet") -> None:
+        self._function = function
+        self._holder = holder
+        # Each with its global batch.
+        self._values: list[tuple[int, Any]] = []
+
+    def update(self, value: Any) -> None:
+        """Collect one value."""
+        self._values.append((self._holder.batch, value))
+
+    def reset(self) -> None:
+        self._values = []
+
+    def per_slot_reduce(self) -> Any:
+        return self._values
+
+    def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> Any:
+        values = list(chain.from_iterable(per_slot_metrics))
+        if len(per_slot_metrics) > 1:
+            # A rank runs neighbouring shards of a global batch, and the next rank those after them.
+            values.sort(key=itemgetter(0))
+        return self._function([value for _, value in values])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "values": [value for _, value in self._values],
+            "batches": [batch for batch, _ in self._values],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        values = state_dict["values"]
+        # An earlier version kept the values alone.
+        batches = state_dict.get("batches", [0] * len(values))
+        self._values = list(zip(batches, values, strict=True))
+
+
+class ReducerSet:
+    """The reducers of one training.
+
+    Args:
+        stepper: What knows the models and optimizers.
+
+    Attributes:
+        batch: The global batch that is being trained or evaluated, if there are several ranks.
+    """
+
+    def __init__(self, stepper: Stepper | None = None) -> None:
+        self.batch = 0
+        self._stepper = stepper
+        self._entries: list[tuple[MetricReducer, str | None, bool, bool]] = []
+        self._has_warned = False
+
+    def wrap(
+        self,
+        reducer: MetricReducer | Callable[[list[Any]], Any],
+        name: str | None,
+        *,
+        for_training: bool,
+        for_validation: bool,
+    ) -> MetricReducer:
+        """Register a reducer and return what is to be fed."""
+        wrapped = reducer if isinstance(reducer, MetricReducer) else _FunctionReducer(reducer, self)
+        if any(wrapped is entry[0] for entry in self._entries):
+            raise ValueError("A reducer must be wrapped once only, but this one was before.")
+        self._entries.append((wrapped, name, for_training, for_validation))
+        return wrapped
+
+    def reset(self) -> None:
+        """Forget what all reducers collected."""
+        for reducer, *_ in self._entries:
+            reducer.reset()
+
+    def reduce(self, distributed: DistributedContext, *, for_training: bool) -> dict[str, Any]:
+        """Return the metrics of all reducers of one kind; every rank must call it."""
+        if not self._chosen(for_training=for_training):
+            return {}
+        shares: Sequence[Any] = distributed.allgather(self.shares(for_training=for_training))
+        if self._stepper is not None:
+            shares = self._stepper.grid.one_per_group(shares)
+        return self.combined(shares, for_training=for_training)
+
+    def shares(self, *, for_training: bool) -> list[Any]:
+        """Return this rank's share of each reducer of one kind."""
+        return [entry[0].per_slot_reduce() for entry in self._chosen(for_training=for_training)]
+
+    def combined(self, shares: Sequence[Sequence[Any]], *, for_training: bool) -> dict[str, Any]:
+        """Return the metrics of all reducers of one kind from what `shares` has returned."""
+        metrics: dict[str, Any] = {}
+        for index, (reducer, name, *_) in enumerate(self._chosen(for_training=for_training)):
+            value = reducer.cross_slot_reduce([share[index] for share in shares])
+            metrics.update(_named_metrics(name, value))
+        return metrics
+
+    def _chosen(self, *, for_training: bool) -> list[tuple[MetricReducer, str | None, bool, bool]]:
+        return [entry for entry in self._entries if entry[2 if for_training else 3]]
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what all reducers have collected, as it is now."""
+        known = {id(reference): reference for reference in self._references()}
+        return [_copied_metric(entry[0], known) for entry in self._entries]
+
+    def load_state(self, states: Sequence[dict[str, Any] | None]) -> None:
+        """Take up what `state` or `storable_state` returned for the same reducers."""
+        if len(states) != len(self._entries):
+            self._warn(
+                f"The state of {len(states)} reducers does not fit {len(self._entries)}: they begin"
+                " anew."
+            )
+            return
+        for (reducer, *_), state in zip(self._entries, states, strict=True):
+            if state is not None:
+                reducer.load_state_dict(state)
+
+    def storable_state(self) -> list[dict[str, Any] | None]:
+        """Return what `state` does, with None for what a checkpoint cannot hold."""
+        known = {id(reference): _REFERENCE for reference in self._references()}
+        copies = [_copied_metric(entry[0], known) for entry in self._entries]
+        collected = [
+            {name: value for name, value in state.items() if value is not _REFERENCE}
+            for state in copies
+        ]
+        states = [state if is_storable(state) else None for state in collected]
+        if None in states and not self._has_warned:
+            self._has_warned = True
+            reducer = self._entries[states.index(None)][0]
+            self._warn(
+                f"What {type(reducer).__name__} collects between reports is not part of"
+                " checkpoints: its `state_dict()` must consist of tensors and plain values."
+            )
+        return states
+
+    def _warn(self, text: str) -> None:
+        """Warn of what all ranks find alike."""
+        if self._stepper is None or self._stepper.grid.rank == 0:
+            logger.warning("%s", text)
+
+    def _references(self) -> list[Any]:
+        """Return what reducers refer to and do not collect: models with their parts, optimizers."""
+        if self._stepper is None or not self._entries:
+            return []
+        references: list[Any] = [*self._stepper.optimizers]
+        for model in self._stepper.models:
+            references += [*model.modules(), *model.parameters(), *model.buffers()]
+        return references
+
+
+class _DetachedCopies(TorchFunctionMode):
+    """Have tensors that carry a graph copied without it; torch refuses to copy them otherwise."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+
+def _copied_metric(reducer: MetricReducer, known: dict[int, Any]) -> dict[str, Any]:
+    """Return a copy of a reducer's state.
+
+    Args:
+        reducer: The reducer.
+        known: What stands for objects that are not copied, by their identity.
+    """
+    copies = {}
+    for name, value in reducer.state_dict().items():
+        try:
+            with _DetachedCopies():
+                copies[name] = copy.deepcopy(value, known.copy())
+        except TypeError:
+            # Such as a context or a lock, which is not what was collected.
+            copies[name] = value
+    return copies
+
+
+def _named_metrics(name: str | None, value: Any) -> dict[str, Any]:
+    if name is None:
+        if not isinstance(value, dict):
+            raise TypeError(
+                "A reducer wrapped with name=None must return a dictionary, but it did not return"
+                f" a dict: {value!r}."
+            )
+        return value
+    if isinstance(value, dict):
+        raise TypeError(
+            f"The reducer {name!r} must return one value, but with name set it returned a dict"
+            " anyway."
+        )
+    return {name: value}
+
+
+class ExplainedVariance(MetricReducer):
+    """R squared of several predictions, averaged over their values.
+
+    Batches and ranks are merged by their means and squared deviations, in double precision.
+
+    Args:
+        names: The predictions.
+        name_of: Returns a metric's name for a prediction's.
+    """
+
+    def __init__(self, names: Sequence[str], name_of: Callable[[str], str]) -> None:
+        self._names = tuple(names)
+        self._name_of = name_of
+        self._sums: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, pred: Tensor, label: Tensor) -> None:
+        """Add a batch of a prediction; both are [batch, ...] of the same size."""
+        with torch.no_grad():
+            found, right = (x.detach().double().flatten(1) for x in _label_columns(pred, label))
+            mean = right.mean(0)
+            batch = [
+                # `torch.tensor` would wait for a GPU.
+                torch.full((), float(len(right)), dtype=torch.float64, device=right.device),
+                mean,
+                (right - mean).square().sum(0),
+                (right - found).square().sum(0),
+            ]
+        held = self._sums.get(name)
+        self._sums[name] = batch if held is None else _merged_variance(held, batch)
+
+    def reset(self) -> None:
+        """Forget what was collected."""
+        self._sums = {}
+
+    def per_slot_reduce(self) -> Any:
+        """Return this rank's sums."""
+        return {name: [part.cpu() for part in parts] for name, parts in self._sums.items()}
+
+    def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> dict[str, float]:
+        """Return R squared by metric name; 0 where labels do not vary."""
+        metrics = {}
+        for name in self._names:
+            shares = [share[name] for share in per_slot_metrics if name in share]
+            if not shares:
+                continue
+            total = shares[0]
+            for share in shares[1:]:
+                total = _merged_variance(total, share)
+            _, _, variance, error = total
+            explained = 1 - error / variance
+            explained = torch.where(variance > 0, explained, (error == 0).double())
+            metrics[self._name_of(name)] = explained.mean().item()
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, for a checkpoint."""
+        return {"sums": self.per_slot_reduce()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self._sums = {name: list(parts) for name, parts in state_dict["sums"].items()}
+
+
+def _label_columns(pred: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    if pred.numel() != label.numel():
+        raise ValueError(
+            "An accuracy of a regression needs a label for each value, but the prediction is"
+            f" {list(pred.shape)} and the label {list(label.shape)}. Hint: task_type=None leaves"
+            " accuracies out."
+        )
+    rows = len(label)
+    return pred.reshape(rows, -1), label.reshape(rows, -1)
+
+
+def _merged_variance(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
+    size, mean, variance, error = (part.to(other[0].device) for part in one)
+    total = size + other[0]
+    step = other[1] - mean
+    return [
+        total,
+        mean + step * (other[0] / total),
+        variance + other[2] + step.square() * (size * other[0] / total),
+        error + other[3],
+    ]

@@ -1,0 +1,553 @@
+"""A search without a master: its trials under way, its journal."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline import core, faults
+from paceline._base.journal_records import (
+    RunMetadataSet,
+    SearchInputTaken,
+    decode_value,
+    encode_metrics,
+)
+from paceline._base.run_directory import JournalKey, RunDirectory
+from paceline.search._search import Search
+from paceline.search._search_method import (
+    Create,
+    Exited,
+    ExitReason,
+    Input,
+    Operation,
+    Reported,
+    Started,
+    Stop,
+    Train,
+    input_from_json,
+    message_to_json,
+)
+
+faults.register("train.search.input")
+
+
+class SearchJournal:
+    """Directory of a search, which is a run directory with the inputs of the search as its journal.
+
+    Args:
+        directory: The directory, for a new search or to go on in; a new one below
+            ``./paceline_runs`` by default.
+        setup: What the search is made with. An earlier search must have the same.
+        seed: The seed of a new search; drawn by default.
+
+    Raises:
+        RuntimeError: Another process works on the search.
+        ValueError: The directory has a search with another setup.
+    """
+
+    def __init__(self, directory: Path | None, setup: Mapping[str, Any], seed: int | None) -> None:
+        self._lock = ExitStack()
+        self._opened = opened = core.open_run(
+            name=f"{core.run_name()}-search",
+            directory=directory,
+            seed=seed,
+            hparams=setup["space"],
+            is_resumable=False,
+            lock=self._lock,
+        )
+        self._run = RunDirectory(opened.path)
+        try:
+            self._check_same(setup)
+        except BaseException:
+            self._lock.close()
+            raise
+        self._journal = core.begin_journal(self._run, opened)
+        self._journal.append(RunMetadataSet(time=time.time(), metadata=dict(setup)))
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self._opened.path
+
+    @property
+    def seed(self) -> int:
+        """The seed of the search."""
+        return self._opened.seed
+
+    def earlier(self) -> Iterator[SearchInputTaken]:
+        """Yield the inputs of earlier attempts."""
+        for record in self._records():
+            if isinstance(record, SearchInputTaken):
+                yield record
+
+    def add(self, given: Input, number: int = 0, metrics: Mapping[str, Any] | None = None) -> None:
+        """Append an input; it counts even if this process is killed next."""
+        self._journal.append(
+            SearchInputTaken(
+                time=time.time(),
+                input=msgspec.json.decode(message_to_json(given)),
+                number=number,
+                metrics=None if metrics is None else encode_metrics(dict(metrics)),
+            )
+        )
+        if faults.is_active():
+            faults.reach("train.search.input")
+
+    def close(self, error: BaseException | None) -> None:
+        """Record the end."""
+        # After Ctrl-C it can go on, as its trials can.
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        outcome = core.Outcome.PREEMPTED if is_interrupted else core.outcome_of(error)
+        core.end_journal(self._journal, outcome, error)
+        self._lock.close()
+
+    def _records(self) -> Iterator[Any]:
+        for attempt in range(self._opened.attempt):
+            for entry in self._run.reader(JournalKey(attempt, 0, 0)):
+                yield entry.decode()
+
+    def _check_same(self, setup: Mapping[str, Any]) -> None:
+        stored = next((r.metadata for r in self._records() if isinstance(r, RunMetadataSet)), None)
+        if self._opened.attempt and stored is None:
+            raise ValueError(
+                f"`directory` must be new or that of a search, but {str(self.path)!r} has another"
+                " run."
+            )
+        for name, value in setup.items():
+            if stored is not None and stored.get(name) != value:
+                raise ValueError(
+                    f"A search must go on with the same `{name}`, which is {stored.get(name)!r} in"
+                    f" {str(self.path)!r}, but got {value!r}. Hint: another `directory` for a new"
+                    " search."
+                )
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialOutcome:
+    """One trial of a search.
+
+    Attributes:
+        number: Its number, from 1, in the order in which the search has created trials.
+        config: What the function is given.
+        run_dir: Its run directory.
+        state: "waiting", "running", "paused", "stopped" by the search, "completed", "failed",
+            "diverged", if its loss was not finite (`NonFiniteError`),
+            "invalid", if the function has refused its hyperparameters, or "canceled".
+        value: The best value of the searched metric that it has reported; None before the first.
+        metrics: Its last report.
+        num_reports: How many reports it has made.
+        time: How long it has trained, in units of the search's time metric.
+        error: The exception that has ended it, for a failed trial of this process.
+    """
+
+    number: int
+    config: dict[str, Any]
+    run_dir: Path
+    state: str = "waiting"
+    value: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    num_reports: int = 0
+    time: float = 0.0
+    error: BaseException | None = None
+
+
+logger = logging.getLogger(__name__)
+
+TRIALS_FOLDER = "trials"
+_STATES = {
+    ExitReason.COMPLETED: "completed",
+    ExitReason.ERROR: "failed",
+    ExitReason.CANCELED: "canceled",
+    ExitReason.INVALID_HP: "invalid",
+}
+
+
+class MetricMissingError(ValueError):
+    """Raised when a search ends as none of its trials has reported the searched metric."""
+
+
+class NextMove(Enum):
+    """What a trial does after a report."""
+
+    GO_ON = "go on"
+    PAUSE = "pause"
+    """Its workers are for others, and it goes on later from its checkpoint."""
+    END = "end"
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchTrial:
+    """A trial, as the search and the threads know it.
+
+    Attributes:
+        create: How the search has created it.
+        result: What is told of it.
+        target: The length to which it is to train next, None if the search does not say.
+        is_stopped: Whether the search wants no more of it.
+        exit_reason: Why it has ended; None before.
+        known: Encoded metrics by the number of their report, for a run that repeats some.
+    """
+
+    create: Create
+    result: TrialOutcome
+    target: int | None = None
+    is_stopped: bool = False
+    exit_reason: ExitReason | None = None
+    known: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class SearchRun:
+    """Apply what happens to trials to a search, and hand out the trials to run.
+
+    Its methods may be called from several threads.
+
+    Args:
+        search: The search, new.
+        journal: Gets all inputs; those of earlier attempts are replayed.
+        metric: The searched metric.
+        time_name: The metric that tells how long a trial has trained.
+        smaller_is_better: Whether smaller values of the metric are better.
+        length: How long trials train at most; None if the search does not say.
+        can_extend: Whether the search may let trials go on that have trained to their length.
+        is_single: Whether there is one trial only, which needs no metric to be chosen by.
+        config: What each trial's config has besides its hyperparameters.
+        make_result: Makes what is told of a trial: a subclass of `TrialOutcome`.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        journal: SearchJournal,
+        *,
+        make_result: Callable[..., TrialOutcome],
+        metric: str,
+        time_name: str,
+        smaller_is_better: bool,
+        length: int | None,
+        can_extend: bool,
+        is_single: bool,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.trials: dict[str, SearchTrial] = {}
+        self._search = search
+        self._journal = journal
+        self._metric = metric
+        self._time_name = time_name
+        self._smaller_is_better = smaller_is_better
+        self._length = length
+        self._can_extend = can_extend
+        self._is_single = is_single
+        self._config = config
+        self._make_result = make_result
+        self._ready: deque[SearchTrial] = deque()
+        self._running: dict[str, SearchTrial] = {}
+        self._paused: dict[str, SearchTrial] = {}
+        # Those of the paused trials that keep their workers.
+        self._holding: set[str] = set()
+        self._changed = threading.Condition()
+        # Threads without a trial.
+        self._num_idle = 0
+        self._is_closed = False
+        self._num_invalid_in_a_row = 0
+
+    @property
+    def directory(self) -> Path:
+        """Where the search and its trials are."""
+        return self._journal.path
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the search is given up for now."""
+        return self._is_closed
+
+    def begin(self) -> None:
+        """Replay earlier inputs, or start the search."""
+        with self._changed:
+            earlier = list(self._journal.earlier())
+            for record in earlier:
+                self._replay(record)
+            if not earlier:
+                self._take(Started())
+            for trial in list(self.trials.values()):
+                if trial.exit_reason is not None:
+                    continue
+                is_at_target = self._is_at_target(trial)
+                if trial.is_stopped or (is_at_target and not self._can_extend):
+                    self._exit(trial, ExitReason.COMPLETED)
+                elif is_at_target:
+                    self._ready.remove(trial)
+                    trial.result.state = "paused"
+                    self._paused[trial.create.request_id] = trial
+
+    def close(self) -> None:
+        """Have the threads end, as the search is given up for now."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # ---- called by the threads that run trials -------------------------------------------
+
+    def next_trial(self) -> SearchTrial | None:
+        """Return the next trial to run, once there is one; None at the end of the search."""
+        with self._changed:
+            while not self._search.is_over and not self._is_closed:
+                if self._ready:
+                    trial = self._ready.popleft()
+                    self._running[trial.create.request_id] = trial
+                    trial.result.state = "running"
+                    return trial
+                if self._is_stuck():
+                    self._give_up_waiting()
+                    continue
+                self._num_idle += 1
+                self._changed.wait()
+                self._num_idle -= 1
+            return None
+
+    def take_report(
+        self,
+        trial: SearchTrial,
+        number: int,
+        metrics: Mapping[str, Any],
+        judged: Mapping[str, Any],
+    ) -> NextMove:
+        """Give a report to the search, and return what the trial is to do; it may wait for that.
+
+        Args:
+            trial: Who reports.
+            number: The number of the report.
+            metrics: The report.
+            judged: What of it the search judges.
+        """
+        with self._changed:
+            given = self._input_of(trial, judged)
+            if given is not None:
+                self._journal.add(given, number, metrics)
+            self._note(trial, number, dict(metrics), given)
+            if given is not None:
+                self._apply(given)
+            return self._next_move(trial)
+
+    def check_report(self, trial: SearchTrial, judged: Mapping[str, Any]) -> None:
+        """Check what the search judges of a report.
+
+        Raises:
+            TypeError: The searched metric is no number.
+        """
+        value = judged.get(self._metric, 0)
+        if _metric_number(value) is None:
+            raise TypeError(
+                f"The metric {self._metric!r} must be a number, as the search goes by it, but trial"
+                f" {trial.result.number} reported {value!r}. Hint: report a float, or set `metric`"
+                " of the searcher to another name."
+            )
+
+    def check_metric(self, trial: SearchTrial) -> None:
+        """Check that a trial that has ended by itself has told the search what it needs.
+
+        Raises:
+            MetricMissingError: None of its reports had the metric, nor those of another trial.
+            ValueError: None of its reports had the metric.
+        """
+        result = trial.result
+        # A function without reports is welcome to any search that judges none.
+        if result.value is not None or not (result.num_reports or self._can_extend):
+            return
+        problem = (
+            f"The search needs `{self._metric}` as a number in the reports, but no report of trial"
+            f" {result.number} had it (the last one had: {', '.join(result.metrics) or 'nothing'})."
+            " Hint: report it, or set `metric` of the searcher to what is reported."
+        )
+        if self._is_single:
+            logger.warning(problem)
+            return
+        has_any = any(each.result.value is not None for each in self.trials.values())
+        raise (ValueError if has_any else MetricMissingError)(problem)
+
+    def end(self, trial: SearchTrial, reason: ExitReason, error: BaseException | None) -> None:
+        """Note that a trial has ended.
+
+        Raises:
+            ValueError: Too many trials in a row have refused their hyperparameters.
+        """
+        with self._changed:
+            trial.result.error = error
+            self._running.pop(trial.create.request_id, None)
+            self._exit(trial, reason)
+            if isinstance(error, core.NonFiniteError):
+                trial.result.state = "diverged"
+            is_invalid = reason is ExitReason.INVALID_HP
+            if is_invalid and self._num_invalid_in_a_row >= Search.max_invalid_in_a_row:
+                raise ValueError(
+                    f"{self._num_invalid_in_a_row} trials in a row refused their hyperparameters"
+                    " (InvalidHP). Hint: narrow the ranges of the space, or look at the condition"
+                    " that raises it."
+                ) from error
+
+    def pause(self, trial: SearchTrial) -> None:
+        """Note that a trial has left its workers and may go on later."""
+        with self._changed:
+            request_id = trial.create.request_id
+            self._running.pop(request_id, None)
+            trial.result.state = "paused"
+            self._paused[request_id] = trial
+            self._reopen(trial)
+            self._changed.notify_all()
+
+    # ---- deciding; with the lock held ----------------------------------------------------
+
+    def _next_move(self, trial: SearchTrial) -> NextMove:
+        request_id = trial.create.request_id
+        while not self._is_closed:
+            if trial.is_stopped or trial.exit_reason is not None:
+                return NextMove.END
+            if not self._is_at_target(trial):
+                return NextMove.GO_ON
+            if not self._can_extend:
+                return NextMove.END
+            if len(self._ready) > self._num_idle:
+                return NextMove.PAUSE
+            # Nobody needs the workers yet, so it keeps them.
+            self._running.pop(request_id, None)
+            self._paused[request_id] = trial
+            self._holding.add(request_id)
+            trial.result.state = "paused"
+            if self._is_stuck():
+                self._give_up_waiting()
+            else:
+                self._changed.notify_all()
+                self._changed.wait()
+            self._holding.discard(request_id)
+            self._paused.pop(request_id, None)
+            if trial.exit_reason is None:
+                self._running[request_id] = trial
+                trial.result.state = "running"
+        return NextMove.PAUSE
+
+    def _is_at_target(self, trial: SearchTrial) -> bool:
+        # A method that is given no length asks for one unit, which means nothing then.
+        has_target = trial.target is not None and (self._length is not None or self._can_extend)
+        return has_target and trial.result.time >= (trial.target or 0)
+
+    def _is_stuck(self) -> bool:
+        """Tell whether nothing happens any more by itself: all trials wait for the search."""
+        return not self._ready and not self._running and bool(self._paused)
+
+    def _give_up_waiting(self) -> None:
+        """End the trial that has waited longest, as the search has nothing for it."""
+        trial = next(iter(self._paused.values()))
+        del self._paused[trial.create.request_id]
+        self._exit(trial, ExitReason.COMPLETED)
+
+    def _exit(self, trial: SearchTrial, reason: ExitReason) -> None:
+        if trial.exit_reason is None:
+            self._take(Exited(request_id=trial.create.request_id, reason=reason))
+
+    def _reopen(self, trial: SearchTrial) -> None:
+        """Have a paused trial run again if the search wants it longer, or end it if stopped."""
+        request_id = trial.create.request_id
+        if request_id not in self._paused or request_id in self._holding:
+            return
+        if trial.is_stopped:
+            del self._paused[request_id]
+            self._exit(trial, ExitReason.COMPLETED)
+        elif not self._is_at_target(trial):
+            del self._paused[request_id]
+            trial.result.state = "waiting"
+            self._ready.append(trial)
+
+    # ---- inputs --------------------------------------------------------------------------
+
+    def _take(self, given: Input) -> None:
+        self._journal.add(given)
+        self._apply(given)
+
+    def _replay(self, record: SearchInputTaken) -> None:
+        given = input_from_json(msgspec.json.encode(record.input))
+        if isinstance(given, Reported) and record.metrics is not None:
+            trial = self.trials[given.request_id]
+            self._note(trial, record.number, decode_value(record.metrics), given)
+        self._apply(given)
+
+    def _apply(self, given: Input) -> None:
+        operations = self._search.apply(given)
+        if isinstance(given, Exited):
+            trial = self.trials[given.request_id]
+            trial.exit_reason = given.reason
+            is_invalid = given.reason is ExitReason.INVALID_HP
+            self._num_invalid_in_a_row = self._num_invalid_in_a_row + 1 if is_invalid else 0
+            state = _STATES[given.reason]
+            is_early = self._length is not None and trial.result.time < self._length
+            is_stopped = trial.is_stopped and given.reason is ExitReason.COMPLETED
+            trial.result.state = "stopped" if is_stopped and is_early else state
+            if trial in self._ready:
+                self._ready.remove(trial)
+        for operation in operations:
+            self._carry_out(operation)
+        self._changed.notify_all()
+
+    def _carry_out(self, operation: Operation) -> None:
+        if isinstance(operation, Create):
+            number = len(self.trials) + 1
+            result = self._make_result(
+                number=number,
+                config={**self._config, **operation.hparams},
+                run_dir=self._journal.path / TRIALS_FOLDER / f"{number:04}",
+            )
+            trial = SearchTrial(create=operation, result=result)
+            self.trials[operation.request_id] = trial
+            self._ready.append(trial)
+        elif isinstance(operation, Train):
+            trial = self.trials[operation.request_id]
+            trial.target = operation.length
+            self._reopen(trial)
+        elif isinstance(operation, Stop):
+            trial = self.trials[operation.request_id]
+            trial.is_stopped = True
+            self._reopen(trial)
+
+    def _input_of(self, trial: SearchTrial, metrics: Mapping[str, Any]) -> Reported | None:
+        """Return what the search is told of a report; None if that lacks the metric."""
+        value = _metric_number(metrics.get(self._metric))
+        if value is None:
+            return None
+        time = _metric_number(metrics.get(self._time_name))
+        if time is None or not math.isfinite(time):
+            # Without such a metric the reports count.
+            time = float(trial.result.num_reports + 1)
+        return Reported(request_id=trial.create.request_id, time=time, metric=value)
+
+    def _note(
+        self, trial: SearchTrial, number: int, metrics: dict[str, Any], given: Reported | None
+    ) -> None:
+        result = trial.result
+        trial.known[number] = encode_metrics(metrics)
+        result.metrics = metrics
+        result.num_reports += 1
+        if given is None:
+            return
+        result.time = given.time
+        sign = 1 if self._smaller_is_better else -1
+        best, new = result.value, given.metric
+        is_first = best is None or not math.isfinite(best)
+        if is_first or (math.isfinite(new) and sign * new < sign * (best or 0.0)):
+            result.value = new
+
+
+def exit_reason_of_trial(error: BaseException) -> ExitReason:
+    """Return how the search counts an exception that has ended a trial."""
+    return ExitReason.INVALID_HP if isinstance(error, core.InvalidHP) else ExitReason.ERROR
+
+
+def _metric_number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None

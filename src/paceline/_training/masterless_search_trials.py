@@ -1,0 +1,236 @@
+"""Set-up of a search without a master, and threads that run its trials."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline._training.masterless_search import (
+    MetricMissingError,
+    NextMove,
+    SearchJournal,
+    SearchRun,
+    SearchTrial,
+    TrialOutcome,
+    exit_reason_of_trial,
+)
+from paceline.config._fields_and_problems import ConfigError
+from paceline.config._searcher_section import BATCHES, Searcher
+from paceline.config._validate_config import validate_config
+from paceline.search._search import Search
+from paceline.search._search_method import ExitReason
+
+logger = logging.getLogger(__name__)
+
+_SPACE_SECTION = "hyperparameters"
+
+
+def checked_search(space: Mapping[str, Any], searcher: Any) -> Any:
+    """Return an experiment config with the space and the search method, after its checks.
+
+    Raises:
+        ConfigError: They are not valid; problems of the space are named as its own.
+    """
+    section: Any = searcher
+    if isinstance(searcher, Searcher):
+        # Its method need not be registered.
+        section = {"name": "single", "metric": searcher.metric}
+    config = {
+        "entrypoint": "train_func",
+        "searcher": dict(section) if isinstance(section, Mapping) else section,
+        _SPACE_SECTION: dict(space) if isinstance(space, Mapping) else space,
+    }
+    try:
+        checked = validate_config(config)
+    except ConfigError as error:
+        raise ConfigError(
+            replace(problem, path=f"space{problem.path.removeprefix(_SPACE_SECTION)}")
+            if problem.path.startswith(_SPACE_SECTION)
+            else problem
+            for problem in error.problems
+        ) from None
+    lists = [name for name, value in space.items() if isinstance(value, list)]
+    if lists and not any(isinstance(value, Mapping) for value in space.values()):
+        logger.warning(
+            "Nothing varies in `space`: a list, such as that of %r, is one value that each trial"
+            ' gets. Hint: {"type": "categorical", "vals": [...]} has trials with each of them.',
+            lists[0],
+        )
+    if isinstance(searcher, Searcher):
+        checked = checked.model_copy(update={"searcher": searcher})
+    return checked
+
+
+def search_journal(chosen: Any, directory: Path | None, seed: int | None) -> SearchJournal:
+    """Return the journal of a search, new or of earlier attempts.
+
+    Args:
+        chosen: What `checked_search` has returned.
+        directory: See `SearchJournal`, as for the seed.
+        seed: See there.
+    """
+    setup = {"searcher": chosen.searcher.model_dump(mode="json"), "space": chosen.hyperparameters}
+    return SearchJournal(directory, setup, seed)
+
+
+def begun_search(
+    chosen: Any,
+    journal: SearchJournal,
+    config: Mapping[str, Any],
+    make_result: Callable[..., TrialOutcome],
+) -> SearchRun:
+    """Return a search that has begun, or goes on where its journal ends.
+
+    Args:
+        chosen: What `checked_search` has returned.
+        journal: Its journal.
+        config: What each trial's config has besides its hyperparameters.
+        make_result: See `SearchRun`.
+    """
+    searcher = chosen.searcher
+    wants_reports = searcher.wants_reports
+    run = SearchRun(
+        Search(chosen.search_config(), chosen.hyperparameters, journal.seed),
+        journal,
+        metric=searcher.metric,
+        time_name=searcher.time_name if wants_reports else str(searcher.length_unit),
+        smaller_is_better=searcher.smaller_is_better,
+        length=searcher.length,
+        can_extend=wants_reports,
+        is_single=searcher.name == "single",
+        config=config,
+        make_result=make_result,
+    )
+    run.begin()
+    return run
+
+
+# How often the main thread looks for Ctrl-C, in seconds.
+_LOOK_S = 0.2
+
+
+class StepwiseTrial(Protocol):
+    """A trial that runs: it waits at each of its reports.
+
+    A report is a mapping. It has a `number` and a `step`, and `validation` tells what of it the
+    search judges: all, nothing, or these metrics.
+    """
+
+    def __next__(self) -> Any:
+        """Let it go on, and return its next report."""
+
+    def get_results(self) -> Any:
+        """Wait for its end; what has ended it is raised."""
+
+    def stop(self) -> None:
+        """End it at its present report."""
+
+
+class TrialThread(threading.Thread):
+    """Run one trial after the other.
+
+    Args:
+        search: Hands out trials and judges their reports.
+        start: Starts a trial on the workers of this thread.
+
+    Attributes:
+        failure: The error that has ended the whole search.
+    """
+
+    def __init__(self, search: SearchRun, start: Callable[[SearchTrial], StepwiseTrial]) -> None:
+        super().__init__(name="paceline-search", daemon=True)
+        self.failure: BaseException | None = None
+        self._search = search
+        self._start_trial = start
+
+    def run(self) -> None:
+        """Run trials until there are none left."""
+        try:
+            while (trial := self._search.next_trial()) is not None:
+                self._run_trial(trial)
+        except BaseException as error:
+            # An error of the search itself; those of trials are inputs of it.
+            self.failure = error
+            self._search.close()
+
+    def _run_trial(self, trial: SearchTrial) -> None:
+        try:
+            run = self._start_trial(trial)
+        except Exception as error:
+            self._fail(trial, error)
+            return
+        while True:
+            try:
+                report = next(run, None)
+                if report is None:
+                    run.get_results()
+                    self._search.check_metric(trial)
+                else:
+                    self._search.check_report(trial, _judged_metrics(report))
+            except MetricMissingError:
+                # Others would train as much for nothing.
+                raise
+            except Exception as error:
+                run.stop()
+                self._fail(trial, error)
+                return
+            move = (
+                NextMove.END
+                if report is None
+                else self._search.take_report(trial, report.number, report, _judged_metrics(report))
+            )
+            if move is not NextMove.GO_ON:
+                break
+        run.stop()
+        if move is NextMove.PAUSE:
+            self._search.pause(trial)
+        else:
+            self._search.end(trial, ExitReason.COMPLETED, None)
+
+    def _fail(self, trial: SearchTrial, error: Exception) -> None:
+        if self._search.is_closed:
+            # Its workers may have ended with the search, and it goes on with the next attempt.
+            return
+        told = error.__cause__ or error
+        logger.warning("Trial %d has failed: %s", trial.result.number, told)
+        self._search.end(trial, exit_reason_of_trial(error), error)
+
+
+def _judged_metrics(report: Any) -> Any:
+    validation = report.validation
+    judged = (report if validation else {}) if isinstance(validation, bool) else validation
+    # Without a metric of that name, batches are those that were trained.
+    return {BATCHES: report.step, **judged} if judged else {}
+
+
+def conduct(run: SearchRun, starts: Sequence[Callable[[SearchTrial], StepwiseTrial]]) -> None:
+    """Run trials until the search is over, as many at once as there are functions to start one.
+
+    Raises:
+        Exception: The search itself has failed; failures of trials are inputs of it.
+    """
+    threads = [TrialThread(run, start) for start in starts]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_LOOK_S)
+    except KeyboardInterrupt:
+        run.close()
+        logger.warning(
+            "Ctrl-C: the search ends once its trials have come to their next reports. Ctrl-C again"
+            " ends it now. Hint: directory=%r goes on with it later.",
+            str(run.directory),
+        )
+        # Another one, at any moment from the message on, leaves this wait.
+        for thread in threads:
+            thread.join()
+        raise
+    finally:
+        run.close()
+    failure = next((thread.failure for thread in threads if thread.failure is not None), None)
+    if failure is not None:
+        raise failure

@@ -1,0 +1,267 @@
+"""Places for progress: a terminal's last line, a notebook's output, or lines of a log."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, TextIO
+
+from paceline._base.process_and_network import terminal_text
+
+SWITCH_VARIABLE = "PACELINE_PROGRESS"
+
+_CLEAR = "\r\x1b[K"
+_NARROWEST = 20
+# So many reports in a row have a line each in a log.
+_MOST_AT_ONCE = 100
+
+
+class Region:
+    """Shows the present state in place of the one before (if it is live), or reports as lines.
+
+    Attributes:
+        is_live: Whether there is a state that is replaced.
+        interval_s: The seconds from one drawing to the next.
+    """
+
+    is_live = True
+    interval_s = 0.1
+
+    @property
+    def width(self) -> int | None:
+        """The columns that a text may have; None if there is no edge."""
+        raise NotImplementedError
+
+    def draw(self, text: str) -> None:
+        """Show a text in place of the one before."""
+        raise NotImplementedError
+
+    def takes_report(self, now: float, *, is_frequent: bool) -> bool:
+        """Tell whether a report is to be written now; a live state shows it anyway."""
+        return False
+
+    def write(self, text: str) -> None:
+        """Write the line of a report."""
+        raise NotImplementedError
+
+    def end(self, text: str, details: Sequence[str]) -> None:
+        """Show the last state with details below it, and close."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave what is shown standing; may be called more than once."""
+
+
+class TerminalRegion(Region):
+    """The line at the bottom of what was written to a terminal, drawn anew in place.
+
+    While it is there, whatever this process writes to the terminal by Python's standard streams
+    (print, logging, warnings, tracebacks) clears the line first and appears above it. Processes
+    that write to the terminal by themselves are not seen.
+
+    Args:
+        stream: A stream to a terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._fd = stream.fileno()
+        self._pid = os.getpid()
+        # A signal's handler may log while this thread draws.
+        self._lock = threading.RLock()
+        self._text = ""
+        self._is_shown = False
+        self._is_other_line_open = False
+        self._next_return = 0.0
+        self._taken: list[tuple[TextIO, Any, Any]] = []
+        for other in (stream, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            if _is_terminal(other) and all(other is not taken for taken, _, _ in self._taken):
+                self._take_over(other)
+
+    @property
+    def width(self) -> int:
+        """The columns that a text may have; one is left for the cursor."""
+        try:
+            columns = os.get_terminal_size(self._fd).columns
+        except OSError:
+            columns = 0
+        # A terminal that does not know its size says 0.
+        return max(columns or 80, _NARROWEST) - 1
+
+    def draw(self, text: str) -> None:
+        """Show a text in place of the one before, unless someone else's line is unfinished."""
+        with self._lock:
+            self._text = text
+            self._show()
+
+    def end(self, text: str, details: Sequence[str]) -> None:
+        """Show the last state with details below it, and let go of the streams."""
+        with self._lock:
+            if self._is_other_line_open and not self._is_shown:
+                for stream, _, _ in self._taken:
+                    with suppress(OSError, ValueError):
+                        stream.flush()
+                self._put("\n")
+            self._put(f"\r{text}\x1b[K\n" + _paragraph(details, self.width))
+            self._is_shown = False
+            self.close()
+
+    def close(self) -> None:
+        """Leave the text standing, end its line, and let go of the streams."""
+        with self._lock:
+            if self._is_shown:
+                self._put("\n")
+            self._is_shown = False
+            self._text = ""
+            for stream, own, before in self._taken:
+                attributes = vars(stream)
+                # Someone who took over after us keeps the stream; ours then only passes on.
+                if attributes.get("write") is own:
+                    del attributes["write"]
+                    if before is not None:
+                        attributes["write"] = before
+            self._taken.clear()
+
+    def _take_over(self, stream: Any) -> None:
+        """Put a function of ours before the stream's `write`.
+
+        The stream itself stays where it is, as handlers of `logging` keep the object that they
+        were made with.
+        """
+        try:
+            attributes = vars(stream)
+        except TypeError:
+            return
+        write = stream.write
+
+        def write_above(text: str) -> Any:
+            # Loader processes are forks that have the function, but not the line.
+            if not self._taken or os.getpid() != self._pid:
+                return write(text)
+            with self._lock:
+                if self._is_shown:
+                    self._put(_CLEAR)
+                    self._is_shown = False
+                written = write(text)
+                self._return_below(text)
+                return written
+
+        self._taken.append((stream, write_above, attributes.get("write")))
+        attributes["write"] = write_above
+
+    def _return_below(self, text: str) -> None:
+        if text:
+            self._is_other_line_open = not text.endswith(("\n", "\r"))
+        # A burst of lines must not pay for drawing each time; the next update draws anyway.
+        if time.monotonic() >= self._next_return:
+            self._show()
+
+    def _show(self) -> None:
+        if self._text and not self._is_other_line_open:
+            self._put(f"\r{self._text}\x1b[K")
+            self._is_shown = True
+            self._next_return = time.monotonic() + self.interval_s
+
+    def _put(self, text: str) -> None:
+        # Past the stream's buffer, which must not be entered twice when a signal's handler logs. A
+        # terminal that was closed ends no training.
+        with suppress(OSError):
+            os.write(self._fd, text.encode(errors="replace"))
+
+
+class NotebookRegion(Region):
+    """A line in a notebook cell's output, replaced in place; a further cell has its own."""
+
+    interval_s = 0.5
+    width = 120
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._cell: Any = None
+
+    def draw(self, text: str) -> None:
+        """Show a text in place of the one before."""
+        data = {"text/plain": text}
+        shell = import_module("IPython").get_ipython()
+        cell = getattr(shell, "execution_count", None)
+        if self._handle is None or cell != self._cell:
+            self._cell = cell
+            display = import_module("IPython.display").display
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+    def end(self, text: str, details: Sequence[str]) -> None:
+        """Show the last state with details below it."""
+        self.draw(f"{text}\n{_paragraph(details, self.width)}".rstrip())
+
+
+class LogLines(Region):
+    """Lines of a file, a pipe or a terminal that cannot go back: one for each report.
+
+    Args:
+        stream: The stream.
+    """
+
+    is_live = False
+    width = None
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._num_free, self._counted_at = float(_MOST_AT_ONCE), time.monotonic()
+
+    def takes_report(self, now: float, *, is_frequent: bool) -> bool:
+        """Tell whether a report is to be written: of frequent ones one a second in the long run."""
+        if not is_frequent:
+            return True
+        seconds, self._counted_at = now - self._counted_at, now
+        self._num_free = min(self._num_free + seconds, _MOST_AT_ONCE)
+        if self._num_free < 1:
+            return False
+        self._num_free -= 1
+        return True
+
+    def write(self, text: str) -> None:
+        """Write a line."""
+        # Training goes on when nobody reads any more, on a full disk, and when a signal's handler
+        # has interrupted the same stream.
+        with suppress(OSError, ValueError, RuntimeError):
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+    def end(self, text: str, details: Sequence[str]) -> None:
+        """Write the last state, and details."""
+        self.write(text)
+        if details:
+            self.write("  ".join(details))
+
+
+def find_region(stream: TextIO | None) -> Region | None:
+    """Return where a stream can show progress, or None if it shall stay quiet."""
+    if stream is None:
+        # A program without a console has none.
+        return None
+    if os.environ.get(SWITCH_VARIABLE) == "0":
+        return None
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return None
+    if type(stream).__module__.startswith("ipykernel."):
+        return NotebookRegion()
+    is_able = os.environ.get("TERM") != "dumb"
+    return TerminalRegion(stream) if is_able and _is_terminal(stream) else LogLines(stream)
+
+
+def _is_terminal(stream: Any) -> bool:
+    # A closed stream raises ValueError, and a stand-in may have no file descriptor.
+    with suppress(AttributeError, ValueError, OSError):
+        return os.isatty(stream.fileno())
+    return False
+
+
+def _paragraph(details: Sequence[str], width: int) -> str:
+    """Return details in one line if they fit, else in a line each."""
+    details = [terminal_text(part) for part in details]
+    line = "  ".join(details)
+    return "".join(f"{part}\n" for part in ([line] if len(line) <= width else details) if part)

@@ -1,0 +1,443 @@
+"""Failure detector of a pool, and the driver's view of each worker."""
+
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._training.workers.channels import ChannelFrame, DriverChannel, FrameKind
+from paceline._training.workers.failures_and_restarts import (
+    OUTPUT_IS,
+    Told,
+    WorkerExit,
+    WorkerFailedError,
+    told_error,
+)
+from paceline._training.workers.pickled_calls import PackedCall, left_error
+from paceline._training.workers.processes.rank_environment import NodeLayout
+from paceline._training.workers.serve_calls import WorkerError
+from paceline._training.workers.watchdog import HangWatch, Progress, WatchedRank
+from paceline._training.workers.worker_pools import PendingCall
+
+
+class Assignment(NamedTuple):
+    """A call and how it travels."""
+
+    call: PendingCall
+    packed: PackedCall
+
+
+class PoolWorker:
+    """State of a worker, and its present call.
+
+    `silent_s` is how long nothing was heard of it, in seconds; `progress` is what it told last,
+    `outcome` what its program told at its end.
+    """
+
+    def __init__(self, rank: int, end: socket.socket) -> None:
+        self.rank = rank
+        self.channel = DriverChannel(end)
+        self.is_ready = False
+        self.silent_s = 0.0
+        self.progress = Progress()
+        self.exit: WorkerExit | None = None
+        self.outcome: dict[str, Any] = {}
+        self.error: WorkerError | None = None
+        self.current: PendingCall | None = None
+        self._packed: PackedCall | None = None
+        self._queue: deque[Assignment] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the worker carries out a call."""
+        return self.current is not None and self.error is None and self.exit is None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the worker's error or end only answers the failure of another one."""
+        return any(end is not None and end.is_consequence for end in (self.error, self.exit))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the worker has told an error, or ended by a failure."""
+        return self.error is not None or (self.exit is not None and self.exit.is_failure)
+
+    def run_program(self, call: PendingCall) -> None:
+        """Note that the worker's program is what a call consists in, which it carries out now."""
+        self.current = call
+
+    def take_outcome(self, exit_: WorkerExit) -> WorkerExit:
+        """Return how the worker has ended, by what its program has told if it has."""
+        if not self.outcome:
+            return exit_
+        return replace(exit_, finished=True, silence=None, **self.outcome)
+
+    def assign(self, assignment: Assignment) -> None:
+        """Let the worker make a call after those that it was assigned before."""
+        self._queue.append(assignment)
+        if self.current is None:
+            self._send_next()
+
+    def take_value(self, body: bytes | bytearray) -> None:
+        """Note what the current call returned, and go on with the next."""
+        # What it told last was within the call: it may have come to what others wait in since.
+        self.progress = Progress()
+        if self.current is not None:
+            self.current.answer(self.rank, body)
+            self._send_next()
+
+    def send_data(self) -> None:
+        """Send what of the current call the worker does not reach in shared memory."""
+        if self.current is not None and self._packed is not None:
+            for segment in self._packed.segments:
+                # A view, as nothing is copied.
+                body = cast("bytes", segment.view())
+                self.channel.send(ChannelFrame(FrameKind.DATA, self.current.number, body))
+
+    def take_error(self, error: WorkerError) -> None:
+        """Note what the current call raised; nothing follows it."""
+        self.error = error
+
+    def drop_calls(self, error: BaseException) -> None:
+        """End by an error what the worker does and was to do."""
+        for call in [self.current, *(assignment.call for assignment in self._queue)]:
+            if call is not None:
+                call.fail(error)
+        self._queue.clear()
+        self._packed = None
+
+    def told(self) -> Told:
+        """Return the error that the worker told, for `told_error`."""
+        assert self.error is not None
+        return Told(
+            rank=self.rank,
+            error=self.error.error,
+            traceback=self.error.traceback,
+            description=f"rank {self.rank} raised {self.error.description}",
+        )
+
+    def _send_next(self) -> None:
+        # One at a time: what waits can still be called off.
+        self.current = self._packed = None
+        if self._queue:
+            self.current, self._packed = self._queue.popleft()
+            self.channel.send(ChannelFrame(FrameKind.CALL, self.current.number, self._packed.head))
+
+
+def fold_worker_errors(first: PoolWorker, others: Sequence[PoolWorker]) -> list[str]:
+    """Return one phrase for each error that other ranks raised after the first one."""
+    by_text: dict[str, list[int]] = {}
+    phrases = []
+    for worker in others:
+        if worker.error is not None:
+            by_text.setdefault(worker.error.description, []).append(worker.rank)
+        elif worker.exit is not None and worker.exit.is_failure:
+            phrases.append(worker.exit.describe())
+    for text, ranks in by_text.items():
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        is_same = first.error is not None and text == first.error.description
+        what = "the same" if is_same else text
+        phrases.append(f"{noun} {', '.join(map(str, ranks))} raised {what}")
+    return phrases
+
+
+def observations_of_workers(call: PendingCall, workers: Sequence[PoolWorker]) -> list[WatchedRank]:
+    """Return what is known of all ranks of a call.
+
+    A call of one rank waits for nobody, unless it needs the others: these count as returned then.
+    """
+    is_alone = len(call.ranks) == 1
+    observations = []
+    for worker in workers:
+        if worker.rank in call.ranks:
+            has_returned = call.has_returned(worker.rank) and not worker.is_busy
+            observations.append(WatchedRank(worker.rank, has_returned, worker.progress))
+        elif is_alone and not worker.is_busy:
+            observations.append(WatchedRank(worker.rank, True, Progress(num_collectives=0)))
+    return observations
+
+
+# What the other ranks get to tell the same error.
+_SETTLE_S = 0.2
+# What a worker gets to die if its end is what another one's error answers, or answers that: at
+# least, and as long as there is one of which no end is known. Its node may be busy or far, and a
+# rank on a full disk tries for 10 s to store its end.
+CAUSE_SETTLE_S, LONGEST_CAUSE_S = 2.0, 15.0
+_CAUSE_LOOK_S = 0.2
+_LONGEST_TICK_S = 1.0
+
+
+class PoolSettings(NamedTuple):
+    """Settings of the failure detector; times are in seconds."""
+
+    heartbeat_timeout_s: float
+    collective_timeout_s: float
+    grace_s: float
+    # What survivors get when a worker was lost: in a pool they cannot finish anything then.
+    lost_grace_s: float = 1.0
+
+    @property
+    def tick_s(self) -> float:
+        """How often workers show that they live, and the driver looks."""
+        return min(_LONGEST_TICK_S, self.heartbeat_timeout_s / 5)
+
+
+class PoolEnd(NamedTuple):
+    """That all calls end by an error, and all workers within a grace in seconds.
+
+    `wants_stacks` asks for what the workers were at. With `is_success` the calls return None.
+    """
+
+    error: BaseException
+    grace_s: float
+    wants_stacks: bool = False
+    is_success: bool = False
+
+
+class HyperparametersRefusedError(Exception):
+    """Error of a pool in which a worker refused the hyperparameters."""
+
+
+class FailureDetector:
+    """Decides when and by which error a pool's workers end; does no I/O and reads no clock.
+
+    Args:
+        workers: The workers, in rank order.
+        settings: The times that count.
+        is_stopped: Tells whether a rank's process is stopped, as by SIGSTOP.
+        layout: The place of these workers among those of other nodes; None if there are none.
+
+    Attributes:
+        refusal: That a worker has refused the hyperparameters, which decides if it came first.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[PoolWorker],
+        settings: PoolSettings,
+        is_stopped: Callable[[int], bool],
+        layout: NodeLayout | None = None,
+    ) -> None:
+        self._workers = workers
+        self._world_size = len(workers) if layout is None else layout.world_size
+        self._output = "above"
+        if layout is not None and layout.num_nodes > 1:
+            self._output = f"in that of the launcher of node {layout.node_rank}"
+        self._settings = settings
+        self._is_stopped = is_stopped
+        self._first_failed: PoolWorker | None = None
+        self._settle_at: float | None = None
+        self._settle_limit = 0.0
+        self._asked_at: float | None = None
+        # Who waits for a rank of another node is seen by node 0 alone.
+        is_whole = self._world_size == len(workers)
+        timeouts = settings.heartbeat_timeout_s, settings.collective_timeout_s
+        self._hangs = HangWatch(*timeouts) if is_whole else None
+        self.refusal: HyperparametersRefusedError | None = None
+
+    @property
+    def due(self) -> float | None:
+        """When to look next at the latest, if that is known."""
+        return self._settle_at
+
+    def note_error(self, worker: PoolWorker, error: WorkerError, now: float) -> PoolEnd | None:
+        """Note what a worker's call raised."""
+        worker.take_error(error)
+        if self.refusal is not None:
+            return self._refused(now)
+        if error.exit_code is not None:
+            return self._lost(self._left(worker, error.description, error.exit_code))
+        self._note_failed(worker, now)
+        return None
+
+    def note_exit(self, worker: PoolWorker, exit_: WorkerExit, now: float) -> PoolEnd | None:
+        """Note that a worker's process has ended."""
+        worker.exit = exit_
+        if self.refusal is not None:
+            return self._refused(now)
+        if worker.error is not None:
+            return None
+        if exit_.code == 0 and worker.current is not None:
+            return self._lost(self._left(worker, None, 0))
+        if exit_.is_consequence:
+            self._note_failed(worker, now)
+            return None
+        return self._lost(self._ended(worker, exit_))
+
+    def note_refusal(self, worker: PoolWorker, text: str, now: float) -> None:
+        """Note that a worker has ended the run of all by `InvalidHP`; the first one counts."""
+        first = self._first_failed
+        if self.refusal is None and (first is None or first.is_consequence):
+            self.refusal = HyperparametersRefusedError(
+                f"Rank {worker.rank} refused the hyperparameters (InvalidHP: {text})."
+            )
+            self._settle_at = now + CAUSE_SETTLE_S
+
+    def note_request(self, now: float) -> None:
+        """Note that the workers were asked to end: those that do nothing from now on are ended."""
+        if self._asked_at is None:
+            self._asked_at = now
+
+    def look(self, now: float, elapsed_s: float) -> PoolEnd | None:
+        """Look at what has become due.
+
+        Args:
+            now: The time, in seconds of a monotonic clock.
+            elapsed_s: For how long the workers could have given a sign of life since the last look.
+        """
+        if self.refusal is not None:
+            return self._refused(now)
+        return (
+            self._settled(now)
+            or self._silent(elapsed_s)
+            or self._waiting_in_vain()
+            or self._idle_after_request(now)
+        )
+
+    def notice(self) -> str | None:
+        """Return who waits for whom in a collective operation for long, now and then."""
+        return None if self._hangs is None else self._hangs.notice(self._calls())
+
+    def _note_failed(self, worker: PoolWorker, now: float) -> None:
+        if self._first_failed is None:
+            self._first_failed = worker
+            self._settle_at = now + (CAUSE_SETTLE_S if worker.is_consequence else _SETTLE_S)
+            self._settle_limit = now + LONGEST_CAUSE_S
+
+    def _left(self, worker: PoolWorker, left_by: str | None, exit_code: int) -> WorkerFailedError:
+        traceback = "" if worker.error is None else worker.error.traceback
+        return left_error(worker.rank, self._world_size, left_by, exit_code, traceback)
+
+    def _ended(self, worker: PoolWorker, exit_: WorkerExit) -> WorkerFailedError:
+        """Return the error for a process that has ended."""
+        count = f", the first of {self._world_size} to fail" if self._world_size > 1 else ""
+        what = exit_.describe().replace("rank", "Rank", 1)
+        text = f"{what}{count}{OUTPUT_IS}{self._output}."
+        is_signal = exit_.signal is not None and not exit_.finished
+        has_left = exit_.lost_with is None and exit_.silence is None and not is_signal
+        return WorkerFailedError(
+            text,
+            worker.rank,
+            exit_code=exit_.code if has_left else None,
+            signal=exit_.signal if is_signal else None,
+            is_consequence=exit_.is_consequence,
+        )
+
+    def _lost(self, error: WorkerFailedError) -> PoolEnd | None:
+        first = self._first_failed
+        if first is not None and not first.is_consequence:
+            # The error that came first explains it.
+            return None
+        return PoolEnd(error, min(self._settings.lost_grace_s, self._settings.grace_s))
+
+    def _refused(self, now: float) -> PoolEnd | None:
+        """End the workers after a refusal, once the others had the time to end by themselves."""
+        assert self.refusal is not None
+        assert self._settle_at is not None
+        if now < self._settle_at and any(worker.is_busy for worker in self._workers):
+            return None
+        grace_s = min(self._settings.lost_grace_s, self._settings.grace_s)
+        return PoolEnd(self.refusal, grace_s, is_success=True)
+
+    def _settled(self, now: float) -> PoolEnd | None:
+        """Judge by the exception of the rank that failed first, once the others had their say."""
+        first = self._first_failed
+        if first is None or self._settle_at is None:
+            return None
+        is_over = not any(worker.is_busy for worker in self._workers) and (
+            not first.is_consequence or all(worker.exit for worker in self._workers)
+        )
+        if now < self._settle_at and not is_over:
+            return None
+        failed = [worker for worker in self._workers if worker.has_failed]
+        cause = min(failed, key=lambda worker: (worker.is_consequence, worker is not first))
+        if cause.is_consequence and now < self._settle_limit and self._is_cause_to_come():
+            self._settle_at = min(now + _CAUSE_LOOK_S, self._settle_limit)
+            return None
+        mismatch = self._left_early(cause)
+        if mismatch is not None:
+            return mismatch
+        if cause.error is None:
+            assert cause.exit is not None
+            self._first_failed = None
+            return self._lost(self._ended(cause, cause.exit))
+        others = fold_worker_errors(cause, [worker for worker in failed if worker is not cause])
+        error = told_error(cause.told(), self._world_size, others)
+        return PoolEnd(error, self._settings.grace_s)
+
+    def _is_cause_to_come(self) -> bool:
+        """Tell whether a worker is still at work, or may be dead though its end is not told yet."""
+        return any(
+            worker.is_busy or not worker.channel.is_open or worker.silent_s >= self._settings.tick_s
+            for worker in self._workers
+            if worker.exit is None and not worker.has_failed
+        )
+
+    def _left_early(self, cause: PoolWorker) -> PoolEnd | None:
+        """Judge a broken connection by the programs that have ended well before the others."""
+        returned = [
+            worker.rank for worker in self._workers if worker.exit and not worker.exit.is_failure
+        ]
+        if not returned or not cause.is_consequence:
+            return None
+        assert cause.exit is not None
+        ranks = ", ".join(map(str, returned))
+        has = "rank {} has" if len(returned) == 1 else "ranks {} have"
+        error = CollectiveMismatchError(
+            f"Rank {cause.rank} waited for others in a collective operation, but"
+            f" {has.format(ranks)} returned without: {cause.exit.error}. Hint: all ranks must make"
+            " the same calls in the same order; the stacks are in the output above."
+        )
+        return PoolEnd(error, self._settings.grace_s)
+
+    def _silent(self, elapsed_s: float) -> PoolEnd | None:
+        for worker in self._workers:
+            if worker.exit is not None:
+                continue
+            if not worker.is_ready and not self._is_stopped(worker.rank):
+                # It still starts, or does not use Paceline.
+                worker.silent_s = 0.0
+                continue
+            worker.silent_s += elapsed_s
+            if worker.silent_s > self._settings.heartbeat_timeout_s:
+                what = "is stopped (SIGSTOP)" if self._is_stopped(worker.rank) else "hangs"
+                silent = f"{worker.silent_s:.3g} s"
+                text = f"Rank {worker.rank} {what}: it gave no sign of life for {silent}"
+                if worker.progress.place:
+                    text += f"; before that it was at {worker.progress.place}"
+                error = WorkerFailedError(f"{text}.", worker.rank)
+                return PoolEnd(error, 0.0, wants_stacks=True)
+        return None
+
+    def _idle_after_request(self, now: float) -> PoolEnd | None:
+        """Judge a worker that was asked to end and has done nothing for its time since."""
+        grace_s = self._settings.grace_s
+        if self._asked_at is None or now < self._asked_at + grace_s:
+            return None
+        # Those that wait for it in a collective operation are idle too.
+        least_s = max(1.0, grace_s)
+        idle = [
+            (bool(p.progress.operation), p.rank)
+            for p in self._workers
+            if p.is_busy and p.progress.idle_s > least_s * (1 + bool(p.progress.operation))
+        ]
+        if not idle:
+            return None
+        rank = min(idle)[1]
+        worker = next(worker for worker in self._workers if worker.rank == rank)
+        text = (
+            f"Rank {worker.rank} was asked to end, but has done nothing for"
+            f" {worker.progress.idle_s:.3g} s: it {worker.progress.describe()}. The stacks of all"
+            " ranks are in the output above."
+        )
+        return PoolEnd(WorkerFailedError(text, worker.rank), 0.0, wants_stacks=True)
+
+    def _waiting_in_vain(self) -> PoolEnd | None:
+        error = None if self._hangs is None else self._hangs.look(self._calls())
+        return None if error is None else PoolEnd(error, 0.0, wants_stacks=True)
+
+    def _calls(self) -> list[list[WatchedRank]]:
+        calls = {worker.current for worker in self._workers if worker.is_busy}
+        return [observations_of_workers(call, self._workers) for call in calls if call is not None]

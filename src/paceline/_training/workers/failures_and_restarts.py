@@ -1,0 +1,377 @@
+"""Failures of workers: exits, the errors that a driver raises, and the restart policy."""
+
+import logging
+import signal
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline._base.arguments_and_errors import CollectiveMismatchError, PicklableError, text_of
+
+_TEXT_CHARACTERS = 200
+
+
+class WorkerStartError(RuntimeError):
+    """Raised when a worker's process cannot be started."""
+
+
+class PlacementError(WorkerStartError):
+    """Raised when resources that seemed to be free could not be had in time."""
+
+
+class PlacementTimeoutError(PlacementError):
+    """Raised when resources were not there in time, as others have them or no node came."""
+
+
+# Follows what happened to a worker, in messages beside which its output is.
+OUTPUT_IS = "; its output is "
+
+
+class WorkerFailedError(PicklableError, RuntimeError):
+    """Raised when a worker ended without an exception that the driver could raise.
+
+    `rank` is that of the worker which failed first, `exit_code` what it left with if it left by
+    itself, also with 0 before its function had returned, and `signal` the number of the signal that
+    ended it if one did. `is_consequence` says that the end only answers another worker's failure.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int,
+        exit_code: int | None = None,
+        signal: int | None = None,
+        *,
+        is_consequence: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.is_consequence = is_consequence
+        self.rank = rank
+        self.exit_code = exit_code
+        self.signal = signal
+
+
+class RanksDifferError(RuntimeError):
+    """Raised when parameters, rates or buffers that all ranks must have alike are not the same."""
+
+
+class ResourcesError(ValueError):
+    """Raised when the workers are to have more than there is."""
+
+
+class NodesDifferError(RuntimeError):
+    """Raised when a node cannot run workers as its versions or options are not the driver's."""
+
+
+class TrainingFailedError(PicklableError, RuntimeError):
+    """The base of the errors of a run that are no exceptions of the user's code."""
+
+
+class RunDirectoryError(TrainingFailedError):
+    """Raised when a node does not see the run directory of the driver."""
+
+
+class WorkersLostError(TrainingFailedError):
+    """Raised when workers were lost more often than `max_retries` allows.
+
+    `num_losses` counts the losses.
+    """
+
+    def __init__(self, message: str, num_losses: int) -> None:
+        super().__init__(message)
+        self.num_losses = num_losses
+
+
+class NotEnoughWorkersError(TrainingFailedError):
+    """Raised when fewer workers than the least number could run for too long.
+
+    `wanted` is that number, `available` how many could run at last.
+    """
+
+    def __init__(self, message: str, wanted: int, available: int) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+        self.available = available
+
+
+class RemoteTraceback(Exception):
+    """The cause of an error that a worker raised: its text there, with the rank.
+
+    `headline` is one phrase such as "Rank 1 raised ValueError: boom, the first of 2 to fail".
+    """
+
+    headline = ""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return f"\n{self._text.rstrip()}"
+
+
+def is_told(error: BaseException) -> bool:
+    """Tell whether an error is what a rank's function raised, and not the loss of a worker.
+
+    Args:
+        error: What a call of a pool has raised, which may be a `WorkerFailedError` in both cases.
+    """
+    return isinstance(error.__cause__, RemoteTraceback)
+
+
+class Told(NamedTuple):
+    """Exception that a rank's function raised, as the driver knows it.
+
+    `error` is None if the exception could not travel. `description` is one phrase such as
+    "rank 1 raised ValueError: ...".
+    """
+
+    rank: int
+    error: BaseException | None
+    traceback: str
+    description: str
+
+
+def told_error(first: Told, world_size: int, others: Iterable[str]) -> BaseException:
+    """Return the error to raise for a rank's exception; its cause is the traceback there.
+
+    Args:
+        first: The exception of the rank that failed first.
+        world_size: The number of workers.
+        others: What became of the other ranks that failed, one phrase each.
+    """
+    error = first.error
+    if error is None:
+        what = first.description.removeprefix(f"rank {first.rank} raised ")
+        error = WorkerFailedError(
+            f"Rank {first.rank} raised an exception that cannot travel to the driver: {what}",
+            first.rank,
+        )
+    count = f", the first of {world_size} to fail" if world_size > 1 else ""
+    lines = [f"Rank {first.rank} raised{count}:", "", first.traceback.rstrip()]
+    then = [f"Then {_in_short(other)}." for other in others]
+    cause = RemoteTraceback("\n".join([*lines, *([""] if then else []), *then]))
+    cause.headline = f"{_in_short(first.description).replace('rank', 'Rank', 1)}{count}"
+    # Classes such as frozen dataclasses forbid it by a `__setattr__` of their own.
+    BaseException.__setattr__(error, "__cause__", cause)
+    return error
+
+
+def _in_short(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS else f"{text[:_TEXT_CHARACTERS]}..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """Record of a worker's exit.
+
+    Attributes:
+        rank: The worker's rank.
+        code: The verdict: 0 for success. It is what the worker said itself if it did, else its
+            exit code, or 128 + the number of the signal that ended it.
+        signal: The number of the signal that ended the process, if one did.
+        finished: The worker itself said that it had run to its end; what happened to the process
+            after that is no failure.
+        error: The type and text of the exception that ended it, if it said so.
+        time: When it failed or ended, in seconds since the epoch.
+        is_consequence: The error only answers the failure of another rank, or the group's own
+            signal.
+        lost_with: What the worker was lost with, such as its node, if nothing else is known.
+        silence: Why it was ended, if it had given no sign of life.
+    """
+
+    rank: int
+    code: int
+    signal: int | None = None
+    finished: bool = False
+    error: str | None = None
+    time: float = 0.0
+    is_consequence: bool = False
+    lost_with: str | None = None
+    silence: str | None = None
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the worker did not succeed."""
+        return self.code != 0
+
+    def describe(self) -> str:
+        """Return one phrase such as "rank 1 exited with code 3"."""
+        if self.lost_with is not None:
+            return f"rank {self.rank} was lost with {self.lost_with}"
+        if self.silence is not None:
+            return f"rank {self.rank} {self.silence}"
+        if self.signal is not None and not self.finished:
+            return f"rank {self.rank} was ended by {signal_name(self.signal)}"
+        reason = f" ({self.error})" if self.error else ""
+        return f"rank {self.rank} exited with code {self.code}{reason}"
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of a signal, such as "SIGTERM"."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+logger = logging.getLogger(__name__)
+
+# From so many losses without a checkpoint in between on, restarts are said to make no progress.
+_NO_PROGRESS = 3
+# Further characters of what ended workers are not recorded.
+_LONGEST_CAUSE = 500
+
+
+class RestartDecision(NamedTuple):
+    """RestartDecision to restart a group after a failure or not, and the reason.
+
+    `text` is a phrase such as "restart 1 of 3", else a sentence; empty if nobody asked.
+    """
+
+    is_restart: bool
+    text: str
+
+
+class RestartPolicy:
+    """Decides after each failure whether a group starts again, and counts the restarts.
+
+    Workers that were lost are started again. An exit code or an exception is followed by a restart
+    as well, if those are retried; but if the next start ends by the same one and has committed no
+    checkpoint, the program is at fault, and another start would be of no use. What was asked to end
+    is not started again.
+
+    Args:
+        limit: How often workers may be lost.
+        option: The name of the argument that sets the limit.
+        retries_errors: Whether exceptions of the user's function are followed by a restart.
+        hint: What follows the message of `WorkersLostError`; may be empty.
+
+    Attributes:
+        num_losses: How often workers were lost.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        *,
+        option: str = "max_retries",
+        retries_errors: bool = False,
+        hint: str = "",
+    ) -> None:
+        self.num_losses = 0
+        self._limit = limit
+        self._option = option
+        self._retries_errors = retries_errors
+        self._hint = hint
+        self._last: tuple[str, int] | None = None
+        self._commits = 0
+        self._num_in_vain = 0
+
+    def decide(
+        self, error: BaseException, num_commits: int, received: Collection[int] = ()
+    ) -> RestartDecision:
+        """Decide what follows a failure.
+
+        Args:
+            error: The error of the call that failed.
+            num_commits: How many checkpoints were committed by now, since the first start.
+            received: The signals that this process has received meanwhile.
+        """
+        exit_code = _exit_code(error)
+        if exit_code == 0 or (_is_raised(error) and not self._retries_errors):
+            # An end that was meant is never repeated.
+            return RestartDecision(False, "")
+        reason = _restart_reason(error)
+        is_same = reason is not None and (reason, num_commits) == self._last
+        self._last = None if reason is None else (reason, num_commits)
+        self.num_losses += 1
+        self._num_in_vain = self._num_in_vain + 1 if num_commits == self._commits else 1
+        self._commits = num_commits
+        if not self._limit:
+            return RestartDecision(False, "")
+        if received:
+            names = " and ".join(sorted(signal_name(number) for number in received))
+            return RestartDecision(False, f"No restart follows, as this process received {names}.")
+        if is_same:
+            return RestartDecision(
+                False,
+                "No restart follows, as the workers failed the same way twice with no checkpoint"
+                " in between.",
+            )
+        if self.num_losses > self._limit:
+            return RestartDecision(False, f"No restart is left of {self._limit:g}.")
+        text = f"restart {self.num_losses} of {self._limit:g}"
+        if self._num_in_vain >= _NO_PROGRESS:
+            text += f", no progress in the last {self._num_in_vain} starts"
+        return RestartDecision(True, text)
+
+    def check(self, error: Exception, num_commits: int, start: str | None = None) -> None:
+        """Decide what follows a failure; log a restart, and raise if there is none.
+
+        Args:
+            error: The error of the call that failed.
+            num_commits: How many checkpoints were committed by now.
+            start: From where the workers go on, for the log.
+
+        Raises:
+            WorkersLostError: Workers were lost too often, or fail the same way again.
+            Exception: `error`, if it is an exception of the user's.
+        """
+        decision = self.decide(error, num_commits)
+        if decision.is_restart:
+            from_where = "" if start is None else f", {start}"
+            logger.warning(
+                "%s Starting the workers again, %s%s.",
+                text_of(error),
+                decision.text,
+                from_where,
+            )
+            return
+        if _exit_code(error) == 0 or _is_raised(error):
+            raise error
+        why = (
+            f"Workers must not be lost more often than `{self._option}` ({self._limit:g}) allows,"
+            f" but were {self.num_losses} time(s)."
+        )
+        if decision.text and self.num_losses <= self._limit:
+            why = decision.text
+        raise WorkersLostError(
+            f"{why} The last time: {error} {self._hint}".rstrip(), self.num_losses
+        ) from error
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return what happened as a sentence, such as "Rank 1 raised ValueError: boom."."""
+    cause = error.__cause__
+    headline = cause.headline if isinstance(cause, RemoteTraceback) else ""
+    return f"{headline}." if headline else text_of(error)
+
+
+def restart_cause(error: BaseException) -> str:
+    """Return what happened as a sentence to record, where no output is beside it."""
+    text, found, _ = describe_failure(error).partition(OUTPUT_IS)
+    if found:
+        return f"{text}."
+    return text if len(text) <= _LONGEST_CAUSE else f"{text[: _LONGEST_CAUSE - 3]}..."
+
+
+def _exit_code(error: BaseException) -> int | None:
+    """Return what a worker has left with; None for users' exceptions, which may have codes too."""
+    return error.exit_code if isinstance(error, WorkerFailedError) else None
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Tell whether an error is the program's own, and not the loss of a worker."""
+    has_left = _exit_code(error) is not None
+    is_mismatch = isinstance(error, CollectiveMismatchError)
+    return is_mismatch or (is_told(error) and not has_left)
+
+
+def _restart_reason(error: BaseException) -> str | None:
+    """Return what tells a program's own failure from others; None for workers that were lost."""
+    exit_code = _exit_code(error)
+    if _is_raised(error):
+        return f"{type(error).__name__}: {text_of(error)}"
+    # Which rank is the first of several to fail is a matter of chance.
+    return None if exit_code is None else str(exit_code)

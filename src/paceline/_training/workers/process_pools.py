@@ -1,0 +1,508 @@
+"""Pools whose workers are processes with a socket to the driver: base class, local workers.
+
+Also: programs.
+"""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, TypeAlias
+
+from paceline._base.process_and_network import PortReservation, num_cores
+from paceline._training.workers.channels import BegunRuns
+from paceline._training.workers.failure_detector import Assignment, PoolSettings
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
+from paceline._training.workers.pickled_calls import PackedCall, WorkerCall, pack_worker_call
+from paceline._training.workers.processes.fork_client import forking_start
+from paceline._training.workers.processes.rank_environment import (
+    COLLECTIVE_TIMEOUT_VARIABLE,
+    THREADS_MARK,
+    THREADS_VARIABLE,
+    NodeLayout,
+)
+from paceline._training.workers.processes.worker_output import LinePrinter
+from paceline._training.workers.processes.worker_process import (
+    OnLine,
+    Start,
+    WorkerProcess,
+    WorkerSpec,
+    local_specs,
+    start_process,
+)
+from paceline._training.workers.processes.worker_program import CHANNEL_VARIABLE, PROGRAM_FILE
+from paceline._training.workers.serve_calls import driver_facts
+from paceline._training.workers.shared_memory import SharedBuffers
+from paceline._training.workers.watchdog import WatchedRank
+from paceline._training.workers.worker_generation import (
+    Generation,
+    LocalServingGroup,
+    local_generation,
+)
+from paceline._training.workers.worker_pools import PendingCall, WorkerPool, checked_ranks
+
+logger = logging.getLogger(__name__)
+
+
+class ServedPool(WorkerPool):
+    """A pool of which each generation of workers is a `Generation`.
+
+    Implementers make the generations and know the capacity.
+
+    Args:
+        num_workers: The number of workers.
+        environment: Variables for the workers.
+        on_line: Gets each output line; by default they go to this process's streams.
+        heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
+        collective_timeout_s: How long ranks may wait for others, in seconds.
+        grace_s: The time in seconds that the other workers get when a call fails on one.
+        threads_per_worker: How many threads each worker computes with, or None to share cores.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        environment: Mapping[str, str] | None,
+        on_line: OnLine | None,
+        heartbeat_timeout_s: float,
+        collective_timeout_s: float,
+        grace_s: float,
+        threads_per_worker: int | None,
+    ) -> None:
+        check_at_least("num_workers", num_workers, 1)
+        check_at_least("threads_per_worker", threads_per_worker, 1)
+        check_at_least("grace_s", grace_s, 0)
+        _check_above_0("heartbeat_timeout_s", heartbeat_timeout_s)
+        _check_above_0("collective_timeout_s", collective_timeout_s)
+        self._num_workers = num_workers
+        limit = {COLLECTIVE_TIMEOUT_VARIABLE: f"{collective_timeout_s:g}"}
+        self._environment = dict(environment or {}) | limit
+        if threads_per_worker is not None:
+            # The mark has the number divided among workers that the workers start.
+            threads = str(threads_per_worker)
+            self._environment |= {THREADS_VARIABLE: threads, THREADS_MARK: threads}
+        self._on_line = on_line or LinePrinter(lambda: self._num_workers)
+        self._settings = PoolSettings(
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            collective_timeout_s=collective_timeout_s,
+            grace_s=grace_s,
+        )
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+        self._generation: Generation | None = None
+        self._reports = BegunRuns()
+        self._shared = SharedBuffers()
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers, or how many the next start begins with."""
+        return self._num_workers
+
+    @property
+    def processes(self) -> Sequence[WorkerProcess]:
+        """The workers' processes, in rank order."""
+        return self._generation.processes if self._generation is not None else []
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all workers are there and take calls."""
+        generation = self._generation
+        return generation is not None and generation.failure is None and not generation.is_over
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a call has failed, and not all workers have ended."""
+        generation = self._generation
+        return generation is not None and generation.failure is not None and not generation.is_over
+
+    @property
+    def grace_s(self) -> float:
+        """The time in seconds that the other workers get when a call fails on one."""
+        return self._settings.grace_s
+
+    def start(self, num_workers: int | None = None) -> None:
+        """Start a generation of workers; see `WorkerPool.start`."""
+        check_at_least("num_workers", num_workers, 1)
+        with self._lock:
+            if self.is_alive:
+                raise RuntimeError("A pool must not be started while its workers are alive.")
+            self._end_generation(self._settings.grace_s)
+            if num_workers is not None:
+                self._num_workers = num_workers
+            try:
+                generation = self._make_generation()
+                generation.start()
+            except BaseException as error:
+                self._release_after(error)
+                raise
+            self._generation, self._reports = generation, generation.reports
+
+    def submit(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> PendingCall:
+        """Have workers call a function; see `WorkerPool.submit`."""
+        return self.submit_packed(pack_call(function, args, kwargs, self._shared), ranks=ranks)
+
+    def submit_packed(
+        self, packed: PackedCall, *, ranks: Sequence[int] | None = None
+    ) -> PendingCall:
+        """Have workers carry out what `pack_call` has packed; see `WorkerPool.submit`."""
+        wanted = checked_ranks(ranks, self._num_workers)
+        generation = self._generation
+        if generation is None:
+            raise RuntimeError("A pool must be started before calls are submitted, but is not.")
+        if isinstance(generation.failure, WorkerFailedError):
+            raise generation.failure
+        if generation.failure is not None:
+            raise RuntimeError(
+                "A pool must be started again after a failed call, but is not."
+            ) from generation.failure
+        call = PendingCall(next(self._numbers), wanted)
+        generation.submit(Assignment(call, packed))
+        return call
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to all workers that still run."""
+        if self._generation is not None:
+            self._generation.signal(signum)
+
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Have the workers ended after a time; see `WorkerPool.request_stop`."""
+        if self._generation is not None:
+            self._generation.request_stop(grace_s, is_asked=is_asked)
+
+    def observations(self) -> list[WatchedRank]:
+        """Return what is known of the ranks of a program."""
+        return [] if self._generation is None else self._generation.observations()
+
+    def end_hung(self, error: Exception) -> None:
+        """End all workers, with their stacks, as ranks of this node or others wait in vain."""
+        if self._generation is not None:
+            self._generation.end_hung(error)
+
+    @property
+    def reports(self) -> BegunRuns:
+        """What the workers of the present or the last generation have told of their runs."""
+        return self._reports
+
+    @property
+    def refusal(self) -> Exception | None:
+        """That one of the last workers has refused the hyperparameters, if it did."""
+        return None if self._generation is None else self._generation.refusal
+
+    def resume_from_reports(self) -> None:
+        """Have the next workers go on in the runs that the last generation has told of."""
+        self.resume_from(self._reports.resume_variables())
+
+    def resume_from(self, variables: Mapping[str, str]) -> None:
+        """Have the next workers go on in the runs that variables name."""
+        for value in variables.values():
+            logger.info("The next start goes on from the last checkpoint (%s).", value)
+        self._environment |= variables
+
+    def tell_restarts(self, causes: Sequence[str]) -> None:
+        """Have the next workers record what ended those before them; see `AttemptStarted`."""
+        # Loads msgspec, which a launcher that never restarts has no need of.
+        from paceline._base.run_directory import RESTART_CAUSES_VARIABLE
+
+        self._environment |= {RESTART_CAUSES_VARIABLE: json.dumps(list(causes))}
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for the output of the workers; see `WorkerPool.drain`."""
+        generation = self._generation
+        if generation is not None:
+            generation.drain(timeout_s)
+
+    def await_end(self) -> None:
+        """Wait until all workers have ended; see `WorkerPool.await_end`."""
+        generation = self._generation
+        if generation is not None and (generation.failure is not None or generation.is_program):
+            generation.join(self._settings.grace_s)
+
+    def stop(self, grace_s: float, *, is_restart: bool = False) -> None:
+        """End the workers; see `WorkerPool.stop`."""
+        with self._lock:
+            self._end_generation(grace_s)
+            if not is_restart:
+                self._release()
+                self._shared.clear()
+
+    def shutdown(self, force: bool = False) -> None:
+        """End the workers; `force` kills them at once."""
+        self.stop(0.0 if force else self._settings.grace_s)
+
+    @abstractmethod
+    def _make_generation(self) -> Generation:
+        """Return the next generation, which is to be started, after the last one has ended."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what generations have used."""
+
+    def _release_after(self, error: BaseException) -> None:
+        """Give back what a start has used that failed."""
+        self._release()
+
+    def _end_generation(self, grace_s: float) -> None:
+        generation, self._generation = self._generation, None
+        if generation is not None:
+            generation.end(grace_s)
+
+
+def pack_call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    shared: SharedBuffers,
+) -> PackedCall:
+    """Return a call and how this process is set up, as they travel to workers.
+
+    Args:
+        function: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        shared: Where large data go.
+
+    Raises:
+        NotSendableError: The function or an argument cannot be pickled.
+    """
+    return pack_worker_call(
+        driver_facts(), WorkerCall(function, tuple(args), dict(kwargs or {})), shared
+    )
+
+
+def check_at_least(name: str, value: float | None, least: float) -> None:
+    """Raise a ValueError unless a number is None or at least so large."""
+    if value is not None and not value >= least:
+        raise ValueError(f"`{name}` must be at least {least}, but got {value!r}.")
+
+
+def _check_above_0(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"`{name}` must be above 0, but got {value!r}.")
+
+
+class LocalPool(ServedPool):
+    """Warm worker processes on this machine.
+
+    They see this process's environment, and the working directory and the module path that it has
+    at each call. They end with this process, however it ends (on Linux).
+
+    Args:
+        num_workers: The number of workers.
+        environment: Variables for the workers besides those of this process.
+        on_line: Gets each output line of the workers, from a thread of the pool; by default they
+            go to `sys.stdout` and `sys.stderr`, with the rank before each if there are several.
+        heartbeat_timeout_s: How long a worker may give no sign of life until it counts as lost,
+            in seconds. A worker that computes gives them; one that is stopped does not, nor one
+            that holds Python's lock for so long.
+        grace_s: The time in seconds that the other workers get when a call fails on one.
+        threads_per_worker: How many threads each worker computes with; the cores are shared
+            equally by default.
+        capacity: Tells how many workers could run at the moment, where something else than this
+            machine decides it. By default that is the cores that this process may use, divided by
+            `threads_per_worker`; without that, any number.
+        collective_timeout_s: How long ranks may wait for others in a collective operation, in
+            seconds. If those have returned from the call, or are in another operation, five
+            seconds are enough.
+        preload: Modules that workers need at once; those that are forked have them loaded.
+        fork_server: Whether workers are forked, on Linux, from a process that has torch loaded.
+            It is started by the first pool and serves later ones of this process too. Without it
+            each worker is a new interpreter.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        environment: Mapping[str, str] | None = None,
+        on_line: OnLine | None = None,
+        heartbeat_timeout_s: float = 30.0,
+        grace_s: float = 10.0,
+        threads_per_worker: int | None = None,
+        capacity: Callable[[], int] | None = None,
+        collective_timeout_s: float = 1800.0,
+        preload: Sequence[str] = (),
+        fork_server: bool = True,
+    ) -> None:
+        super().__init__(
+            num_workers,
+            environment=environment,
+            on_line=on_line,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            collective_timeout_s=collective_timeout_s,
+            grace_s=grace_s,
+            threads_per_worker=threads_per_worker,
+        )
+        self._threads_per_worker = threads_per_worker
+        self._capacity = capacity
+        self._preload = tuple(preload)
+        self._uses_fork_server = fork_server
+        self._port: PortReservation | None = None
+
+    def capacity(self) -> int:
+        """Return how many workers could run at this moment; see `WorkerPool.capacity`."""
+        if self._capacity is not None:
+            return self._capacity()
+        if self._threads_per_worker is None:
+            return sys.maxsize
+        return num_cores() // self._threads_per_worker
+
+    def _make_generation(self) -> Generation:
+        self._release()
+        self._port = PortReservation()
+        specs = self._specs(self._port.port)
+        start: Start = start_process
+        if self._uses_fork_server:
+            start = forking_start(specs[0].environment, self._preload)
+        return local_generation(specs, self._on_line, self._settings, start)
+
+    def _release(self) -> None:
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+    def _specs(self, port: int) -> list[WorkerSpec]:
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
+        return local_specs(
+            [sys.executable, *flags, PROGRAM_FILE, "serve"],
+            NodeLayout(num_local_workers=self._num_workers, master_port=port),
+            signals_whole_group=False,
+            environment=self._environment,
+        )
+
+
+WorkerVariables: TypeAlias = Callable[[NodeLayout], Sequence[Mapping[str, str]]]
+"""Returns more variables for each worker of this node; called for each start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCommand:
+    """Command that each worker runs.
+
+    Attributes:
+        arguments: The program and its arguments.
+        is_python: The process is the program itself, and not a shell that starts it.
+    """
+
+    arguments: tuple[str, ...]
+    is_python: bool
+
+
+class ProgramPool(ServedPool):
+    """A launcher's workers on this machine: they take no calls, but are one call by themselves.
+
+    They are judged as those of other pools are: by how they end, by a stop of their process, and,
+    if they use Paceline, by their signs of life and the collective operations that they wait in.
+
+    Args:
+        command: What each worker runs.
+        layout: Returns where so many workers meet; called for each start.
+        capacity: Returns how many could run at this moment.
+        environment: Variables for the workers besides those of this process.
+        worker_variables: Returns more variables for each worker, besides those that place it.
+        on_line: Gets each output line; None leaves a single worker this process's own streams.
+        heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
+        collective_timeout_s: How long ranks may wait for others, in seconds.
+        grace_s: The time in seconds that the other workers get when one fails.
+    """
+
+    def __init__(
+        self,
+        command: WorkerCommand,
+        layout: Callable[[int], NodeLayout],
+        capacity: Callable[[], int],
+        *,
+        environment: Mapping[str, str],
+        worker_variables: WorkerVariables = lambda layout: (),
+        on_line: OnLine,
+        heartbeat_timeout_s: float,
+        collective_timeout_s: float,
+        grace_s: float,
+    ) -> None:
+        super().__init__(
+            1,
+            environment=environment,
+            on_line=on_line,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            collective_timeout_s=collective_timeout_s,
+            grace_s=grace_s,
+            threads_per_worker=None,
+        )
+        self._settings = self._settings._replace(lost_grace_s=grace_s)
+        self._command = command
+        self._layout = layout
+        self._worker_variables = worker_variables
+        self._capacity = capacity
+        self._program: PendingCall | None = None
+
+    @property
+    def program(self) -> PendingCall:
+        """The call that the workers of the last start consist in."""
+        assert self._program is not None, "A pool must have been started."
+        return self._program
+
+    def capacity(self) -> int:
+        """Return how many workers could run at this moment; see `WorkerPool.capacity`."""
+        return self._capacity()
+
+    def _make_generation(self) -> Generation:
+        layout = self._layout(self._num_workers)
+        specs = local_specs(
+            self._command.arguments,
+            layout,
+            signals_whole_group=not self._command.is_python,
+            environment=self._environment,
+        )
+        for index, variables in enumerate(self._worker_variables(layout)):
+            environment = {**specs[index].environment, **variables}
+            specs[index] = replace(specs[index], environment=environment)
+        pairs = [socket.socketpair() for _ in specs]
+        specs = [_with_channel(spec, end) for spec, (_, end) in zip(specs, pairs, strict=True)]
+        self._program = PendingCall(next(self._numbers), [spec.rank for spec in specs])
+        return Generation(
+            [ours for ours, _ in pairs],
+            lambda on_exit: LocalServingGroup(
+                specs,
+                [theirs for _, theirs in pairs],
+                # A single worker keeps this process's terminal.
+                self._on_line if layout.world_size > 1 else None,
+                on_exit,
+                adopt_strays=True,
+            ),
+            self._settings,
+            self._program,
+            layout=layout,
+        )
+
+    def _release(self) -> None:
+        """Do nothing: what generations use ends with them."""
+
+
+def _with_channel(spec: WorkerSpec, end: socket.socket) -> WorkerSpec:
+    descriptor = end.fileno()
+    name = f"{descriptor}:{os.fstat(descriptor).st_ino}"
+    return replace(
+        spec,
+        environment={**spec.environment, CHANNEL_VARIABLE: name},
+        descriptors=(descriptor,),
+    )

@@ -1,0 +1,368 @@
+"""The driver's side of the fork server, of which a process has one as a rule."""
+
+import atexit
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import IO, Any
+
+from paceline._base.process_and_network import wait_until
+from paceline._training.workers.processes.fork_server import STATUS, receive_message, send_message
+from paceline._training.workers.processes.rank_environment import THREADS_MARK, THREADS_VARIABLE
+from paceline._training.workers.processes.worker_process import (
+    KILLED,
+    ProcessHandle,
+    Start,
+    WorkerSpec,
+    ended,
+    start_process,
+)
+from paceline._training.workers.processes.worker_program import PROGRAM_FILE
+
+logger = logging.getLogger(__name__)
+
+# What interpreters and the libraries in the server read when they load, and not later.
+_READ_AT_IMPORT = (
+    "PYTHON",
+    "LD_",
+    "GLIBC_",
+    "MALLOC_",
+    "LANG",
+    "LC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "NPY_",
+    "NUMPY_",
+    "TORCH_",
+    "PYTORCH_",
+    "ATEN_",
+)
+_LOADED = ("torch", "numpy", "cloudpickle", "paceline._training.workers.serve_calls")
+_CAN_FORK = sys.platform == "linux" and hasattr(os, "pidfd_open")
+_START_S = 120.0
+_ANSWER_S = 30.0
+_REAP_S = 5.0
+
+
+class ForkServerError(RuntimeError):
+    """Raised when the fork server cannot be started, or forks nothing."""
+
+
+def forking_start(environment: Mapping[str, str], modules: Sequence[str]) -> Start:
+    """Return how to start workers: from the fork server if that can be, else as new processes.
+
+    The server is started if there is none for workers with such an environment.
+
+    Args:
+        environment: The workers' environment, as far as it is the same for all.
+        modules: What to load in the server besides torch.
+    """
+    if not _CAN_FORK:
+        return start_process
+    try:
+        return partial(_current(environment).start, modules)
+    except ForkServerError as error:
+        logger.warning("Workers start slowly, as new interpreters: %s.", error)
+        return start_process
+
+
+def load_ahead(environment: Mapping[str, str], modules: Sequence[str]) -> None:
+    """Have the fork server load all that workers need, before the first of them is started.
+
+    Args:
+        environment: As `forking_start`.
+        modules: As `forking_start`.
+    """
+    if _CAN_FORK:
+        # The start of a worker tells if there can be no server.
+        with suppress(ForkServerError):
+            _current(environment).load(modules)
+
+
+def stop_fork_server() -> None:
+    """End the process from which workers are forked; the next pool starts another one.
+
+    It ends by itself with this process, and when it has had no workers for ten minutes. Workers
+    that it has forked are killed.
+    """
+    with _lock:
+        for server in _servers:
+            server.close()
+        _servers.clear()
+
+
+class _ForkServer:
+    """A running fork server; may be used from any thread.
+
+    Args:
+        key: Tells for which workers it is.
+        environment: An environment of such workers.
+    """
+
+    def __init__(self, key: Mapping[str, str], environment: Mapping[str, str]) -> None:
+        self.key = key
+        self.num_workers = 0
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as stdlib
+        facts = {
+            "path": [path or os.getcwd() for path in sys.path],
+            "control": theirs.fileno(),
+            "driver": os.getpid(),
+            "modules": _LOADED,
+        }
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, *flags, PROGRAM_FILE, "fork", json.dumps(facts)],
+                env=_server_environment(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests."""
+        return self._popen.poll() is None
+
+    def await_loaded(self) -> None:
+        """Wait until it has loaded what it is to load.
+
+        Raises:
+            ForkServerError: It cannot, or must not be forked after that.
+        """
+        try:
+            self._answer(_START_S)
+        except ForkServerError:
+            self.close()
+            raise
+        except BaseException:
+            # Nobody else knows of it when a Ctrl-C interrupts the wait.
+            self._popen.kill()
+            self.close()
+            raise
+
+    def load(self, modules: Sequence[str]) -> None:
+        """Have it load modules, and what it would load later by itself.
+
+        Raises:
+            ForkServerError: It has ended, or must not be forked after that.
+        """
+        with self._lock:
+            self._send({"modules": list(modules)}, [])
+            self._answer(_START_S)
+
+    def start(
+        self,
+        modules: Sequence[str],
+        spec: WorkerSpec,
+        environment: Mapping[str, str],
+        is_read: bool,
+    ) -> ProcessHandle:
+        """Fork a worker, or start a new interpreter if that fails; see `start_process`."""
+        leash, their_leash = socket.socketpair()
+        streams = _Streams(is_read)
+        request = {
+            "target": spec.command[-1],
+            "environment": dict(environment),
+            "directory": str(spec.working_directory),
+            "descriptors": [0, 1, 2, *spec.descriptors],
+            "cores": sorted(os.sched_getaffinity(0)),
+            "umask": _umask(),
+            "modules": list(modules),
+        }
+        try:
+            pid = self._fork(request, [*streams.theirs, *spec.descriptors, their_leash.fileno()])
+        except ForkServerError as error:
+            streams.close_ours()
+            leash.close()
+            logger.warning("A worker starts slowly, as a new interpreter: %s.", error)
+            return start_process(spec, environment, is_read)
+        finally:
+            streams.close_theirs()
+            their_leash.close()
+        return _Forked(pid, leash, streams, self)
+
+    def release(self) -> None:
+        """Note that one of its workers was reaped."""
+        with self._lock:
+            self.num_workers -= 1
+
+    def close(self) -> None:
+        """End it and its workers."""
+        self._control.close()
+        try:
+            self._popen.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+    def forget(self) -> None:
+        """Leave it to the process that started it, from which this one was forked."""
+        self._control.close()
+        # So that the destructor does not miss an end.
+        self._popen.returncode = 0
+
+    def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
+        with self._lock:
+            self._send(request, descriptors)
+            pid = int(self._answer(_ANSWER_S)["pid"])
+            self.num_workers += 1
+            return pid
+
+    def _send(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
+        try:
+            send_message(self._control, request, descriptors)
+        except OSError as error:
+            raise ForkServerError("the fork server has ended") from error
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        self._control.settimeout(timeout_s)
+        try:
+            if not wait_until(self._has_answer, timeout_s):
+                raise TimeoutError
+            message = receive_message(self._control)
+        except TimeoutError as error:
+            # A late answer would be taken for that to another request.
+            self._popen.kill()
+            raise ForkServerError(f"the fork server is silent for {timeout_s:g} s") from error
+        if message is None:
+            raise ForkServerError("the fork server has ended")
+        answer = message[0]
+        if answer.get("error"):
+            raise ForkServerError(answer["error"])
+        return answer
+
+    def _has_answer(self, timeout_s: float | None) -> bool:
+        descriptor = self._control.fileno()
+        if descriptor < 0:
+            # It was closed, as reading will tell.
+            return True
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
+
+
+class _Streams:
+    """The standard streams of a worker, and this process's ends of them."""
+
+    def __init__(self, is_read: bool) -> None:
+        self.ours: list[int] = []
+        self.theirs = [0, 1, 2]
+        self._is_read = is_read
+        if is_read:
+            self.theirs = [os.open(os.devnull, os.O_RDONLY)]
+            for _ in range(2):
+                reader, writer = os.pipe()
+                self.ours.append(reader)
+                self.theirs.append(writer)
+
+    def close_ours(self) -> None:
+        for descriptor in self.ours:
+            os.close(descriptor)
+
+    def close_theirs(self) -> None:
+        for descriptor in self.theirs if self._is_read else ():
+            os.close(descriptor)
+
+    def files(self) -> Sequence[IO[bytes] | None]:
+        return [open(descriptor, "rb", buffering=0) for descriptor in self.ours] or [None, None]
+
+
+class _Forked(ProcessHandle):
+    """A worker that the fork server has forked; the leash tells of its end, and brings it."""
+
+    def __init__(
+        self, pid: int, leash: socket.socket, streams: _Streams, server: _ForkServer
+    ) -> None:
+        self.pid = pid
+        self._leash = leash
+        self._server = server
+        self.stdout, self.stderr = streams.files()
+
+    def await_end(self) -> tuple[int, int | None]:
+        try:
+            status = self._leash.recv(STATUS.size, socket.MSG_WAITALL)
+        except OSError:
+            status = b""
+        # Without a server there is no word, but then its workers were killed with it.
+        return ended(*STATUS.unpack(status)) if len(status) == STATUS.size else KILLED
+
+    def reap(self) -> None:
+        with suppress(OSError):
+            # The server answers a cut leash by reaping the worker, then by cutting its own end.
+            self._leash.shutdown(socket.SHUT_WR)
+            self._leash.settimeout(_REAP_S)
+            self._leash.recv(1)
+        self._leash.close()
+        self._server.release()
+
+
+_lock = threading.Lock()
+# The last one is for new workers; the others are kept while they have workers.
+_servers: list[_ForkServer] = []
+
+
+def _current(environment: Mapping[str, str]) -> _ForkServer:
+    """Return the fork server for workers with such an environment, started if need be."""
+    key = _import_time_variables(environment)
+    with _lock:
+        if not _servers or _servers[-1].key != key or not _servers[-1].is_alive:
+            for server in [server for server in _servers if server.num_workers == 0]:
+                server.close()
+                _servers.remove(server)
+            server = _ForkServer(key, environment)
+            server.await_loaded()
+            _servers.append(server)
+        return _servers[-1]
+
+
+def _import_time_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in which all workers of a fork server must agree."""
+    found = {n: value for n, value in environment.items() if n.startswith(_READ_AT_IMPORT)}
+    if environment.get(THREADS_MARK) == environment.get(THREADS_VARIABLE):
+        # What Paceline chose itself can be set later too.
+        found.pop(THREADS_VARIABLE, None)
+    return found
+
+
+def _server_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    is_own_choice = THREADS_VARIABLE not in _import_time_variables(environment)
+    # Threads that a library starts when it loads would not be there after a fork.
+    return {
+        **environment,
+        **({THREADS_VARIABLE: "1"} if is_own_choice else {}),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def _umask() -> int:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        line = next(line for line in file if line.startswith("Umask:"))
+    return int(line.split()[1], 8)
+
+
+def _forget() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for server in _servers:
+        server.forget()
+    _servers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+atexit.register(stop_fork_server)

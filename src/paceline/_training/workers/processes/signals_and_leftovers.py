@@ -1,0 +1,541 @@
+"""Facts about processes, signals to them, and the leftover processes of workers: found.
+
+Also: adopted, killed.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+_IS_LINUX = sys.platform == "linux"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFacts:
+    """One process as it was when it was looked up.
+
+    `start_time` is in seconds since the machine's boot on Linux and since the epoch elsewhere: with
+    the process id it names a process, as ids are used again. `is_dying` is true, where the system
+    tells it, from when a process has given up its memory and with it its environment until it is a
+    zombie, whose children have been handed over.
+    """
+
+    pid: int
+    parent: int
+    process_group: int
+    start_time: float
+    is_zombie: bool
+    is_stopped: bool
+    is_dying: bool = False
+
+
+def read_process(pid: int) -> ProcessFacts | None:
+    """Return the facts of a process, or None if there is none with this id."""
+    return _read_proc(pid) if _IS_LINUX else _read_psutil(pid)
+
+
+def _read_proc(pid: int) -> ProcessFacts | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command's name stands in parentheses and may hold blanks and parentheses itself.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return ProcessFacts(
+        pid=pid,
+        parent=int(fields[1]),
+        process_group=int(fields[2]),
+        start_time=int(fields[19]) / os.sysconf("SC_CLK_TCK"),
+        is_zombie=fields[0] in (b"Z", b"X"),
+        is_stopped=fields[0] in (b"T", b"t"),
+        is_dying=fields[20] == b"0" and fields[0] not in (b"Z", b"X"),
+    )
+
+
+def has_pending_signal(pid: int, signum: int) -> bool:
+    """Tell whether a process was sent a signal that it has not begun to handle; Linux tells it."""
+    return _has_signal(pid, b"ShdPnd:", signum)
+
+
+def children_that_handle(pid: int, signum: int) -> list[int]:
+    """Return the children of a process that have a handler for a signal; Linux tells it."""
+    if not _IS_LINUX:
+        return []
+    children = (process.pid for process in living_processes() if process.parent == pid)
+    return [child for child in children if _has_signal(child, b"SigCgt:", signum)]
+
+
+def _has_signal(pid: int, field: bytes, signum: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    signals = next((int(line.split()[1], 16) for line in lines if line.startswith(field)), 0)
+    return bool(signals >> (signum - 1) & 1)
+
+
+def _read_psutil(pid: int) -> ProcessFacts | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return ProcessFacts(
+            pid=pid,
+            parent=process.ppid(),
+            process_group=os.getpgid(pid),
+            start_time=process.create_time(),
+            is_zombie=process.status() == psutil.STATUS_ZOMBIE,
+            is_stopped=process.status() == psutil.STATUS_STOPPED,
+        )
+    except (psutil.Error, ProcessLookupError, PermissionError):
+        return None
+
+
+def all_pids() -> list[int]:
+    """Return the ids of all processes."""
+    if _IS_LINUX:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    import psutil
+
+    return list(psutil.pids())
+
+
+def living_processes() -> Iterator[ProcessFacts]:
+    """Yield all processes but zombies."""
+    for pid in all_pids():
+        facts = read_process(pid)
+        if facts is not None and not facts.is_zombie:
+            yield facts
+
+
+def living_members(process_group: int) -> list[ProcessFacts]:
+    """Return the living processes of a process group."""
+    return [p for p in living_processes() if p.process_group == process_group]
+
+
+def own_children() -> list[int] | None:
+    """Return the ids of this process's children, zombies included; None if the system hides them.
+
+    The list is whole while nobody reaps at the same time.
+    """
+    if not _IS_LINUX:
+        return None
+    children = []
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                children += _read_children(thread)
+    except OSError:
+        return None
+    return children
+
+
+def _read_children(thread: str) -> list[int]:
+    directory = f"/proc/self/task/{thread}"
+    try:
+        with open(f"{directory}/children", "rb") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:
+        if os.path.exists(directory):
+            raise OSError("This kernel does not list the children of processes.") from None
+        raise
+
+
+# Has a worker write the stacks of its threads to its error output. A signal that nobody else uses
+# where there are such, and one that interrupts also a thread that holds Python's lock.
+STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+# What a scheduler, a terminal or a shell may send to all processes of a job.
+JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def noted_signals(names: Sequence[str], note: Callable[[int], object]) -> Iterator[None]:
+    """Have a function note signals within the block, if this is the main thread.
+
+    Signals for which someone has set a handler stay as they are.
+
+    Args:
+        names: The signals, such as "SIGTERM".
+        note: Gets the number of a signal; it is called in the signal handler.
+    """
+
+    def handle(signum: int, _: FrameType | None) -> None:
+        note(signum)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in names:
+            number = getattr(signal, name)
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                previous[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def signal_group(pgid: int, signum: int) -> None:
+    """Send a signal to a process group; one that is gone is no error."""
+    # macOS says "not permitted" for a group of zombies.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, signum)
+
+
+def signal_with_parent(signum: int) -> bool:
+    """Have this process get a signal when the one that started it ends.
+
+    Returns:
+        False where the operating system has no such thing.
+    """
+    return control_process(_PR_SET_PDEATHSIG, signum)
+
+
+def control_process(option: int, value: int) -> bool:
+    """Set an option of this process; False where the system has no such thing."""
+    if not _IS_LINUX:
+        return False
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.prctl(option, value, 0, 0, 0) == 0)
+
+
+GROUP_VARIABLE = "PACELINE_WORKER_GROUP"
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.01
+# After so many looks at all processes without finding one there is none.
+_CLEAN_LOOKS = 2
+
+_adopting_lock = threading.Lock()
+_num_adopting = 0
+
+
+def kill_leftover(pgid: int, start_time: float, timeout_s: float = 5.0) -> int:
+    """Kill what is left of a worker that an earlier supervisor started.
+
+    The worker is named by its process group (its own process id) and its start time, as
+    `WorkerProcess` gives them; another process that got the same id since is left alone. Its
+    descendants in other process groups are killed too.
+
+    Returns:
+        The number of processes that were killed.
+
+    Raises:
+        ValueError: `pgid` is that of the caller, or not a process group of a worker.
+    """
+    if pgid <= 1 or pgid == os.getpgrp():
+        raise ValueError(
+            f"`pgid` must name the process group of a worker, but got {pgid}."
+            " Hint: pass the `pgid` of a `WorkerProcess`."
+        )
+    leader = read_process(pgid)
+    if leader is not None and leader.start_time != start_time:
+        return 0
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    while targets := _leftover_pids(pgid, start_time):
+        for pid in targets:
+            killed.add(pid)
+            _kill(pid)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return len(killed)
+
+
+def _leftover_pids(pgid: int, start_time: float) -> list[int]:
+    processes = list(living_processes())
+    found = {p.pid for p in processes if p.process_group == pgid and p.start_time >= start_time}
+    while more := {p.pid for p in processes if p.parent in found} - found:
+        found |= more
+    return list(found - {os.getpid()})
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def adopting_orphan_processes() -> Iterator[None]:
+    """Let orphaned descendants become children of this process, where the system can do it.
+
+    Whoever adopts must also reap, so that nobody is adopted any more once the last one of those
+    who asked for it has finished.
+    """
+    global _num_adopting
+    with _adopting_lock:
+        _num_adopting += 1
+        control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        with _adopting_lock:
+            _num_adopting -= 1
+            if not _num_adopting:
+                control_process(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def nested_group_mark(group_id: str, environment: str | None) -> str:
+    """Return the value of `GROUP_VARIABLE` for a group inside the groups named so far."""
+    return f"{environment}/{group_id}" if environment else group_id
+
+
+def innermost_group(environment: Mapping[str, str]) -> str:
+    """Return the mark of the group that a worker with such an environment belongs to."""
+    return environment.get(GROUP_VARIABLE, "").rpartition("/")[2]
+
+
+def end_stray_processes(group_id: str, timeout_s: float = 2.0) -> int:
+    """Kill and reap orphans of a group that became children of this process.
+
+    An orphan is known by the group's mark in its environment, so that other children of this
+    process are never touched.
+
+    Returns:
+        The number of processes that were killed.
+    """
+    if not _IS_LINUX or own_children() == []:
+        return 0
+    killed: set[int] = set()
+    seen: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    # Each that dies hands over its children: look again until nobody is new.
+    while adopted := list(_adopted()):
+        strays = [process for process in adopted if _is_stray(process, group_id, killed)]
+        for stray in strays:
+            if not stray.is_dying:
+                killed.add(stray.pid)
+                _kill(stray.pid)
+            if stray.pid in killed:
+                _reap(stray.pid)
+        pids = {process.pid for process in adopted}
+        if (not strays and pids <= seen) or time.monotonic() > deadline:
+            break
+        seen |= pids
+        time.sleep(_POLL_S)
+    return len(killed)
+
+
+def end_marked(group_id: str, timeout_s: float = 5.0) -> int:
+    """Kill all processes of this machine that a group has left, wherever they have gone.
+
+    They are known by the group's mark in their environment, so that it makes no difference which
+    session they lead and who is their parent now. Processes whose environment this user may not
+    read are left alone.
+
+    Returns:
+        The number of processes that were killed; 0 where the system shows no environments.
+    """
+    if not _IS_LINUX:
+        return 0
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    num_clean = 0
+    # One may fork while others are looked at, and one that just executes a program shows nothing.
+    while num_clean < _CLEAN_LOOKS and time.monotonic() < deadline:
+        marked = [pid for pid in all_pids() if pid != os.getpid() and _has_mark(pid, group_id)]
+        num_clean = 0 if marked else num_clean + 1
+        killed.update(pid for pid in marked if _kill_marked(pid, group_id))
+        time.sleep(_POLL_S)
+    return len(killed)
+
+
+def _kill_marked(pid: int, group_id: str) -> bool:
+    """Kill a process unless another one has got its id since; True if it was killed."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not _has_mark(pid, group_id):
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _adopted() -> Iterator[ProcessFacts]:
+    own_pid = os.getpid()
+    children = own_children()
+    # To look at all processes takes a hundred times as long.
+    for pid in all_pids() if children is None else children:
+        facts = read_process(pid)
+        if facts is not None and facts.parent == own_pid:
+            yield facts
+
+
+def _is_stray(process: ProcessFacts, group_id: str, killed: Collection[int]) -> bool:
+    # A dying process no longer shows whose it was, and its children are still to come.
+    return process.pid in killed or process.is_dying or _has_mark(process.pid, group_id)
+
+
+def marked_process_groups(group_id: str) -> set[int]:
+    """Return the process groups of what belongs to a group, and to no group within it.
+
+    It is empty where the system shows no environments.
+    """
+    if not _IS_LINUX:
+        return set()
+    wanted, own = group_id.encode(), os.getpgrp()
+    return {
+        process.process_group
+        for process in living_processes()
+        if process.process_group != own and _marks_of_process(process.pid)[-1:] == [wanted]
+    }
+
+
+def _has_mark(pid: int, group_id: str) -> bool:
+    return group_id.encode() in _marks_of_process(pid)
+
+
+def _marks_of_process(pid: int) -> list[bytes]:
+    """Return the marks in a process's environment, the outermost first."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environment = file.read()
+    except OSError:
+        return []
+    prefix = f"{GROUP_VARIABLE}=".encode()
+    for entry in environment.split(b"\0"):
+        if entry.startswith(prefix):
+            return entry[len(prefix) :].split(b"/")
+    return []
+
+
+def _reap(pid: int) -> None:
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+
+
+# Programs that use Paceline show that they live every half second.
+LEAST_HEARTBEAT_TIMEOUT_S = 1.0
+_LONGEST_TICK_S = 1.0
+
+
+class StoppedWorkerWatch:
+    """Look at workers until each has ended, and tell of those that are stopped for long.
+
+    Args:
+        timeout_s: How long a worker may be stopped, in seconds.
+        ranks: Returns the ranks of the workers that were started and have not ended.
+        is_stopped: Tells whether the worker of a rank is stopped.
+        on_silence: Gets the rank of a silent worker and what is the matter with it.
+
+    Raises:
+        ValueError: `timeout_s` is below a second.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        ranks: Callable[[], Sequence[int]],
+        is_stopped: Callable[[int], bool],
+        on_silence: Callable[[int, str], object],
+    ) -> None:
+        if not timeout_s >= LEAST_HEARTBEAT_TIMEOUT_S:
+            raise ValueError(
+                f"`heartbeat_timeout_s` must be at least {LEAST_HEARTBEAT_TIMEOUT_S:g}, but got"
+                f" {timeout_s!r}."
+            )
+        self._timeout_s = timeout_s
+        self._tick_s = min(_LONGEST_TICK_S, timeout_s / 5)
+        self._ranks = ranks
+        self._is_stopped = is_stopped
+        self._on_silence = on_silence
+        self._silent_s: dict[int, float] = {}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-pulse", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._is_over.wait(self._tick_s):
+            now = time.monotonic()
+            # While this process stood still itself, nobody was late.
+            elapsed_s, last = min(now - last, 2 * self._tick_s), now
+            for rank in self._ranks():
+                self._look(rank, elapsed_s)
+
+    def _look(self, rank: int, elapsed_s: float) -> None:
+        if not self._is_stopped(rank):
+            self._silent_s[rank] = 0.0
+            return
+        silent_s = self._silent_s[rank] = self._silent_s.get(rank, 0.0) + elapsed_s
+        if silent_s > self._timeout_s:
+            text = f"is stopped (SIGSTOP): it gave no sign of life for {silent_s:.3g} s"
+            self._on_silence(rank, text)
+
+
+@contextmanager
+def sweeping_after_kill() -> Iterator[dict[str, str]]:
+    """Have what workers started ended by another process if this one is killed within the block.
+
+    Workers end with this process by themselves, but what they have started does not. To be entered
+    before this process starts threads, as it forks.
+
+    Yields:
+        The variables that mark what is to be ended, for the environment of the workers.
+    """
+    if sys.platform != "linux":
+        yield {}
+        return
+    group_id = secrets.token_hex(8)
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            _await_end(ours, theirs, group_id)
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        yield {GROUP_VARIABLE: nested_group_mark(group_id, os.environ.get(GROUP_VARIABLE))}
+    finally:
+        with ours, suppress(OSError):
+            ours.send(b"\0")
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _await_end(other: socket.socket, own: socket.socket, group_id: str) -> None:
+    # It has to outlive what is sent to the whole job.
+    for number in JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # Whoever reads this process's output waits for no more than its own end.
+    other.close()
+    silence = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(silence, standard)
+    os.closerange(3, own.fileno())
+    os.closerange(own.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    if not own.recv(1):
+        end_marked(group_id)

@@ -1,0 +1,329 @@
+"""Output of workers: bytes to lines with rank, level and time.
+
+Also: on the driver's streams and in files.
+"""
+
+import codecs
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import IO, Literal
+
+from paceline._base.process_and_network import terminal_text
+
+Stream = Literal["stdout", "stderr"]
+
+LINE_CHARACTERS = 8192
+
+_LINE_END = re.compile(r"\r*\n|\r+")
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours and cursor movements
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # window titles and links
+    r"|\x1b[ -/]*[0-~]?"
+    r"|[\x00-\x08\x0b-\x1f\x7f]"
+)
+_ESCAPE_CHARACTERS = 64
+_OPEN_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*\x1b?|[ -/]*)\Z")
+_RANK = re.compile(r"\[rank=(\d+)\] ?")
+# The form that PyTorch's own hook for exceptions writes.
+_TORCH_RANK = re.compile(r"\[rank(\d+)\]: ?")
+_LEVEL = re.compile(r"\[?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b\]?(?=[:\s\[]|$)")
+_LEVEL_NAMES = {"WARN": "WARNING", "FATAL": "CRITICAL"}
+_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK_CHAIN = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLine:
+    """One line that a worker printed.
+
+    Attributes:
+        rank: Who printed it; None if that is not known.
+        stream: Where it was printed.
+        level: The log level that the line begins with, or ERROR for a traceback, else None.
+        time: When it was read, in seconds since the epoch.
+        text: The line without its end, its rank prefix and terminal control sequences.
+        is_continued: The line was too long, and the next one of this rank and stream goes on.
+    """
+
+    rank: int | None
+    stream: Stream
+    level: str | None
+    time: float
+    text: str
+    is_continued: bool = False
+
+
+class LineSplitter:
+    """Turn the bytes of one stream into lines.
+
+    Line ends are "\\n", "\\r\\n" and a bare "\\r". States of a progress bar, which rewrites its
+    line with a bare "\\r", come through at most once per `progress_interval_s`, the last one
+    always. Invalid UTF-8 is replaced, and longer lines are cut at `max_characters`.
+
+    With `rank` every line belongs to it; else the rank is taken from a "[rank=N] " prefix.
+    Does no I/O and reads no clock; not safe to share between threads.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        rank: int | None = None,
+        *,
+        progress_interval_s: float = 0.5,
+        max_characters: int = LINE_CHARACTERS,
+    ) -> None:
+        self._pieces = _LinePieceReader(max_characters)
+        self._annotator = _LineAnnotator(stream, rank)
+        self._interval_s = progress_interval_s
+        self._held_state: str | None = None
+        self._due = float("-inf")
+
+    @property
+    def due(self) -> float | None:
+        """When `tick` has something to deliver, in seconds since the epoch; None if nothing."""
+        return self._due if self._held_state is not None else None
+
+    def feed(self, data: bytes, now: float) -> list[OutputLine]:
+        """Take what was read at `now` and return the lines that it completes."""
+        lines = self._take(self._pieces.feed(data), now)
+        return lines + self.tick(now)
+
+    def tick(self, now: float) -> list[OutputLine]:
+        """Return the state of a progress bar that was held back, if its time has come."""
+        if self._held_state is None or now < self._due:
+            return []
+        return self._release(now)
+
+    def close(self, now: float) -> list[OutputLine]:
+        """Return what is left at the end of the stream."""
+        return self._take(self._pieces.close(), now) + self._release(now)
+
+    def _take(self, pieces: "Iterator[_Piece]", now: float) -> list[OutputLine]:
+        lines = []
+        for piece in pieces:
+            if piece.ending is _Ending.REWRITE:
+                if piece.text.strip():
+                    self._held_state = piece.text
+                continue
+            lines += self._release(now)
+            is_continued = piece.ending is _Ending.CUT
+            lines.append(self._annotator.annotate(piece.text, now, is_continued))
+        return lines
+
+    def _release(self, now: float) -> list[OutputLine]:
+        if self._held_state is None:
+            return []
+        line = self._annotator.annotate(self._held_state, now, is_continued=False)
+        self._held_state = None
+        self._due = now + self._interval_s
+        return [line]
+
+
+class _Ending(Enum):
+    LINE = auto()
+    REWRITE = auto()
+    CUT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    text: str
+    ending: _Ending
+
+
+class _LinePieceReader:
+    """Cut a stream of bytes into pieces; however the bytes arrive, the pieces are the same."""
+
+    def __init__(self, max_characters: int) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._max_characters = max_characters
+        self._rest = ""
+
+    def feed(self, data: bytes) -> Iterator[_Piece]:
+        return self._split(self._decoder.decode(data), is_final=False)
+
+    def close(self) -> Iterator[_Piece]:
+        return self._split(self._decoder.decode(b"", final=True), is_final=True)
+
+    def _split(self, text: str, is_final: bool) -> Iterator[_Piece]:
+        text = self._rest + text
+        start = 0
+        for end in _LINE_END.finditer(text):
+            if end.end() == len(text) and text[-1] == "\r" and not is_final:
+                # Only the next character tells "\r" from "\r\n".
+                break
+            *cuts, last = self._cut(text[start : end.start()])
+            yield from (_Piece(_plain(cut), _Ending.CUT) for cut in cuts)
+            ending = _Ending.LINE if end.group().endswith("\n") else _Ending.REWRITE
+            yield _Piece(_plain(last), ending)
+            start = end.end()
+        rest = text[start:]
+        returns = len(rest) - len(rest.rstrip("\r"))
+        *cuts, last = self._cut(rest[: len(rest) - returns])
+        yield from (_Piece(_plain(cut), _Ending.CUT) for cut in cuts)
+        self._rest = last + "\r" * returns
+        if is_final and self._rest:
+            yield _Piece(_plain(self._rest), _Ending.LINE)
+            self._rest = ""
+
+    def _cut(self, line: str) -> list[str]:
+        """Cut a line that is too long, but not in the middle of a control sequence."""
+        parts = []
+        while len(line) > self._max_characters:
+            window = line[: self._max_characters]
+            size = len(window)
+            open_escape = _OPEN_ESCAPE.search(window, max(1, size - _ESCAPE_CHARACTERS))
+            if open_escape:
+                size = open_escape.start()
+            parts.append(line[:size])
+            line = line[size:]
+        return [*parts, line]
+
+
+def _plain(text: str) -> str:
+    return _CONTROL.sub("", text)
+
+
+class _Traceback(Enum):
+    OUTSIDE = auto()
+    INSIDE = auto()
+    INSIDE_GROUP = auto()
+
+
+class _LineAnnotator:
+    """Find the rank and the level of each line."""
+
+    def __init__(self, stream: Stream, rank: int | None) -> None:
+        self._stream: Stream = stream
+        self._own_rank = rank
+        # A launcher's stream carries several ranks, whose tracebacks may alternate line by line.
+        self._states: dict[int | None, _Traceback] = {}
+        self._continued: OutputLine | None = None
+
+    def annotate(self, text: str, now: float, is_continued: bool) -> OutputLine:
+        if self._continued is not None:
+            rank, level = self._continued.rank, self._continued.level
+        else:
+            rank, text = self._split_rank(text)
+            level = self._level(rank, text)
+        line = OutputLine(
+            rank=rank,
+            stream=self._stream,
+            level=level,
+            time=now,
+            text=text,
+            is_continued=is_continued,
+        )
+        self._continued = line if is_continued else None
+        return line
+
+    def _split_rank(self, text: str) -> tuple[int | None, str]:
+        rank = self._own_rank
+        for pattern in (_RANK, _TORCH_RANK) if text.startswith("[rank") else ():
+            match = pattern.match(text)
+            if match and rank in (None, int(match[1])):
+                rank, text = int(match[1]), text[match.end() :]
+        return rank, text
+
+    def _level(self, rank: int | None, text: str) -> str | None:
+        state = self._states.get(rank, _Traceback.OUTSIDE)
+        if text.strip().removeprefix("+ Exception Group ") == _TRACEBACK:
+            is_group = "Exception Group" in text
+            if state is _Traceback.OUTSIDE:
+                self._states[rank] = _Traceback.INSIDE_GROUP if is_group else _Traceback.INSIDE
+            return "ERROR"
+        if state is not _Traceback.OUTSIDE:
+            if not text or text[0].isspace():
+                return "ERROR"
+            # The first line that is not indented: the exception itself, which a group has above.
+            self._states[rank] = _Traceback.OUTSIDE
+            if state is _Traceback.INSIDE:
+                return "ERROR"
+        if text in _TRACEBACK_CHAIN:
+            return "ERROR"
+        match = _LEVEL.match(text)
+        return _LEVEL_NAMES.get(match[1], match[1]) if match else None
+
+
+class WorkerOutput:
+    """Show the lines of workers, and write them to ``rank-<n>.log`` of the present run.
+
+    Args:
+        is_of_several: Whether each line begins with the rank, as there may be several workers.
+    """
+
+    def __init__(self, is_of_several: bool) -> None:
+        self._is_one_of_many = is_of_several
+        self._lock = threading.Lock()
+        self._directory: Path | None = None
+        self._files: dict[int, IO[str]] = {}
+
+    def __call__(self, line: OutputLine) -> None:
+        """Take one line; called from a thread of the workers' pool."""
+        stream = sys.stdout if line.stream == "stdout" else sys.stderr
+        prefix = f"[rank={line.rank}] " if self._is_one_of_many else ""
+        # Training goes on when nobody reads any more, and on a full disk.
+        with suppress(OSError, ValueError, AttributeError):
+            stream.write(f"{prefix}{line.text}\n")
+            stream.flush()
+        with self._lock, suppress(OSError):
+            file = self._file_of(line.rank or 0)
+            if file is not None:
+                file.write(f"{line.text}\n")
+
+    def open(self, directory: Path) -> None:
+        """Write to files in a directory from now on, until the next run or the end of workers."""
+        with self._lock:
+            self._close_files()
+            self._directory = directory
+
+    def close(self) -> None:
+        """Write to no files any more."""
+        with self._lock:
+            self._close_files()
+            self._directory = None
+
+    def _file_of(self, rank: int) -> IO[str] | None:
+        if self._directory is None:
+            return None
+        if rank not in self._files:
+            self._directory.mkdir(exist_ok=True)
+            path = self._directory / f"rank-{rank}.log"
+            # Each line at once, so that what was printed before a crash is there.
+            self._files[rank] = path.open("a", encoding="utf-8", buffering=1)
+        return self._files[rank]
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
+        self._files.clear()
+
+
+class LinePrinter:
+    """Write the workers' lines to the driver's streams, as they are at that moment.
+
+    Args:
+        num_workers: Tells how many workers there are.
+    """
+
+    def __init__(self, num_workers: Callable[[], int]) -> None:
+        self._num_workers = num_workers
+
+    def __call__(self, line: OutputLine) -> None:
+        """Write one line."""
+        stream = sys.stdout if line.stream == "stdout" else sys.stderr
+        prefix = f"[rank={line.rank}] " if self._num_workers() > 1 else ""
+        # Training goes on when nobody reads any more.
+        with suppress(OSError, ValueError, AttributeError):
+            stream.write(f"{prefix}{terminal_text(line.text)}\n")
+            stream.flush()

@@ -1,0 +1,321 @@
+"""Run a user's Python program as a worker, and end it as a worker should.
+
+Run as ``python _worker_program.py KIND TARGET ARGUMENTS...``, by its path and with the standard
+library alone: the interpreter is the user's choice, and nothing of the current directory may be
+imported before the program itself. The kinds script, module and code are as for Python. To serve is
+to carry out the calls of a driver, see `_serve_driver`; to fork is to do that in processes forked
+from this one, see `fork_server`.
+
+With gloo a process that has done all its work can still abort while the interpreter shuts down: a
+thread of gloo asks for the interpreter lock too late. So the program's end is made of the same
+parts as Python's own (threads, exit handlers, flushing), then the process group is left, then the
+process ends without shutting the interpreter down. The parent is told the result before that.
+"""
+
+import atexit
+import faulthandler
+import importlib.machinery
+import importlib.util
+import io
+import os
+import struct
+import sys
+import threading
+import time
+import traceback
+import types
+
+# Names the socket to the process that started this one, as "DESCRIPTOR:INODE". A process that
+# inherits the variable but not the socket has another file under that number, or none.
+CHANNEL_VARIABLE = "PACELINE_WORKER_CHANNEL"
+# The name under which this module can be found in a process that it runs.
+RUNNING_MARK = "_paceline_program"
+FLUSH_FAILED = 120
+INTERRUPTED = 130
+PROGRAM_FILE = __file__
+# The kind of a frame, the number of the call that it belongs to, and the length of its body.
+HEADER = struct.Struct("!BQQ")
+OUTCOME_KIND = 18
+EVENT_KIND = 19
+
+_LEAVE_TIMEOUT_S = 10.0
+_ERROR_CHARACTERS = 1000
+
+
+# The channel to the process that started this one, if there is one.
+parent: "ParentChannel | None" = None
+
+
+class ProgramOutcome:
+    """End of the program; `time` is in seconds since the epoch."""
+
+    def __init__(self, code: int, error: "str | None" = None, is_consequence: bool = False) -> None:
+        self.code = code
+        self.error = error
+        self.is_consequence = is_consequence
+        self.time = time.time()
+
+
+def main(kind: str, target: str, arguments: "list[str]") -> None:
+    """Run the program, say how it ended, and leave the process."""
+    global parent
+    parent = take_channel()
+    sys.modules[RUNNING_MARK] = sys.modules["__main__"]
+    if not faulthandler.is_enabled():
+        # A segmentation fault shows the stacks of all threads.
+        faulthandler.enable()
+    _show_lines_at_once()
+    outcome = _run_program(kind, target, arguments)
+    # As the interpreter does: wait for threads, then run the exit handlers.
+    _attempt(threading._shutdown)  # type: ignore[attr-defined] # also stops idle executors
+    _attempt(atexit._run_exitfuncs)
+    if not flush() and outcome.code == 0:
+        outcome = ProgramOutcome(FLUSH_FAILED, "the standard output cannot be written")
+    if parent is not None:
+        import json
+
+        parent.send(OUTCOME_KIND, json.dumps(vars(outcome)).encode())
+    if outcome.code == 0:
+        leave_process_group()
+    os._exit(outcome.code)
+
+
+class ParentChannel:
+    """The socket to the process that started this one; `send` may be called from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._lock = threading.Lock()
+        os.set_inheritable(descriptor, False)
+        # What this process forks is no worker.
+        os.register_at_fork(after_in_child=self._close)
+
+    def send(self, kind: int, body: bytes = b"") -> None:
+        """Write a frame; does nothing once the parent has gone."""
+        data = HEADER.pack(kind, 0, len(body)) + body
+        with self._lock:
+            try:
+                while data and self._descriptor is not None:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:
+                self._descriptor = None
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        self._lock = threading.Lock()
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def take_channel() -> "ParentChannel | None":
+    """Return the channel that the environment names, and remove its name from the environment."""
+    number, _, inode = os.environ.pop(CHANNEL_VARIABLE, "").partition(":")
+    try:
+        if number and str(os.fstat(int(number)).st_ino) == inode:
+            return ParentChannel(int(number))
+    except (OSError, ValueError):
+        # A process between the parent and this one has closed it.
+        pass
+    return None
+
+
+def _show_lines_at_once() -> None:
+    # Through a pipe Python would collect kilobytes first, and lose them when the worker is killed.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.write_through:
+            stream.reconfigure(line_buffering=True)
+
+
+def _run_program(kind: str, target: str, arguments: "list[str]") -> ProgramOutcome:
+    try:
+        program = types.ModuleType("__main__")
+        program.__dict__["__builtins__"] = __builtins__
+        if sys.version_info < (3, 14):
+            program.__dict__["__annotations__"] = {}
+        # For the rest of the process, so that exit handlers and pickling find it too.
+        sys.modules["__main__"] = program
+        if kind == "serve":
+            _serve_driver(program, target)
+        elif kind == "fork":
+            _fork(program, target)
+        else:
+            code = _LOADERS[kind](program, target, arguments)
+            exec(code, program.__dict__)  # noqa: S102 - this is the user's program
+    except SystemExit as request:
+        return _outcome_of_exit(request.code)
+    except BaseException as error:
+        return _outcome_of_error(error)
+    return ProgramOutcome(0)
+
+
+def _serve_driver(program: types.ModuleType, target: str) -> None:
+    """Carry out calls of a driver, where modules are found as in the driver."""
+    import json
+
+    facts = json.loads(target)
+    # On another node than the driver's, modules are found as that node finds them.
+    own_directory = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = facts.pop("path", None) or [
+        path for path in sys.path if os.path.realpath(path) != own_directory
+    ]
+    serve = importlib.import_module("paceline._training.workers.serve_calls")
+    serve.serve(program, **facts)
+
+
+def _fork(program: types.ModuleType, target: str) -> None:
+    """Fork processes that serve, until the driver has gone; go on in these alone."""
+    import json
+
+    facts = json.loads(target)
+    sys.path[:] = facts.pop("path")
+    server = importlib.import_module("paceline._training.workers.processes.fork_server")
+    _serve_driver(program, server.serve_forks(server.ServerFacts(**facts)))
+
+
+def _load_script(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
+    sys.argv = [target, *arguments]
+    _set_first_path(os.path.dirname(os.path.realpath(target)))
+    path = os.path.abspath(target)
+    program.__file__ = path
+    program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _load_module(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
+    sys.argv = ["-m", *arguments]
+    _set_first_path(os.getcwd())
+    spec = importlib.util.find_spec(target)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{target}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and spec.loader else None  # type: ignore[attr-defined] # as for `python -m`
+    if spec is None or code is None:
+        raise SystemExit(f"{sys.executable}: No module named {target} that can be run")
+    program.__spec__ = spec
+    program.__package__ = spec.parent
+    program.__loader__ = spec.loader
+    program.__file__ = spec.origin
+    sys.argv[0] = spec.origin or target
+    assert isinstance(code, types.CodeType)
+    return code
+
+
+def _load_code(program: types.ModuleType, target: str, arguments: "list[str]") -> types.CodeType:
+    sys.argv = ["-c", *arguments]
+    _set_first_path("")
+    return compile(target, "<string>", "exec", dont_inherit=True)
+
+
+_LOADERS = {"script": _load_script, "module": _load_module, "code": _load_code}
+
+
+def _set_first_path(path: str) -> None:
+    """Put the program's directory where Python put that of this file."""
+    own_directory = os.path.dirname(os.path.realpath(__file__))
+    # The interpreter's flags -I and -P keep it out, then the program's stays out too.
+    if sys.path and os.path.realpath(sys.path[0]) == own_directory:
+        sys.path[0] = path
+
+
+def exit_code_of(request: object) -> int:
+    """Return the exit code that Python makes of what `sys.exit` was given."""
+    if request is None:
+        return 0
+    return request & 0xFF if isinstance(request, int) else 1
+
+
+def describe_exit(request: object) -> str:
+    """Return what was called, such as "sys.exit(3)", if `sys.exit` was given `request`."""
+    try:
+        text = "" if request is None else repr(request)[:_ERROR_CHARACTERS]
+    except Exception:
+        # It may be an object of the user's.
+        text = f"<{type(request).__name__}>"
+    return f"sys.exit({text})"
+
+
+def _outcome_of_exit(code: object) -> ProgramOutcome:
+    if code is None or isinstance(code, int):
+        return ProgramOutcome(exit_code_of(code))
+    try:
+        text = str(code)
+    except Exception:
+        # As Python does, which prints nothing then.
+        return ProgramOutcome(1)
+    _attempt(lambda: print(text, file=sys.stderr))
+    return ProgramOutcome(1, text.partition("\n")[0][:_ERROR_CHARACTERS])
+
+
+def _outcome_of_error(error: BaseException) -> ProgramOutcome:
+    lines = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
+    outcome = ProgramOutcome(
+        INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1,
+        # Where the syntax is wrong stands before what is wrong.
+        lines[-1 if isinstance(error, SyntaxError) else 0][:_ERROR_CHARACTERS],
+        is_consequence=is_consequence(error),
+    )
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    error = error.with_traceback(frames)
+    try:
+        # Experiment trackers and debuggers put their own hook here.
+        sys.excepthook(type(error), error, frames)
+    except BaseException:
+        _attempt(lambda: sys.__excepthook__(type(error), error, frames))
+    return outcome
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Tell whether an error only says that another rank has gone."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
+        return True
+    # The text itself is made by the class, which may be the user's.
+    texts = [text for text in error.args if isinstance(text, str)]
+    if isinstance(error, RuntimeError) and any("gloo/transport" in text for text in texts):
+        return True
+    return getattr(error, "is_consequence", False) is True
+
+
+def _attempt(action: "object") -> None:
+    """Do a step of the ending; what fails is shown and stops nothing."""
+    try:
+        action()  # type: ignore[operator] # a callable without arguments
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()
+
+
+def flush() -> bool:
+    """Flush the standard streams; tell whether that worked."""
+    is_flushed = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError):
+            is_flushed = False
+    return is_flushed
+
+
+def leave_process_group() -> None:
+    """Leave the process group of torch.distributed in bounded time, if there is one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    # Leaving can wait for ranks that are gone; all that counts has been said by now.
+    timer = threading.Timer(_LEAVE_TIMEOUT_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    with open(os.devnull, "w") as nowhere:
+        # No thread of Python runs if what waits holds the interpreter's lock.
+        faulthandler.dump_traceback_later(2 * _LEAVE_TIMEOUT_S, exit=True, file=nowhere)
+        _attempt(distributed.destroy_process_group)
+        faulthandler.cancel_dump_traceback_later()
+    timer.cancel()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,1 @@
+"""Workers on a Ray cluster: pool, placement, host actors and processes, forwarded storage."""

@@ -1,0 +1,434 @@
+"""Host process of a worker on a Ray node: its start, the forwarding to the driver.
+
+Also: the script's directory.
+"""
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+import tarfile
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from socket import socket, socketpair
+from typing import NamedTuple
+
+from paceline._base.process_and_network import interface_of
+from paceline._training.workers.channels import (
+    BlockingChannel,
+    ChannelFrame,
+    Forwarding,
+    FrameKind,
+    ListenerAddress,
+    join_listener,
+)
+from paceline._training.workers.failures_and_restarts import WorkerExit
+from paceline._training.workers.processes.fork_client import forking_start, load_ahead
+from paceline._training.workers.processes.local_worker_group import LocalGroup
+from paceline._training.workers.processes.rank_environment import NodeLayout, rank_environment
+from paceline._training.workers.processes.signals_and_leftovers import GROUP_VARIABLE
+from paceline._training.workers.processes.worker_output import OutputLine
+from paceline._training.workers.processes.worker_process import WorkerProcess, WorkerSpec
+from paceline._training.workers.processes.worker_program import PROGRAM_FILE
+
+# How often files are looked at.
+_LOOK_INTERVAL_S = 0.01
+_CHUNK_BYTES = 1024 * 1024
+# What the last that a dead worker has sent takes to be read.
+_READ_S = 1.0
+
+
+class Forwarder:
+    """Pass on what a worker asks, and what it appends to files.
+
+    Args:
+        end: The host's end of the socket to the worker.
+        channel: The host's channel to the driver.
+    """
+
+    def __init__(self, end: socket, channel: BlockingChannel) -> None:
+        self._link = BlockingChannel(end)
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._forwardings: list[Forwarding] = []
+        self._offsets: dict[str, int] = {}
+        self._is_over = threading.Event()
+        self._answers: SimpleQueue[ChannelFrame | None] = SimpleQueue()
+        self._relay = threading.Thread(target=self._pass_on, name="paceline-relay", daemon=True)
+        self._answering = threading.Thread(
+            target=self._give_answers, name="paceline-answer", daemon=True
+        )
+        self._pump: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to listen to the worker."""
+        self._relay.start()
+        self._answering.start()
+
+    def answer(self, frame: ChannelFrame) -> None:
+        """Give the worker an answer of the driver's, without waiting until it reads that."""
+        self._answers.put(frame)
+
+    def finish(self) -> None:
+        """Send the rest of what a worker has left that has ended."""
+        self._relay.join(_READ_S)
+        self._is_over.set()
+        self._answers.put(None)
+        self._link.close()
+        self._answering.join()
+        if self._pump is not None:
+            self._pump.join()
+        self._send_news()
+        for forwarding in self._forwardings:
+            shutil.rmtree(forwarding.root, ignore_errors=True)
+
+    def _pass_on(self) -> None:
+        while (frame := self._link.receive()) is not None:
+            if frame.kind is FrameKind.ASK:
+                # What was written before the request arrives before it.
+                self._send_news()
+                with suppress(OSError):
+                    self._channel.send(frame)
+            elif frame.kind is FrameKind.FORWARD:
+                with self._lock:
+                    # The host unpickles what its own worker has written.
+                    self._forwardings.append(pickle.loads(frame.body))  # noqa: S301
+                if self._pump is None:
+                    self._pump = threading.Thread(
+                        target=self._look, name="paceline-forward", daemon=True
+                    )
+                    self._pump.start()
+
+    def _give_answers(self) -> None:
+        while (frame := self._answers.get()) is not None:
+            with suppress(OSError):
+                self._link.send(frame)
+
+    def _look(self) -> None:
+        while not self._is_over.wait(_LOOK_INTERVAL_S):
+            self._send_news()
+
+    def _send_news(self) -> None:
+        """Send what was appended since the last time."""
+        with self._lock, suppress(OSError):
+            for forwarding in list(self._forwardings):
+                try:
+                    names = sorted(os.listdir(forwarding.source))
+                except FileNotFoundError:
+                    if not os.path.isdir(forwarding.root):
+                        self._forwardings.remove(forwarding)
+                    continue
+                for name in names:
+                    self._send_file(forwarding, name)
+
+    def _send_file(self, forwarding: Forwarding, name: str) -> None:
+        source = os.path.join(forwarding.source, name)
+        offset = self._offsets.get(source, 0)
+        if os.stat(source).st_size <= offset:
+            return
+        with open(source, "rb") as file:
+            file.seek(offset)
+            while data := file.read(_CHUNK_BYTES):
+                target = os.path.join(forwarding.target, name)
+                self._channel.send(
+                    ChannelFrame(FrameKind.APPEND, body=pickle.dumps((target, offset, data)))
+                )
+                offset += len(data)
+                self._offsets[source] = offset
+
+
+MAX_BYTES = 100 * 1024 * 1024
+_SKIPPED = {"__pycache__", "node_modules", "paceline_runs"}
+_NUM_LISTED = 3
+
+
+# Equal on nodes that share a file system, and only there as a rule.
+Mark = tuple[tuple[str, int, int, int], ...]
+
+
+class ScriptSources(NamedTuple):
+    """A directory of the driver, and what tells it from another one of that name.
+
+    Attributes:
+        directory: Its path.
+        mark: What `mark_of_script_directory` tells of it.
+    """
+
+    directory: str
+    mark: Mark | None
+
+    @classmethod
+    def of_driver(cls) -> "ScriptSources":
+        """Return the directory of this process's script, else the working directory."""
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        directory = os.path.dirname(os.path.abspath(file)) if file else os.getcwd()
+        if is_installed(directory):
+            # A program such as pytest or Jupyter runs the user's code.
+            directory = os.getcwd()
+        return cls(directory, mark_of_script_directory(directory))
+
+
+def is_installed(directory: str) -> bool:
+    """Tell whether a directory belongs to the Python that runs."""
+    path = Path(os.path.realpath(directory))
+    prefixes = (sys.prefix, sys.base_prefix)
+    return any(path.is_relative_to(os.path.realpath(prefix)) for prefix in prefixes)
+
+
+def mark_of_script_directory(directory: str) -> Mark | None:
+    """Return what tells a directory from another one of its name; None if there is none.
+
+    That is its number in the file system, and the numbers, sizes and times of the Python files in
+    it. Its own times are not, as whoever writes something there changes them.
+    """
+    try:
+        number = os.stat(directory).st_ino
+        files = [path for path in os.scandir(directory) if path.name.endswith(".py")]
+        marks = [(file.name, file.stat()) for file in files]
+    except OSError:
+        return None
+    parts = [(name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in marks]
+    return (("", number, 0, 0), *sorted(parts))
+
+
+def pack_script_directory(directory: str) -> bytes:
+    """Return the files of a directory as an archive.
+
+    Hidden files, virtual environments, run directories and compiled Python stay out.
+
+    Raises:
+        ValueError: They are more than 100 MB.
+    """
+    files = list(_files(Path(directory)))
+    size = sum(path.stat().st_size for path in files)
+    if size > MAX_BYTES:
+        largest = sorted(files, key=lambda path: -path.stat().st_size)[:_NUM_LISTED]
+        named = ", ".join(str(path) for path in largest)
+        raise ValueError(
+            f"The directory of the driver's script must have at most {MAX_BYTES // 2**20} MiB to be"
+            f" sent to nodes that lack it, but {directory!r} has {size / 2**20:.0f} MiB. The"
+            f" largest files: {named}. Hint: keep data elsewhere, or start the script from a"
+            " directory that all nodes share."
+        )
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+        for path in files:
+            archive.add(path, arcname=str(path.relative_to(directory)), recursive=False)
+    return buffer.getvalue()
+
+
+def unpack_script_directory(archive: bytes) -> str:
+    """Put the files of an archive into a new private directory, and return its path."""
+    directory = tempfile.mkdtemp(prefix="paceline-sources-")
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            # What the driver sent is trusted like its code.
+            files.extractall(directory)  # noqa: S202
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return directory
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if _is_wanted(Path(folder, name))]
+        for name in files:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.suffix != ".pyc" and path.is_file():
+                yield path
+
+
+def _is_wanted(folder: Path) -> bool:
+    name = folder.name
+    is_skipped = name.startswith(".") or name in _SKIPPED
+    return not is_skipped and not (folder / "pyvenv.cfg").exists()
+
+
+# Ray's own variables are for its processes; only what leads to the cluster is for others.
+_KEPT_RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH")
+
+
+class HostOrder(NamedTuple):
+    """Which worker a host is to start.
+
+    Attributes:
+        rank: The worker's rank.
+        world_size: The number of workers.
+        local_rank: Its number on the node.
+        layout: The workers of its node, and where all of them meet.
+        host_address: The address of its node.
+        driver: Where the driver is met.
+        key: What is known to those who may meet it.
+        environment: Variables for the worker.
+        flags: Options of its interpreter.
+        beat_s: The seconds between two signs of life.
+        preload: Modules that the worker needs at once.
+        directory: The directory that may have to travel.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    layout: NodeLayout
+    host_address: str
+    driver: ListenerAddress
+    key: bytes
+    environment: Mapping[str, str]
+    flags: list[str]
+    beat_s: float
+    preload: Sequence[str]
+    directory: str
+
+    @property
+    def worker_name(self) -> str:
+        """The name under which the worker's socket reaches the driver."""
+        return f"worker {self.rank}"
+
+    @property
+    def host_name(self) -> str:
+        """The name under which the host's socket reaches the driver."""
+        return f"host {self.rank}"
+
+
+class WorkerHost:
+    """Starts one worker, passes on its output and its end, and obeys the driver.
+
+    It ends the worker when the driver has gone; the worker dies with this process.
+
+    Args:
+        order: Which worker.
+        archive: The driver's sources, if this node lacks them.
+    """
+
+    def __init__(self, order: HostOrder, archive: bytes | None) -> None:
+        self._order = order
+        self._copy = None if archive is None else unpack_script_directory(archive)
+        self._group: LocalGroup | None = None
+
+    def start(self) -> WorkerProcess:
+        """Start the worker, and return its process.
+
+        Raises:
+            ConnectionError: The driver cannot be reached.
+            WorkerStartError: The process cannot be started.
+        """
+        order = self._order
+        self._channel = BlockingChannel(join_listener(order.driver, order.key, order.host_name))
+        ours, theirs = socketpair()
+        self._forwarder = Forwarder(ours, self._channel)
+        self._forwarder.start()
+        with theirs, join_listener(order.driver, order.key, order.worker_name) as end:
+            spec = self._spec(end.fileno(), theirs.fileno())
+            self._group = group = LocalGroup(
+                [spec],
+                self._send_line,
+                on_exit=self._send_exit,
+                # The next worker of this host is there at once.
+                start=forking_start(spec.environment, order.preload),
+            )
+            group.start()
+        threading.Thread(target=self._obey, name="paceline-host", daemon=True).start()
+        threading.Thread(target=self._watch, name="paceline-watch", daemon=True).start()
+        return dataclasses.replace(group.processes[0], rank=order.rank)
+
+    def _spec(self, descriptor: int, link: int) -> WorkerSpec:
+        order = self._order
+        directory = self._copy or os.getcwd()
+        target = {
+            "descriptor": descriptor,
+            "beat_s": order.beat_s,
+            "node": {
+                "link": link,
+                "directory": directory,
+                "moved": {} if self._copy is None else {order.directory: self._copy},
+            },
+        }
+        return WorkerSpec(
+            command=[sys.executable, *order.flags, PROGRAM_FILE, "serve", json.dumps(target)],
+            environment=worker_environment(order),
+            working_directory=Path(directory),
+            rank=order.rank,
+            local_rank=order.local_rank,
+            node_rank=order.layout.node_rank,
+            world_size=order.world_size,
+            signals_whole_group=False,
+            descriptors=(descriptor, link),
+        )
+
+    # ---- to the driver -------------------------------------------------------------------
+
+    def _send(self, kind: FrameKind, content: object) -> None:
+        # Without a driver nobody needs it.
+        with suppress(OSError):
+            self._channel.send(ChannelFrame(kind, body=json.dumps(content).encode()))
+
+    def _send_line(self, line: OutputLine) -> None:
+        self._send(FrameKind.LINE, dataclasses.asdict(line))
+
+    def _send_exit(self, exit_: WorkerExit) -> None:
+        self._forwarder.finish()
+        self._send(FrameKind.EXIT, dataclasses.asdict(exit_))
+
+    def _watch(self) -> None:
+        """Tell when the worker is stopped or goes on, until it has ended."""
+        assert self._group is not None
+        was_stopped = False
+        while self._group.wait(self._order.beat_s) is None:
+            is_stopped = self._group.is_stopped(self._order.rank)
+            if is_stopped != was_stopped:
+                self._send(FrameKind.STOPPED, is_stopped)
+                was_stopped = is_stopped
+        if self._copy is not None:
+            shutil.rmtree(self._copy, ignore_errors=True)
+        # The driver may kill this host as soon as it hears no more of it.
+        self._channel.close()
+
+    # ---- from the driver -----------------------------------------------------------------
+
+    def _obey(self) -> None:
+        assert self._group is not None
+        while (frame := self._channel.receive()) is not None:
+            if frame.kind is FrameKind.SIGNAL:
+                self._group.signal(json.loads(frame.body))
+            elif frame.kind is FrameKind.END:
+                self._group.request_stop(json.loads(frame.body))
+            elif frame.kind is FrameKind.DRAIN:
+                self._group.drain(json.loads(frame.body))
+                self._send(FrameKind.DRAINED, None)
+            elif frame.kind is FrameKind.ANSWER:
+                self._forwarder.answer(frame)
+        self._group.request_stop(0.0)
+
+
+def warm_up(order: HostOrder) -> None:
+    """Load what workers of this host need, so that they start at once."""
+    load_ahead(worker_environment(order), order.preload)
+
+
+def worker_environment(order: HostOrder) -> dict[str, str]:
+    """Return the environment of a worker: this node's, the driver's wishes, and its place."""
+    base = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RAY_") or name.startswith(_KEPT_RAY_VARIABLES)
+    }
+    for name in (GROUP_VARIABLE, "OMP_NUM_THREADS"):
+        # The number of threads is what Ray gives its actors, not the user's wish.
+        base.pop(name, None)
+    base |= order.environment
+    interface = interface_of(order.host_address)
+    if interface is not None:
+        base.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if order.layout.num_nodes > 1 and not order.host_address.startswith("127."):
+            base.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    environment = rank_environment(base, order.layout, order.local_rank)
+    # Nodes may have unequally many workers.
+    return environment | {"RANK": str(order.rank), "WORLD_SIZE": str(order.world_size)}

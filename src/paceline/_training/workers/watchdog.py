@@ -1,0 +1,383 @@
+"""Watchdog of ranks that wait for others in vain, and the progress of a worker's main thread."""
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from paceline._base.arguments_and_errors import CollectiveMismatchError
+from paceline._training.workers.failures_and_restarts import WorkerFailedError
+
+_OWN_CODE = str(Path(__file__).parents[2]) + os.sep
+_PYTHONS_CODE = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+_LOADERS_CODE = os.path.join("torch", "utils", "data", "dataloader.py")
+_IN_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
+# What the gradients of data-parallel modules are reduced in.
+_BACKWARD = "_engine_run_backward"
+# A thread that waits uses hardly any time of a processor.
+_WAITING_SHARE = 0.1
+# So does a process that does nothing, which reads and writes hardly anything either, in bytes/s.
+_IDLE_SHARE = 0.03
+_IDLE_RATE = 16384
+
+
+class Progress(NamedTuple):
+    """Progress of a worker's main thread.
+
+    Attributes:
+        stuck_s: For how long it has been at one and the same instruction, in seconds.
+        is_waiting: It waits there, rather than to compute.
+        operation: The collective operation that it is in; empty if that is not known.
+        num_collectives: How many of them it has begun in the default process group; -1 without
+            one.
+        place: Where it is, such as "train.py:12 in main".
+        idle_s: For how long the process has neither computed nor read nor written, in seconds.
+    """
+
+    stuck_s: float = 0.0
+    is_waiting: bool = False
+    operation: str = ""
+    num_collectives: int = -1
+    place: str = ""
+    idle_s: float = 0.0
+
+    def describe(self) -> str:
+        """Return one phrase, such as "has waited in `barrier` for 6 s, at train.py:12 in main"."""
+        if not self.place:
+            return "has told nothing of itself"
+        if not self.is_waiting and not self.operation:
+            return f"has been at {self.place} for {self.stuck_s:.3g} s"
+        verb = "waited" if self.is_waiting else "been"
+        where = f" in `{self.operation}`" if self.operation else ""
+        return f"has {verb}{where} for {self.stuck_s:.3g} s, at {self.place}"
+
+    def to_bytes(self) -> bytes:
+        """Return this as a message."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray) -> "Progress":
+        """Return what `to_bytes` made a message of."""
+        return cls(*json.loads(data))
+
+
+class ProgressMeter:
+    """Measures the progress of a thread; `measure` is for another thread.
+
+    Args:
+        thread: Which one; by default the one that makes the meter.
+    """
+
+    def __init__(self, thread: threading.Thread | None = None) -> None:
+        self._thread = (thread and thread.ident) or threading.get_ident()
+        self._idle = _IdleMeter()
+        self._instruction: tuple[int, int, int] | None = None
+        self._since = 0.0
+        self._cpu_since = 0.0
+
+    def measure(self) -> Progress:
+        """Return what the thread is at."""
+        frame = sys._current_frames().get(self._thread)
+        if frame is None:
+            return Progress()
+        num_collectives = _num_collectives()
+        instruction = id(frame), frame.f_lasti, num_collectives
+        now, cpu = time.monotonic(), self._cpu_s()
+        if instruction != self._instruction:
+            self._instruction, self._since, self._cpu_since = instruction, now, cpu
+        stuck_s = now - self._since
+        is_waiting = stuck_s > 0 and cpu - self._cpu_since < _WAITING_SHARE * stuck_s
+        operation = _operation(frame)
+        if wait := _wait_in_store(self._thread):
+            # It looks again and again, so it is never at one instruction for long.
+            stuck_s, is_waiting, operation = now - wait[0], True, wait[1]
+        return Progress(
+            stuck_s=stuck_s,
+            is_waiting=is_waiting,
+            operation=operation,
+            num_collectives=num_collectives,
+            place=_place_of_thread(frame),
+            idle_s=self._idle.measure(now),
+        )
+
+    def _cpu_s(self) -> float:
+        if not hasattr(time, "pthread_getcpuclockid"):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread))
+
+
+class _IdleMeter:
+    """Measures for how long this process has done nothing."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic(), time.process_time(), _moved_bytes()
+        self._since = self._last[0]
+
+    def measure(self, now: float) -> float:
+        """Return for how long it has done nothing, in seconds."""
+        (before, cpu_before, bytes_before), self._last = (
+            self._last,
+            (now, time.process_time(), _moved_bytes()),
+        )
+        elapsed_s = now - before
+        is_idle = (
+            self._last[1] - cpu_before < _IDLE_SHARE * elapsed_s
+            and self._last[2] - bytes_before < _IDLE_RATE * elapsed_s
+        )
+        if not is_idle:
+            self._since = now
+        return now - self._since
+
+
+def _moved_bytes() -> int:
+    """Return how much this process has read and written; 0 where the system does not say."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            fields = dict(line.split(":") for line in file)
+        return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
+    except (OSError, KeyError, ValueError):
+        return 0
+
+
+def _num_collectives() -> int:
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    # A group that is just made or left, or a backend that does not count.
+    with suppress(Exception):
+        group = c10d.GroupMember.WORLD if c10d is not None else None
+        if group is not None:
+            return int(group._get_sequence_number_for_group())
+    return -1
+
+
+def _wait_in_store(thread: int) -> tuple[float, str] | None:
+    """Return since when a thread waits for other ranks in the store, and in which call."""
+    store = sys.modules.get("paceline.core._key_value_store")
+    wait: tuple[float, str] | None = None if store is None else store.wait_of_thread(thread)
+    return wait
+
+
+def _operation(frame: FrameType) -> str:
+    if _IN_TORCH in frame.f_code.co_filename:
+        return frame.f_code.co_name
+    return "backward" if frame.f_code.co_name == _BACKWARD else ""
+
+
+def _place_of_thread(frame: FrameType) -> str:
+    """Return where the user's code is, as far as that can be told from other code.
+
+    That is Python's, torch's and ours.
+    """
+    ours: FrameType | None = None
+    is_in_loader = False
+    outer: FrameType | None = frame
+    while outer is not None:
+        path = outer.f_code.co_filename
+        is_in_loader = is_in_loader or path.endswith(_LOADERS_CODE)
+        if path.startswith(_OWN_CODE):
+            ours = ours or outer
+        elif f"{os.sep}torch{os.sep}" not in path and not _is_pythons(path):
+            break
+        outer = outer.f_back
+    seen = outer or ours or frame
+    name = os.path.basename(seen.f_code.co_filename)
+    place = f"{name}:{seen.f_lineno} in {seen.f_code.co_name}"
+    return f"{place}, in a data loader" if is_in_loader else place
+
+
+def _is_pythons(path: str) -> bool:
+    """Tell whether code is in Python's library, or built in."""
+    is_there = path.startswith(_PYTHONS_CODE) and not any(part in path for part in _PACKAGES)
+    return is_there or path.startswith("<frozen ")
+
+
+# Ranks pair up in these, so their numbers and kinds may differ.
+_PAIRED = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list")
+
+# Exchanges over the store of the ranks begin so.
+_STORE = "distributed."
+
+# How long a rank waits for one that has returned until that is taken for an error.
+_CERTAIN_S = 5.0
+# When those that wait for others are told of first, and how much later each time from then on.
+_NOTICE_S = 60.0
+_NOTICE_FACTOR = 4
+# Of so many missing ranks a message says where they are; the log says it of all.
+_MOST_PLACES = 3
+
+
+class WatchedRank(NamedTuple):
+    """Last observation of a rank that takes part in a call."""
+
+    rank: int
+    has_returned: bool
+    progress: Progress
+
+
+class DetectedHang(NamedTuple):
+    """That ranks wait in vain.
+
+    `is_certain` says that no patience would help, as the program itself does not fit together;
+    `rank` is the first that is missing, else the first that waits.
+    """
+
+    text: str
+    rank: int
+    is_certain: bool
+
+
+class HangWatch:
+    """Decides whether workers end because ranks wait in vain, and tells of long waits before.
+
+    Args:
+        heartbeat_timeout_s: How long a worker may give no sign of life, in seconds.
+        collective_timeout_s: How long ranks may wait for others, in seconds.
+        stacks_are: Where the stacks of all ranks are then.
+    """
+
+    def __init__(
+        self,
+        heartbeat_timeout_s: float,
+        collective_timeout_s: float,
+        stacks_are: str = "in the output above",
+    ) -> None:
+        self._certain_s = min(_CERTAIN_S, heartbeat_timeout_s)
+        self._timeout_s = collective_timeout_s
+        self._stacks_are = stacks_are
+        self._notice_s = _NOTICE_S
+
+    def look(self, calls: Iterable[Sequence[WatchedRank]]) -> Exception | None:
+        """Return the error that ends all workers, from the observations of each call's ranks."""
+        hang = self._hang(calls, self._timeout_s)
+        if hang is None:
+            return None
+        text = f"{hang.text} The stacks of all ranks are {self._stacks_are}."
+        if hang.is_certain:
+            hint = "Hint: all ranks must make the same calls in the same order."
+            return CollectiveMismatchError(f"{text} {hint}")
+        return WorkerFailedError(text, hang.rank)
+
+    def notice(self, calls: Sequence[Sequence[WatchedRank]]) -> str | None:
+        """Return who waits for whom in a collective operation for long, now and then."""
+        if self._hang(calls, _NOTICE_S) is None:
+            # It went on.
+            self._notice_s = _NOTICE_S
+            return None
+        hang = self._hang(calls, self._notice_s)
+        if hang is None or self._notice_s >= self._timeout_s:
+            return None
+        self._notice_s *= _NOTICE_FACTOR
+        return f"{hang.text} The workers are ended if that lasts {self._timeout_s:g} s."
+
+    def _hang(
+        self, calls: Iterable[Sequence[WatchedRank]], timeout_s: float
+    ) -> DetectedHang | None:
+        hangs = (detect_hang(ranks, self._certain_s, timeout_s) for ranks in calls)
+        return next((hang for hang in hangs if hang is not None), None)
+
+
+def detect_hang(
+    observations: Sequence[WatchedRank], certain_s: float, timeout_s: float
+) -> DetectedHang | None:
+    """Return whether ranks of a call wait for others in vain.
+
+    Args:
+        observations: All ranks of the call.
+        certain_s: How long a rank must have waited, in seconds, if those it waits for have
+            returned already or are in another operation.
+        timeout_s: How long it must have waited otherwise.
+    """
+    waiting = [o for o in observations if _waits_for_others(o, certain_s)]
+    if not waiting or len(observations) < 2:
+        return None
+    in_store = [o for o in waiting if o.progress.operation.startswith(_STORE)]
+    if in_store:
+        hang = _hang_in_store(in_store, waiting, observations)
+        waiting = [o for o in waiting if o not in in_store]
+        if hang is not None or not waiting:
+            return hang
+    most = max(o.progress.num_collectives for o in waiting)
+    waiting = [o for o in waiting if o.progress.num_collectives == most]
+    others = [o for o in observations if o not in waiting]
+    missing = [o for o in others if 0 <= o.progress.num_collectives < most]
+    returned = [o for o in missing if o.has_returned]
+    if returned:
+        noun = _ranks(returned, "has returned", "have returned")
+        return _detected_hang(waiting, f"{noun} without", returned, is_certain=True)
+    if not others and len({o.progress.operation for o in waiting}) > 1:
+        return _detected_hang(waiting, "these must be the same", [], is_certain=True)
+    late = [o for o in waiting if o.progress.stuck_s >= timeout_s]
+    if late and missing:
+        noun = _ranks(missing, "has not come", "have not come")
+        return _detected_hang(waiting, f"{noun} there", missing, is_certain=False)
+    waiting = late
+    if waiting and not any(o not in waiting and not o.has_returned for o in observations):
+        return _detected_hang(waiting, "none of them goes on", [], is_certain=False)
+    return None
+
+
+def _hang_in_store(
+    in_store: Sequence[WatchedRank],
+    waiting: Sequence[WatchedRank],
+    observations: Sequence[WatchedRank],
+) -> DetectedHang | None:
+    """Return whether ranks wait in the store for others that do so elsewhere, or have returned.
+
+    The store itself names ranks that are there in different calls.
+    """
+    others = [o for o in observations if o not in waiting]
+    if not others and len(in_store) < len(waiting):
+        return _detected_hang(waiting, "these must be the same", [], is_certain=True)
+    if others and len(in_store) == len(waiting) and all(o.has_returned for o in others):
+        noun = _ranks(others, "has returned", "have returned")
+        return _detected_hang(in_store, f"{noun} without", others, is_certain=True)
+    return None
+
+
+def _waits_for_others(observation: WatchedRank, least_s: float) -> bool:
+    progress = observation.progress
+    return (
+        not observation.has_returned
+        and progress.is_waiting
+        and progress.stuck_s >= least_s
+        and progress.operation not in ("", *_PAIRED)
+    )
+
+
+def _detected_hang(
+    waiting: Sequence[WatchedRank],
+    what: str,
+    missing: Sequence[WatchedRank],
+    *,
+    is_certain: bool,
+) -> DetectedHang:
+    by_operation: dict[str, list[WatchedRank]] = {}
+    for observation in waiting:
+        by_operation.setdefault(observation.progress.operation, []).append(observation)
+    waits = " and ".join(
+        f"{_ranks(group, 'waits', 'wait')} in `{operation}` ({group[0].progress.place})"
+        for operation, group in by_operation.items()
+    )
+    seconds = min(o.progress.stuck_s for o in waiting)
+    text = f"{waits} for {seconds:.3g} s, but {what}."
+    if missing:
+        text += f" Missing ranks: {', '.join(str(o.rank) for o in missing)}."
+        late = [o for o in missing if not o.has_returned and o.progress.place]
+        for observation in late[:_MOST_PLACES]:
+            text += f" Rank {observation.rank} is at {observation.progress.place}."
+    first = (missing or waiting)[0]
+    return DetectedHang(text[0].upper() + text[1:], first.rank, is_certain)
+
+
+def _ranks(group: Sequence[WatchedRank], one: str, several: str) -> str:
+    numbers = [str(observation.rank) for observation in group]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} {one}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]} {several}"

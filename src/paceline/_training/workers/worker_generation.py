@@ -1,0 +1,497 @@
+"""Generation of a pool's workers: their processes, their calls, and the judgement of failures."""
+
+import json
+import logging
+import pickle
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from paceline._base.process_and_network import join, wait_until
+from paceline._training.workers.channels import BegunRuns, ChannelFrame, FrameKind
+from paceline._training.workers.failure_detector import (
+    Assignment,
+    FailureDetector,
+    HyperparametersRefusedError,
+    PoolEnd,
+    PoolSettings,
+    PoolWorker,
+    observations_of_workers,
+)
+from paceline._training.workers.failures_and_restarts import WorkerExit, WorkerStartError
+from paceline._training.workers.processes.local_worker_group import LocalGroup, OnExit
+from paceline._training.workers.processes.rank_environment import NodeLayout
+from paceline._training.workers.processes.signals_and_leftovers import (
+    STACKS_SIGNAL,
+    has_pending_signal,
+)
+from paceline._training.workers.processes.worker_process import (
+    OnLine,
+    Start,
+    WorkerProcess,
+    WorkerSpec,
+)
+from paceline._training.workers.serve_calls import read_error, serve_target
+from paceline._training.workers.watchdog import Progress, WatchedRank
+from paceline._training.workers.worker_pools import PendingCall
+
+
+class ServingGroup(Protocol):
+    """The workers of a generation as processes, wherever they are; see `LocalGroup`."""
+
+    @property
+    def processes(self) -> Sequence[WorkerProcess]:
+        """The workers' processes, in rank order."""
+
+    def start(self) -> None:
+        """Start all workers, or raise `WorkerStartError`."""
+
+    def signal(self, signum: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to workers that still run, to all by default."""
+
+    def is_stopped(self, rank: int) -> bool:
+        """Tell whether a worker's process is stopped, as by SIGSTOP."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
+
+    def request_stop(self, grace_s: float, *, is_asked: bool = False) -> None:
+        """Begin what `stop` does, and return at once; `is_asked` if they were asked to leave."""
+
+    def stop(self, grace_s: float) -> Any:
+        """End all workers in bounded time, and deliver their output."""
+
+
+logger = logging.getLogger(__name__)
+
+# The longest that an interpreter and its libraries may take to load.
+_START_S = 120.0
+# What ending takes beyond the grace: kills, and the output of the dead.
+_END_SLACK_S = 10.0
+# What workers get to write their stacks once they have begun, and to begin on a busy machine.
+_STACKS_S = 0.3
+_STACKS_BEGIN_S = 10.0
+_STACKS_LOOK_S = 0.05
+# What a program returns.
+_NOTHING = pickle.dumps(None)
+
+
+class Generation:
+    """Workers that were started together; they end together.
+
+    All is decided in one thread, which ends after the last worker.
+
+    Args:
+        ends: The driver's ends of the sockets to the workers, in rank order.
+        make_group: Makes the group of workers, which gives each exit to a function.
+        settings: How the workers are judged.
+        program: The call that the workers carry out from their start to their end, if they serve
+            no calls but are programs of their own.
+        layout: The place of these workers among those of other nodes; None if there are none.
+
+    Attributes:
+        reports: What the workers have told of their runs.
+    """
+
+    def __init__(
+        self,
+        ends: Sequence[socket.socket],
+        make_group: Callable[[OnExit], ServingGroup],
+        settings: PoolSettings,
+        program: PendingCall | None = None,
+        *,
+        layout: NodeLayout | None = None,
+    ) -> None:
+        self.reports = BegunRuns()
+        self._program = program
+        self._settings = settings
+        first = 0 if layout is None else layout.first_rank
+        self._workers = [PoolWorker(rank, end) for rank, end in enumerate(ends, first)]
+        self._by_rank = {worker.rank: worker for worker in self._workers}
+        self._group = make_group(lambda exit_: self._post(self._note_exit, exit_))
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._posted: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="paceline-pool", daemon=True)
+        self._is_ready = threading.Event()
+        self._detector = FailureDetector(self._workers, settings, self._group.is_stopped, layout)
+        self._pool_end: PoolEnd | None = None
+        self._break_at: float | None = None
+        self._stacks_due: float | None = None
+        self._kill_at: float | None = None
+        self.failure: BaseException | None = None
+
+    # For any thread.
+
+    @property
+    def processes(self) -> Sequence[WorkerProcess]:
+        """The workers' processes, in rank order."""
+        return self._group.processes
+
+    @property
+    def is_program(self) -> bool:
+        """Whether the workers are programs of their own, which end by themselves."""
+        return self._program is not None
+
+    @property
+    def refusal(self) -> HyperparametersRefusedError | None:
+        """That one of the workers has refused the hyperparameters, if it did."""
+        return self._detector.refusal
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all workers have ended."""
+        return not self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the workers and wait until they take calls.
+
+        Raises:
+            WorkerStartError: One cannot be started; none is left.
+        """
+        try:
+            self._group.start()
+        except BaseException:
+            self._close()
+            raise
+        if self._program is not None:
+            # Only those that use Paceline will say that they are ready.
+            for worker in self._workers:
+                worker.run_program(self._program)
+            self._is_ready.set()
+            self._thread.start()
+            # What ends at once has been started all the same.
+            return
+        try:
+            self._thread.start()
+            is_ready = wait_until(self._is_ready.wait, _START_S)
+        except BaseException:
+            # Nobody else knows of these workers when a Ctrl-C interrupts the wait.
+            self._end_start()
+            raise
+        if not is_ready:
+            self.end(0.0)
+            raise WorkerStartError(f"The workers must be ready within {_START_S:g} s, but are not.")
+        if self.failure is not None:
+            self.join(self._settings.grace_s)
+            raise WorkerStartError(f"The workers could not be started: {self.failure}")
+
+    def _end_start(self) -> None:
+        """End the workers of a start that was interrupted, perhaps as the thread began."""
+        deadline = time.monotonic() + 1.0
+        while not self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self._thread.is_alive():
+            self.end(0.0)
+        else:
+            # Without a driver the workers end by themselves.
+            self._close()
+
+    def submit(self, assignment: Assignment) -> None:
+        """Have the call's ranks carry it out."""
+        self._post(self._assign, assignment)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to all workers that still run."""
+        self._group.signal(signum)
+        if signum == signal.SIGTERM:
+            self._post(lambda: self._detector.note_request(time.monotonic()))
+
+    def request_stop(self, grace_s: float, *, is_asked: bool) -> None:
+        """Have the workers ended after a time in seconds; `is_asked` if they know already."""
+        self._group.request_stop(grace_s, is_asked=is_asked)
+
+    def observations(self) -> list[WatchedRank]:
+        """Return what is known of the ranks of a program."""
+        return (
+            [] if self._program is None else observations_of_workers(self._program, self._workers)
+        )
+
+    def end_hung(self, error: Exception) -> None:
+        """End all workers, with their stacks, as ranks of this node or others wait in vain."""
+        self._post(self._pass, PoolEnd(error, 0.0, wants_stacks=True))
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what the workers have printed so far was delivered, but not for longer."""
+        self._group.drain(timeout_s)
+
+    def end(self, grace_s: float) -> None:
+        """End all workers, in `grace_s` and a few seconds."""
+        error = RuntimeError("A call must end before its pool is stopped, but this one had not.")
+        self._post(self._break, PoolEnd(error, grace_s))
+        self.join(grace_s)
+
+    def join(self, grace_s: float) -> None:
+        """Wait for the end of all workers, which has been asked for."""
+        join(self._thread, grace_s + _END_SLACK_S)
+        if self._thread.is_alive():
+            logger.error("Workers could not be ended: %s.", [p.pid for p in self.processes])
+
+    def _post(self, action: Callable[..., None], *arguments: Any) -> None:
+        self._posted.put((action, arguments))
+        try:
+            self._wake_writer.send(b"\0")
+        except OSError:
+            # It is awake anyway, or has ended.
+            return
+
+    # The pool's thread.
+
+    def _run(self) -> None:
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        for worker in self._workers:
+            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+        try:
+            while not all(worker.exit for worker in self._workers):
+                self._turn()
+            if self._pool_end is not None and self.failure is None:
+                # They have ended by themselves while they had time to write their stacks.
+                self._break(self._pool_end)
+        except Exception as error:
+            logger.exception("The thread of a pool failed.")
+            self._break(PoolEnd(error, 0.0))
+        finally:
+            self._group.stop(grace_s=0.0)
+            # What was posted too late is answered too.
+            self._act()
+            self._close()
+
+    def _close(self) -> None:
+        for worker in self._workers:
+            worker.channel.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and deal with it."""
+        began = time.monotonic()
+        for key, events in self._selector.select(self._timeout_s(began)):
+            if key.data is None:
+                self._wake_reader.recv(4096)
+                continue
+            if events & selectors.EVENT_WRITE:
+                key.data.channel.flush()
+            if events & selectors.EVENT_READ:
+                self._read(key.data)
+        self._act()
+        self._watch(began)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._update_interest(key.data)
+
+    def _timeout_s(self, now: float) -> float:
+        times = (self._detector.due, self._break_at, self._kill_at)
+        waits = [at - now for at in times if at is not None]
+        return max(0.0, min([self._settings.tick_s, *waits]))
+
+    def _act(self) -> None:
+        while True:
+            try:
+                action, arguments = self._posted.get_nowait()
+            except Empty:
+                return
+            action(*arguments)
+
+    def _update_interest(self, worker: PoolWorker) -> None:
+        if not worker.channel.is_open:
+            self._selector.unregister(worker.channel)
+            return
+        is_writing = worker.channel.wants_to_write
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_writing else 0)
+        self._selector.modify(worker.channel, events, worker)
+
+    # What happens.
+
+    def _assign(self, assignment: Assignment) -> None:
+        if self.failure is not None:
+            assignment.call.fail(self.failure)
+            return
+        for rank in assignment.call.ranks:
+            self._by_rank[rank].assign(assignment)
+
+    def _read(self, worker: PoolWorker) -> None:
+        for frame in worker.channel.receive():
+            self._note_frame(worker, frame)
+        # Half a frame is a sign of life too.
+        worker.silent_s = 0.0
+
+    def _note_frame(self, worker: PoolWorker, frame: ChannelFrame) -> None:
+        if frame.kind is FrameKind.EVENT:
+            event, path, text = json.loads(frame.body)
+            self.reports.note(event, path, worker.rank)
+            if event == "invalid_hp":
+                self._detector.note_refusal(worker, text, time.monotonic())
+        elif frame.kind is FrameKind.OUTCOME:
+            worker.outcome = json.loads(frame.body)
+        if self._pool_end is not None:
+            # Asking for its stack can wake a worker that hung.
+            return
+        if frame.kind is FrameKind.READY:
+            worker.is_ready = True
+            if all(other.is_ready for other in self._workers):
+                self._is_ready.set()
+        elif frame.kind is FrameKind.VALUE:
+            worker.take_value(frame.body)
+        elif frame.kind is FrameKind.WANT:
+            worker.send_data()
+        elif frame.kind is FrameKind.BEAT:
+            worker.progress = Progress.from_bytes(frame.body)
+        elif frame.kind is FrameKind.ERROR:
+            error = read_error(frame.body)
+            self._pass(self._detector.note_error(worker, error, time.monotonic()))
+
+    def _note_exit(self, exit_: WorkerExit) -> None:
+        worker = self._by_rank[exit_.rank]
+        # What it said before it ended comes first.
+        self._read(worker)
+        exit_ = worker.take_outcome(exit_)
+        if self._program is not None and not exit_.is_failure:
+            worker.exit = exit_
+            worker.take_value(_NOTHING)
+            return
+        self._pass(self._detector.note_exit(worker, exit_, time.monotonic()))
+
+    def _watch(self, began: float) -> None:
+        """Look at what has become due since a moment."""
+        now = time.monotonic()
+        if self._pool_end is None:
+            # While this process stood still itself, nobody was late.
+            elapsed_s = min(now - began, 2 * self._settings.tick_s)
+            self._pass(self._detector.look(now, elapsed_s))
+        if self._pool_end is None and (notice := self._detector.notice()):
+            logger.warning("%s", notice)
+        if self._break_at is not None and now >= self._break_at and self._pool_end is not None:
+            self._break_at = self._end_of_stacks(now)
+            if self._break_at is None:
+                self._break(self._pool_end)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self._group.request_stop(0.0)
+
+    def _pass(self, pool_end: PoolEnd | None) -> None:
+        """End as the first failure asks; later ones are only about its consequences."""
+        if pool_end is None or self._pool_end is not None:
+            return
+        self._pool_end = pool_end
+        if not pool_end.wants_stacks:
+            self._break(pool_end)
+            return
+        # Others would be ended by the signal.
+        ready = [worker for worker in self._workers if worker.is_ready]
+        for worker in ready:
+            logger.error("Rank %d %s.", worker.rank, worker.progress.describe())
+        self._group.signal(STACKS_SIGNAL, [worker.rank for worker in ready])
+        self._break_at = time.monotonic()
+        self._stacks_due = self._break_at + _STACKS_BEGIN_S
+
+    def _end_of_stacks(self, now: float) -> float | None:
+        """Return until when workers that write their stacks need time; None if they had it."""
+        if self._stacks_due is None:
+            return None
+        if now < self._stacks_due and any(map(self._is_yet_to_write, self._workers)):
+            return now + _STACKS_LOOK_S
+        self._stacks_due = None
+        return now + _STACKS_S
+
+    def _is_yet_to_write(self, worker: PoolWorker) -> bool:
+        """Tell whether a worker has not begun to write its stacks, and can."""
+        if not worker.is_ready or worker.exit is not None or self._group.is_stopped(worker.rank):
+            return False
+        # The id of a process on another node names none here that gets this signal.
+        process = self._group.processes[self._workers.index(worker)]
+        return has_pending_signal(process.pid, STACKS_SIGNAL)
+
+    def _break(self, pool_end: PoolEnd) -> None:
+        """End all calls, and all workers in bounded time."""
+        error, grace_s = pool_end.error, pool_end.grace_s
+        is_idle = self._is_ready.is_set() and not any(worker.is_busy for worker in self._workers)
+        if self.failure is None:
+            self.failure = error
+            self._pool_end = self._pool_end or pool_end
+            if pool_end.is_success:
+                logger.warning("%s The run ends for all ranks.", error)
+                for worker in self._workers:
+                    if worker.current is not None:
+                        worker.current.answer(worker.rank, _NOTHING)
+            for worker in self._workers:
+                worker.channel.send(ChannelFrame(FrameKind.STOP))
+                worker.drop_calls(error)
+            self._is_ready.set()
+        if is_idle and grace_s > 0:
+            # Those that have nothing to do leave by themselves.
+            self._kill_at = time.monotonic() + grace_s
+        else:
+            self._group.request_stop(grace_s)
+
+
+class LocalServingGroup(LocalGroup):
+    """Workers of this machine, each of which gets one end of a socket.
+
+    Args:
+        specs: The workers, in rank order, whose descriptors these ends are.
+        ends: The workers' ends, which are closed here once the workers have them.
+        on_line: Gets each output line.
+        on_exit: Gets each exit.
+        options: Further arguments of `LocalGroup`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        ends: Sequence[socket.socket],
+        on_line: OnLine | None,
+        on_exit: OnExit,
+        **options: Any,
+    ) -> None:
+        super().__init__(specs, on_line, on_exit=on_exit, **options)
+        self._ends = ends
+
+    def start(self) -> None:
+        try:
+            super().start()
+        except BaseException:
+            # After a Ctrl-C workers may still be about to be started, with these descriptors.
+            self.stop(0.0)
+            raise
+        finally:
+            for end in self._ends:
+                end.close()
+
+
+def local_generation(
+    specs: Sequence[WorkerSpec], on_line: OnLine, settings: PoolSettings, start: Start
+) -> Generation:
+    """Return a generation of workers on this machine.
+
+    Args:
+        specs: The workers, in rank order. What to serve is added to their commands.
+        on_line: Gets each line of output.
+        settings: How the workers are judged.
+        start: Starts the process of a worker.
+    """
+    pairs = [socket.socketpair() for _ in specs]
+    theirs = [end for _, end in pairs]
+    serving = [
+        serving_spec(spec, end.fileno(), settings.tick_s)
+        for spec, end in zip(specs, theirs, strict=True)
+    ]
+    return Generation(
+        [ours for ours, _ in pairs],
+        lambda on_exit: LocalServingGroup(serving, theirs, on_line, on_exit, start=start),
+        settings,
+    )
+
+
+def serving_spec(spec: WorkerSpec, descriptor: int, beat_s: float) -> WorkerSpec:
+    """Return how to start a worker that serves its driver by a socket that it is given."""
+    target = serve_target(descriptor, beat_s)
+    return replace(spec, command=[*spec.command, target], descriptors=(descriptor,))

@@ -1,0 +1,345 @@
+"""Commands `paceline backup`, `restore` and `home`: a master's home copied, checked and mended."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli._options_and_errors import CommandError, Home, Json, home_of, report_error
+
+if TYPE_CHECKING:
+    from paceline._cluster.master.upkeep.home_backup import Backup, BackupResult
+    from paceline._cluster.master.upkeep.home_restore import RestoredAccess, RestoreResult
+
+
+_DAMAGED = 3
+_EVERY_S = 60.0
+
+
+def backup(
+    to: Annotated[
+        Path, typer.Argument(help="Directory of the backups, outside the home.", metavar="TO")
+    ],
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Also copy the checkpoints in the home.")
+    ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            "-f",
+            help="Keep running, and make a new backup after each change. It replaces the backup"
+            " before it. Ctrl-C ends the command.",
+        ),
+    ] = False,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="SECONDS",
+            help="With -f: shortest time between two backups. The default is 60.",
+        ),
+    ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Keep the newest N backups in TO, and delete others."
+        ),
+    ] = None,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Back up the home of a master, which may run meanwhile.
+
+    A backup has the database, the logs, the uploaded code and the journals of running trials.
+    Files that have not changed are shared with the backup before it. Secrets are left out.
+    """
+    from paceline._cluster.master.upkeep.home_backup import Backup
+
+    if every is not None and not follow:
+        raise CommandError("`--every` must come with `--follow`, but it is missing.")
+    directory = home_of(home)
+    made = Backup(directory, to.expanduser(), checkpoints=checkpoints)
+    with made.hold():
+        if follow:
+            _follow_home(made, directory, every or _EVERY_S, keep, json=json)
+            return
+        try:
+            result = made.make()
+        except OSError as error:
+            raise CommandError(
+                f"The backup cannot be written ({error}). Earlier ones are untouched."
+            ) from error
+        if keep is not None:
+            made.keep(keep)
+    _tell_backup(result, json=json)
+
+
+def _follow_home(made: "Backup", home: Path, every: float, keep: int | None, *, json: bool) -> None:
+    import signal
+    import threading
+
+    from paceline._cluster.master.upkeep.home_backup import follow_home
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    for result in follow_home(made, home, every, stop, lambda error: report_error(str(error))):
+        if keep is not None:
+            made.keep(keep)
+        _tell_backup(result, json=json)
+
+
+def _tell_backup(result: "BackupResult", *, json: bool) -> None:
+    import sys
+
+    from paceline.cli._console_output import format_bytes, print_json_line
+
+    content = result.content
+    if json:
+        print_json_line(
+            {
+                "path": str(result.path),
+                "num_files": len(content.files),
+                "num_bytes": content.num_bytes,
+                "num_copied": result.num_copied,
+                "num_bytes_copied": result.num_bytes_copied,
+                "left_out": content.left_out,
+            }
+        )
+        sys.stdout.flush()
+        return
+    typer.echo(
+        f"Backed up {len(content.files)} files ({format_bytes(content.num_bytes)}) to"
+        f" {result.path}; new or changed: {result.num_copied}"
+        f" ({format_bytes(result.num_bytes_copied)})."
+    )
+    if content.left_out:
+        typer.echo(f"Left out: {', '.join(content.left_out)}.")
+
+
+def restore(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of backups, whose newest is taken, or one of the dated ones in it; or "
+            "the copy of a database that an upgrade has kept in the home.",
+            metavar="FROM",
+        ),
+    ],
+    old_home: Annotated[
+        Path | None,
+        typer.Option(
+            "--old-home",
+            metavar="DIR",
+            help="Home of before, if it is there: tokens that were revoked since the backup stay"
+            " revoked, and passwords are those that it has.",
+        ),
+    ] = None,
+    keep_tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep-tokens",
+            metavar="NAME",
+            help="Without --old-home: a token that stays valid, or `all`. Can be repeated. The"
+            " others are revoked.",
+        ),
+    ] = None,
+    keep_passwords: Annotated[
+        bool, typer.Option("--keep-passwords", help="Without --old-home: keep passwords.")
+    ] = False,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Make an empty or missing home from a backup.
+
+    All browsers are signed out. The exit code is 0 if all files are as they were backed up, and 3
+    if some are damaged or missing. These are named, and the rest is restored.
+
+    To go back to an earlier version, name the database copy that the upgrade has kept, such as
+    master.version-5.sqlite. It replaces the database of its home.
+    """
+    from paceline._cluster.master.upkeep.home_restore import restore as restore_home
+
+    if source.expanduser().is_file():
+        if old_home or keep_tokens or keep_passwords:
+            raise CommandError(
+                "`--old-home`, `--keep-tokens` and `--keep-passwords` must come with a backup, but"
+                f" {str(source)!r} is a copy of the database. Hint: leave them out; the database of"
+                " its home tells what is kept."
+            )
+        _restore_copy(source.expanduser().absolute(), json=json)
+        return
+    directory = home_of(home)
+    try:
+        result = restore_home(
+            source.expanduser(),
+            directory,
+            old_home=old_home and old_home.expanduser(),
+            keep_tokens=keep_tokens or (),
+            keep_passwords=keep_passwords,
+        )
+    except OSError as error:
+        raise CommandError(
+            f"The home cannot be written ({error}). Hint: once that is mended, run it again."
+        ) from error
+    _tell_restored(result, directory, json=json)
+    if result.damaged:
+        raise typer.Exit(_DAMAGED)
+
+
+def _restore_copy(copy: Path, *, json: bool) -> None:
+    from paceline._cluster.master.upkeep.home_restore import restore_copy
+    from paceline.cli._console_output import print_json
+
+    moved_to, access = restore_copy(copy)
+    if json:
+        found = {"backup": str(copy), "home": str(copy.parent), "set_aside": str(moved_to)}
+        print_json(found | _access_as_json(access))
+        return
+    typer.echo(
+        f"Restored {copy.name} as the database of {copy.parent}. The newer one is in {moved_to}.\n"
+        "Start the earlier version of Paceline with `paceline up --set-aside`."
+    )
+    _tell_access(access)
+
+
+def _access_as_json(access: "RestoredAccess") -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "tokens": [asdict(token) for token in access.tokens],
+        "voided_passwords": access.voided_passwords,
+    }
+
+
+def _tell_access(access: "RestoredAccess") -> None:
+    """Say which tokens and passwords open the restored home, and which do not any more."""
+    import time
+
+    from paceline._training.progress_display import format_duration
+
+    for is_kept, title in ((True, "Tokens that stay valid"), (False, "Tokens that are revoked")):
+        found = [
+            f"  {token.name} (scope {token.scope}, made"
+            f" {format_duration(time.time() - token.created_at)} ago)"
+            for token in access.tokens
+            if token.is_kept is is_kept
+        ]
+        if found:
+            typer.echo("\n".join((f"{title}:", *found)))
+    if access.voided_passwords:
+        typer.echo(
+            f"Without a password until one is set again: {', '.join(access.voided_passwords)}."
+        )
+    if access.old_home is None and any(not token.is_kept for token in access.tokens):
+        typer.echo(
+            "One of them may have been revoked since the backup: make new ones with `paceline token"
+            " create`."
+        )
+
+
+def _tell_restored(result: "RestoreResult", home: Path, *, json: bool) -> None:
+    from paceline.cli._console_output import format_bytes, format_moment, print_json
+
+    content = result.content
+    if json:
+        print_json(
+            {
+                "backup": str(result.path),
+                "created": content.created,
+                "home": str(home),
+                "num_files": len(content.files),
+                "left_out": content.left_out,
+                "damaged": result.damaged,
+                "num_lost_checkpoints": result.num_lost_checkpoints,
+                **_access_as_json(result.access),
+            }
+        )
+        return
+    typer.echo(
+        f"Restored {len(content.files)} files ({format_bytes(content.num_bytes)}) of"
+        f" {format_moment(content.created)} into {home}."
+    )
+    if content.left_out:
+        typer.echo(f"Not in the backup: {', '.join(content.left_out)}.")
+    if result.num_lost_checkpoints:
+        typer.echo(
+            "Neither in the backup nor in the home, and so counted as deleted:"
+            f" {result.num_lost_checkpoints} of the checkpoints."
+        )
+    _tell_access(result.access)
+    for text in result.damaged:
+        report_error(f"In the backup, {text}.")
+    typer.echo("Start the master with `paceline up`.")
+
+
+home_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Check the home of a master."
+)
+
+_DIFFERENT = 1
+
+
+@home_app.callback()
+def _home() -> None:
+    """Check the home of a master."""
+
+
+@home_app.command()
+def check(
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix",
+            help="Mend what can be mended; the master must be stopped. A lost database is made"
+            " from the records and journals in the home.",
+        ),
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Compare sizes of checkpoints instead of their bytes.")
+    ] = False,
+    home: Home = None,
+    json: Json = False,
+) -> None:
+    """Compare the database of a home with its records, code, logs, journals and checkpoints.
+
+    The master may run or not. The exit code is 0 if there is no difference, or if all are fixed,
+    and 1 otherwise.
+    """
+    from paceline._cluster.master.upkeep.home_check import check
+    from paceline._cluster.master.upkeep.home_check import fix as fix_damage
+    from paceline.cli._console_output import print_json
+
+    directory = home_of(home)
+    result = (fix_damage if fix else check)(directory, is_quick=quick)
+    if json:
+        findings = [asdict(finding) for finding in result.findings]
+        print_json(
+            {"home": str(directory), "master_runs": result.master_runs, "findings": findings}
+        )
+    else:
+        for finding in result.findings:
+            typer.echo(finding.text)
+        typer.echo(
+            _summary_of_home(
+                len(result.findings), result.num_left, master_runs=result.master_runs, is_fixed=fix
+            )
+        )
+    if result.num_left:
+        raise typer.Exit(_DIFFERENT)
+
+
+def _summary_of_home(num_found: int, num_left: int, *, master_runs: bool, is_fixed: bool) -> str:
+    note = " A master is at work: what has not been stored yet was not looked at." * master_runs
+    if not num_found:
+        return f"No differences.{note}"
+    found = "1 difference" if num_found == 1 else f"{num_found} differences"
+    if num_left == 0:
+        return f"{found}, all fixed.{note}"
+    left = "" if num_left == num_found else f", {num_left} not fixed"
+    hint = "see docs/durability.md"
+    if not is_fixed:
+        hint = f"`--fix` mends what can be mended, {hint}"
+    return f"{found}{left}. Hint: {hint}.{note}"

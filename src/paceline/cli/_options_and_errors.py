@@ -1,0 +1,199 @@
+"""Options that commands share, the client that they name, and errors for users."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from paceline.client._client import Client
+
+
+ExperimentId = Annotated[int, typer.Argument(help="Number of the experiment.", metavar="ID")]
+TrialId = Annotated[int, typer.Argument(help="Number of the trial.", metavar="ID")]
+Uuid = Annotated[str, typer.Argument(help="UUID of the checkpoint.", metavar="UUID")]
+AllLogs = Annotated[
+    bool, typer.Option("--logs", help="With -f: print all output of a search's trials.")
+]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON only, one object per line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+Limit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="Show at most N entries.")]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--config", metavar="KEY=VALUE", help="Set a field of the config. Repeatable."),
+]
+ConfigFile = Annotated[
+    Path, typer.Argument(help="Config file of the experiment.", metavar="CONFIG")
+]
+Follow = Annotated[
+    bool,
+    typer.Option("--follow", "-f", help="Follow it to its end. Ctrl-C ends only this command."),
+]
+Tail = Annotated[
+    int | None,
+    typer.Option(
+        "--tail", min=1, metavar="N", help="Print the last N lines; with -f, also new lines."
+    ),
+]
+Rank = Annotated[
+    int | None, typer.Option("--rank", min=0, metavar="N", help="Print only lines of rank N.")
+]
+Level = Annotated[
+    Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None,
+    typer.Option("--level", case_sensitive=False, help="Print only lines of this level or higher."),
+]
+Stream = Annotated[
+    Literal["stdout", "stderr", "master"] | None,
+    typer.Option(
+        "--stream",
+        case_sensitive=False,
+        help="Print only this stream of the trial, or the notes of the master.",
+    ),
+]
+Search = Annotated[
+    str | None, typer.Option("--search", metavar="TEXT", help="Print only lines with this text.")
+]
+Timestamps = Annotated[
+    bool, typer.Option("--timestamps", "-t", help="Print the time of each line.")
+]
+CaFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-file",
+        metavar="FILE",
+        help="File with trusted CA certificates (PEM). The default is"
+        " $PACELINE_CA_FILE, or else what the system trusts.",
+    ),
+]
+Home = Annotated[
+    Path | None,
+    typer.Option(
+        "--home",
+        metavar="DIR",
+        help="Home of the master. The default is $PACELINE_HOME, or else ~/.paceline.",
+    ),
+]
+
+
+def home_of(home: Path | None) -> Path:
+    """Return the home that an option names, or the default one, as an absolute path."""
+    from paceline.client._http_session import home_directory
+
+    return home_directory() if home is None else home.expanduser().absolute()
+
+
+# Set by the `--master` option, before the command runs.
+chosen_master: ContextVar[str | None] = ContextVar("chosen_master", default=None)
+
+
+def trust(ca_file: Path) -> None:
+    """Trust the authorities in a file; so do processes that this one starts."""
+    from paceline._base.certificates import CA_FILE_VARIABLE
+
+    os.environ[CA_FILE_VARIABLE] = str(ca_file.expanduser().absolute())
+
+
+@contextmanager
+def connect() -> "Iterator[Client]":
+    """Give a client of the master that the options or the environment name."""
+    from paceline.client._client import Client
+
+    with Client(chosen_master.get()) as client:
+        yield client
+
+
+def nested_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return changes such as `searcher.max_length=5` as nested fields.
+
+    Raises:
+        ConfigError: A change is not of the form `key=value`.
+    """
+    from paceline.config._read_yaml import apply_overrides
+
+    return apply_overrides({}, overrides)
+
+
+# Where each error that is the user's to mend lives. A class counts only if its package is loaded
+# already, as nothing else can have raised it; importing them all would slow every command down.
+_USER_ERRORS = {
+    "paceline.client": ("ClientError",),
+    "paceline.config": ("ConfigError",),
+    "paceline.core": ("NotOfferedError",),
+    "paceline.journal": ("NotARunDirectoryError", "RunVersionError", "JournalVersionError"),
+    "paceline._cluster.master": (
+        "PortInUseError",
+        "HomeInUseError",
+        "HomeUnusableError",
+        "SecretFileError",
+        "DatabaseVersionError",
+        "LostDatabaseError",
+    ),  # fmt: skip
+    "paceline._cluster.master.upkeep": ("BackupError",),
+    "paceline.pytorch": ("CheckpointMismatchError",),
+    "paceline._cluster.runner.node_runner": ("NodeStoppedError",),
+    "paceline.search": ("SearchMethodError", "SpaceError"),
+    "paceline.storage": ("CheckpointError",),
+}
+
+
+class CommandError(Exception):
+    """Raised by a command that cannot do what it was asked to do."""
+
+
+def is_cli_user_error(error: BaseException) -> bool:
+    """Tell whether an error is the user's to mend, so that its text is all there is to show."""
+    if isinstance(error, CommandError):
+        return True
+    for package, names in _USER_ERRORS.items():
+        module = sys.modules.get(package)
+        for name in names:
+            kind = getattr(module, name, None)
+            if isinstance(kind, type) and isinstance(error, kind):
+                return True
+    return False
+
+
+def report_error(message: str) -> None:
+    """Print an error to stderr: what is wrong in red, the hint below it."""
+    from rich.text import Text
+
+    from paceline.cli._console_output import error_console
+
+    console = error_console()
+    for line in message.strip().splitlines():
+        problem, separator, hint = line.partition("Hint:")
+        if problem.strip():
+            text = Text("Error: ", style="bold red").append(problem.strip(), style="not bold red")
+            console.print(text, soft_wrap=True)
+        if separator:
+            text = Text("Hint: ", style="bold").append(hint.strip(), style="not bold")
+            console.print(text, soft_wrap=True)
+
+
+# Spelled out, as the client takes long to load.
+_TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 - the name of a variable, no secret
+# Set by the `paceline` command: a program that calls one of its functions must not be restarted.
+is_paceline_command: ContextVar[bool] = ContextVar("is_paceline_command", default=False)
+
+
+def restart_without_token() -> None:
+    """Restart this process without the user's token, if its environment has one.
+
+    It keeps its number, its arguments and its open files. Call it before anything is begun.
+    """
+    if not os.environ.get(_TOKEN_VARIABLE) or not _can_restart():
+        return
+    del os.environ[_TOKEN_VARIABLE]
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - no shell
+
+
+def _can_restart() -> bool:
+    """Tell whether the arguments of this process are those of the command."""
+    arguments = sys.argv[1:]
+    first = len(sys.orig_argv) - len(arguments)
+    return is_paceline_command.get() and sys.orig_argv[first:] == arguments

@@ -1,0 +1,385 @@
+"""Commands `paceline runner` and `paceline pool`: nodes, and the sharing of their slots."""
+
+import logging
+import re
+import signal
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from paceline._base.files import DamagedSecretError, read_secret
+from paceline.cli._options_and_errors import (
+    CaFile,
+    CommandError,
+    Json,
+    chosen_master,
+    restart_without_token,
+    trust,
+)
+from paceline.cli._slot_and_job_commands import labels_text, memory_text, slots_text
+
+if TYPE_CHECKING:
+    from paceline._cluster.messages.master_models import Node
+    from paceline.client._client import Client
+
+
+runner_app = typer.Typer(
+    rich_markup_mode=None,
+    invoke_without_command=True,
+    help="Run trials of a master on this machine, or manage its nodes.",
+)
+
+_LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})=(.{0,200})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_STILL_RUNS = (
+    " If its runner still runs, it registers again by itself, and gets trials. Hint: stop the"
+    " runner on that machine, by Ctrl-C or SIGTERM."
+)
+_Name = Annotated[str, typer.Argument(metavar="NODE", help="Name of the node.")]
+
+
+@runner_app.callback()
+def run(
+    context: typer.Context,
+    master: Annotated[
+        str | None,
+        typer.Option(
+            "--master", metavar="URL", help="Address of the master, such as https://head:8080."
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with a token of the scope `runner`, which only its owner may read.",
+        ),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="SECONDS", help="Leave after SECONDS without a trial. Default: never."
+        ),
+    ] = None,
+    ca_file: CaFile = None,
+    slots: Annotated[
+        str,
+        typer.Option(
+            metavar="N", help="Number of slots; `auto` is one per GPU, or else one per CPU core."
+        ),
+    ] = "auto",
+    pool: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Pool of the node; see `resources.pool`. In the pool `default`, `--labels` may"
+            " choose another one: see `paceline pool set --labels`.",
+        ),
+    ] = "default",
+    labels: Annotated[
+        list[str] | None,
+        typer.Option("--labels", metavar="KEY=VALUE", help="A label of the node. Repeatable."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the node. The default is the host name."),
+    ] = None,
+    address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST",
+            help="Address at which other nodes reach this one, for trials on several nodes. The"
+            " default is the one that the master sees.",
+        ),
+    ] = "",
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="Directory of the runner. The default is ~/.paceline-runner/NAME.",
+        ),
+    ] = None,
+) -> None:
+    """Run trials of a master on this machine until Ctrl-C, or manage the master's nodes."""
+    if context.invoked_subcommand is not None:
+        return
+    restart_without_token()
+    if ca_file is not None:
+        trust(ca_file)
+    master = master or chosen_master.get()
+    if master is None or token_file is None:
+        raise CommandError(
+            "`paceline runner` needs the address of a master and a token. Hint: `paceline runner"
+            " --master URL --token-file FILE`; `paceline token create NAME --scope runner` makes"
+            " the token on the machine of the master."
+        )
+    node = name or _host_name()
+    _check_names(node, pool)
+    _check_token_file(token_file)
+    _serve_node(
+        master if "://" in master else f"http://{master}",
+        token_file,
+        (directory or Path("~/.paceline-runner") / node).expanduser().absolute(),
+        idle_timeout,
+        {
+            "name": node,
+            "pool": pool,
+            "labels": read_labels(labels or []),
+            "num_slots": _slots_of_runner(slots),
+            "address": address,
+        },
+    )
+
+
+def _serve_node(
+    master: str,
+    token_file: Path,
+    directory: Path,
+    idle_timeout_s: float | None,
+    options: dict[str, object],
+) -> None:
+    from paceline._cluster.runner.node_runner import NodeRunner, find_facts
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s: %(message)s")
+    token_file = token_file.expanduser().absolute()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = find_facts(directory, **options)  # type: ignore[arg-type]
+        runner = NodeRunner(master, token_file, directory, facts, idle_timeout_s)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(
+            f"The runner must be able to write to {str(directory)!r}, but: {error}."
+        ) from error
+    signal.signal(signal.SIGINT, lambda _number, _frame: runner.stop())
+    signal.signal(signal.SIGTERM, lambda _number, _frame: runner.leave())
+    runner.run()
+
+
+@runner_app.command("list")
+def list_nodes(json: Json = False) -> None:
+    """List the nodes, the master's own machine among them, with their slots and trials."""
+    from paceline.cli._console_output import format_age, format_bytes, print_json, print_table
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        nodes = client.nodes(include_local=True)
+        trials = {} if json else _trials_by_node(client)
+    if json:
+        print_json(nodes)
+        return
+    rows = [
+        {
+            "Node": node.name,
+            "State": _state_of(node),
+            "Pool": node.pool,
+            "Labels": labels_text(node.labels),
+            "Slots": slots_text(node, len(node.devices)),
+            "Device": node.device_kind,
+            "GPU memory": memory_text(node.device_memory_bytes),
+            "Memory": format_bytes(node.memory_bytes),
+            "Address": node.address,
+            "Trials": ", ".join(map(str, sorted(trials.get(node.name, ())))),
+            "Seen": format_age(node.seen_at),
+        }
+        for node in nodes
+    ]
+    # A terminal is narrow: what no node has is left out.
+    titles = [title for title in (rows or [{}])[0] if any(row[title] for row in rows)]
+    print_table(
+        titles,
+        [[row[title] for title in titles] for row in rows],
+        right=["Slots", "GPU memory", "Memory"],
+        shortened=["Device", "Labels"],
+        empty="The master has no slots, and no other machine has registered. `paceline runner` on"
+        " one does, and so do the runners of pools that start some: `paceline pool list`.",
+    )
+
+
+def _state_of(node: "Node") -> str:
+    """Return the state of a node in words; one may rest after failures of several trials."""
+    rest_s = (node.rests_until or 0.0) - time.time()
+    return f"{node.state}, rests {rest_s:.0f} s" if rest_s > 0 else node.state
+
+
+def _trials_by_node(client: "Client") -> dict[str, set[int]]:
+    trials: dict[str, set[int]] = {}
+    for slot in client.slots():
+        if slot.trial_id is not None:
+            trials.setdefault(slot.node, set()).add(slot.trial_id)
+    return trials
+
+
+@runner_app.command("drain")
+def drain(
+    name: _Name,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Let trials that run there end there.")
+    ] = False,
+) -> None:
+    """Place no more trials on a node. Its trials store checkpoints and continue elsewhere."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        client.drain_node(name, finish=finish)
+    typer.echo(f"The node {name} gets no more trials. `paceline runner resume {name}` undoes it.")
+
+
+@runner_app.command("resume")
+def resume(name: _Name) -> None:
+    """Use a drained node again."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        client.resume_node(name)
+    typer.echo(f"The node {name} gets trials again.")
+
+
+@runner_app.command("forget")
+def forget(name: _Name) -> None:
+    """Forget a node that is lost, has left or is drained."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        state = next((node.state for node in client.nodes() if node.name == name), None)
+        client.forget_node(name)
+    typer.echo(f"The node {name} is forgotten.{'' if state == 'left' else _STILL_RUNS}")
+
+
+def _host_name() -> str:
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:63].lstrip("_.-")
+    return name or "node"
+
+
+def _check_names(node: str, pool: str) -> None:
+    if not _NAME.fullmatch(node) or not _NAME.fullmatch(pool):
+        raise CommandError(
+            "`--name` and `--pool` must be up to 63 letters, digits, dots, hyphens and"
+            f" underscores, but got {node!r} and {pool!r}."
+        )
+
+
+def _slots_of_runner(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise CommandError(f"`--slots` must be a number from 1 on, or auto, but got {text!r}.")
+    return int(text)
+
+
+def read_labels(texts: list[str]) -> dict[str, str]:
+    """Return labels that are given as KEY=VALUE."""
+    labels = {}
+    for text in texts:
+        match = _LABEL.fullmatch(text)
+        if match is None:
+            raise CommandError(f"`--labels` must be KEY=VALUE, but got {text!r}.")
+        labels[match[1]] = match[2]
+    return labels
+
+
+def _check_token_file(path: Path) -> None:
+    try:
+        mode = path.expanduser().stat().st_mode
+        token = read_secret(path.expanduser())
+    except OSError as error:
+        raise CommandError(
+            f"`--token-file` must be a file with a token, but {str(path)!r} cannot be read"
+            f" ({error.strerror})."
+        ) from error
+    except DamagedSecretError as error:
+        raise CommandError(f"{error} Hint: copy the token there again.") from error
+    if not token:
+        raise CommandError(
+            f"`--token-file` must be a file with a token, but {str(path)!r} is empty. Hint:"
+            " `paceline token create NAME --scope runner` makes one on the machine of the master."
+        )
+    if stat.S_IMODE(mode) & 0o077:
+        raise CommandError(
+            f"`--token-file` must be a file that only its owner may read, but {str(path)!r} has"
+            f" mode {stat.S_IMODE(mode):04o}. Hint: chmod 600 {path}"
+        )
+
+
+pool_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show and set how pools are shared."
+)
+
+_Pool = Annotated[str, typer.Argument(metavar="POOL", help="Name of the pool.")]
+
+
+@pool_app.command("list")
+def list_pools(json: Json = False) -> None:
+    """List the pools that have nodes or settings, or whose runners the master starts."""
+    from paceline.cli._console_output import print_json, print_table
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        pools = client.pools()
+    if json:
+        print_json(pools)
+        return
+    print_table(
+        ["Pool", "Policy", "Nodes", "Slots", "Limit", "Labels"],
+        [
+            (
+                pool.name,
+                pool.policy,
+                pool.num_nodes,
+                slots_text(pool, pool.num_slots),
+                pool.max_slots,
+                labels_text(pool.labels),
+            )
+            for pool in pools
+        ],
+        right=["Nodes", "Slots", "Limit"],
+        empty="The master has no pools.",
+    )
+    for pool in pools:
+        if pool.failure is not None:
+            typer.echo(f"Pool {pool.name}: {pool.failure}", err=True)
+        elif pool.detail is not None:
+            typer.echo(f"Pool {pool.name}: {pool.detail}")
+
+
+@pool_app.command("set")
+def set_pool(
+    name: _Pool,
+    policy: Annotated[
+        Literal["fifo", "priority", "fair_share"],
+        typer.Option(help="Which trial gets slots next: the oldest one; by priority; by weight."),
+    ] = "fifo",
+    max_slots: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="How many of its slots may be in use at once."),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--labels",
+            metavar="KEY=VALUE",
+            help="Nodes with this label belong to it, unless they name a pool. Repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Set all settings of a pool. Options that are not given get their defaults."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        client.set_pool(name, policy=policy, max_slots=max_slots, labels=read_labels(labels or []))
+    typer.echo(f"The pool {name} has the policy {policy}.")
+
+
+@pool_app.command("reset")
+def reset_pool(name: _Pool) -> None:
+    """Remove the settings of a pool: first come, first served, without a limit."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        client.reset_pool(name)
+    typer.echo(f"The pool {name} has its default settings.")

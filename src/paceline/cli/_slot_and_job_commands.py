@@ -1,0 +1,212 @@
+"""Commands `paceline slot` and `paceline job`: devices, and the queue for them."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+
+import typer
+
+from paceline.cli._options_and_errors import CommandError, ExperimentId, Json, Limit
+
+if TYPE_CHECKING:
+    from paceline._cluster.messages.master_models import Slot
+
+
+class _SlotCounts(Protocol):
+    @property
+    def num_slots_used(self) -> int: ...
+    @property
+    def num_slots_drained(self) -> int: ...
+    @property
+    def num_slots_draining(self) -> int: ...
+
+
+def slots_text(counts: _SlotCounts, num_slots: int, *, verb: str = "") -> str:
+    """Return how many of the slots that can be used are in use, and how many are drained.
+
+    Args:
+        counts: How many are in use, drained, and both.
+        num_slots: How many there are, drained ones among them.
+        verb: What stands behind the numbers, such as ` in use`.
+    """
+    used = counts.num_slots_used - counts.num_slots_draining
+    text = f"{used} of {num_slots - counts.num_slots_drained}{verb}"
+    if counts.num_slots_drained:
+        text += f", {counts.num_slots_drained} drained"
+    if counts.num_slots_draining:
+        text += f" ({counts.num_slots_draining} still in use)"
+    return text
+
+
+def memory_text(sizes: Sequence[int]) -> str | None:
+    """Return the memory of devices, such as `4 x 79.6 GiB`; None if it is unknown."""
+    from paceline.cli._console_output import format_bytes
+
+    if not any(sizes):
+        return None
+    # The order is that of the slots.
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    return ", ".join(
+        (f"{number} x " if number > 1 else "") + (format_bytes(size) if size else "unknown")
+        for size, number in runs
+    )
+
+
+def labels_text(labels: Mapping[str, str]) -> str:
+    """Return labels as `k=v, k=v`."""
+    return ", ".join(f"{key}={value}" for key, value in labels.items())
+
+
+slot_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Show and drain the devices for trials."
+)
+
+
+_Node = Annotated[
+    str, typer.Argument(metavar="NODE", help="Name of its node; `local` is the master's machine.")
+]
+_Slot = Annotated[int, typer.Argument(metavar="SLOT", min=0, help="Number of the slot.")]
+
+
+@slot_app.command("list")
+def list_slots(json: Json = False) -> None:
+    """List the slots with their trials."""
+    from paceline.cli._console_output import print_json, print_table
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        slots = client.slots()
+    if json:
+        print_json(slots)
+        return
+    has_memory = any(slot.memory_bytes for slot in slots)
+    print_table(
+        [
+            *("Node", "Slot", "Device", *(["Memory"] if has_memory else [])),
+            *("Pool", "State", "Experiment", "Trial"),
+        ],
+        [
+            (
+                *(slot.node, slot.id, slot.device),
+                *([memory_text([slot.memory_bytes or 0])] if has_memory else []),
+                *(slot.pool, _slot_state(slot), slot.experiment_id, slot.trial_id),
+            )
+            for slot in slots
+        ],
+        right=["Slot", "Memory", "Experiment", "Trial"],
+        empty="The master has no slots.",
+    )
+
+
+@slot_app.command("drain")
+def drain(
+    node: _Node,
+    slot: _Slot,
+    finish: Annotated[
+        bool, typer.Option("--finish", help="Let a trial that runs there end there.")
+    ] = False,
+) -> None:
+    """Place no more trials on a slot. Its trial stores a checkpoint and continues elsewhere."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        client.drain_slot(node, slot, finish=finish)
+    undo = f"`paceline slot resume {node} {slot}` undoes it."
+    typer.echo(f"The slot {slot} of {node} gets no more trials. {undo}")
+
+
+@slot_app.command("resume")
+def resume(node: _Node, slot: _Slot) -> None:
+    """Use a drained slot again."""
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        client.resume_slot(node, slot)
+    typer.echo(f"The slot {slot} of {node} gets trials again.")
+
+
+def _slot_state(slot: "Slot") -> str:
+    if slot.is_drained:
+        return "drained" if slot.trial_id is None else "draining"
+    return "free" if slot.trial_id is None else "in use"
+
+
+queue_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Show and change the order in which experiments get slots.",
+)
+
+
+@queue_app.command("list")
+def list_jobs(
+    pool: Annotated[
+        str | None, typer.Option("--pool", metavar="NAME", help="Show only this pool.")
+    ] = None,
+    limit: Limit = 100,
+    json: Json = False,
+) -> None:
+    """List the trials that wait for slots, the next one first, and why each waits."""
+    from paceline.cli._console_output import format_age, print_json, print_table
+    from paceline.cli._options_and_errors import connect
+
+    with connect() as client:
+        queue = client.queue(pool=pool, limit=limit)
+    if json:
+        print_json(queue)
+        return
+    print_table(
+        ["Pool", "Ahead", "Trial", "Experiment", "Slots", "Rank", "Waits since", "Why"],
+        [
+            (
+                entry.pool,
+                entry.num_ahead,
+                entry.trial_id,
+                f"{entry.experiment_id} {entry.experiment_name}",
+                entry.num_slots,
+                _rank(entry.priority, entry.weight),
+                format_age(entry.waiting_since),
+                entry.detail,
+            )
+            for entry in queue
+        ],
+        right=["Ahead", "Trial", "Slots"],
+        shortened=["Experiment"],
+        wrapped="Why",
+        empty=f"Nothing waits for slots{'' if pool is None else f' in the pool {pool!r}'}.",
+    )
+
+
+@queue_app.command("move")
+def move(
+    experiment: ExperimentId,
+    ahead_of: Annotated[
+        int | None,
+        typer.Option("--ahead-of", metavar="ID", help="Move it directly ahead of this experiment."),
+    ] = None,
+    behind: Annotated[
+        int | None,
+        typer.Option("--behind", metavar="ID", help="Move it directly behind this experiment."),
+    ] = None,
+    front: Annotated[bool, typer.Option("--front", help="Move it to the front.")] = False,
+    end: Annotated[bool, typer.Option("--end", help="Move it to the end.")] = False,
+) -> None:
+    """Move an experiment in the queue of its pool, among those of the same priority."""
+    from paceline.cli._options_and_errors import connect
+
+    num_given = [ahead_of is not None, behind is not None, front, end].count(True)
+    if num_given != 1:
+        raise CommandError(
+            "One of `--ahead-of ID`, `--behind ID`, `--front` and `--end` must be given, but got"
+            f" {num_given}."
+        )
+    to: Literal["front", "end"] | None = "front" if front else "end" if end else None
+    with connect() as client:
+        client.move_in_queue(experiment, ahead_of=ahead_of, behind=behind, to=to)
+    typer.echo(f"Experiment {experiment} is moved. `paceline job list` shows the order.")
+
+
+def _rank(priority: int | None, weight: float | None) -> str:
+    if priority is not None:
+        return f"priority {priority}"
+    return "" if weight is None else f"weight {weight:g}"

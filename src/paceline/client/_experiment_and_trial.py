@@ -1,0 +1,553 @@
+"""Experiments and trials as the master knows them: states, metrics, log lines."""
+
+import heapq
+import time
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
+
+from paceline.client._checkpoint import Checkpoint
+from paceline.client._event_stream import EventStream
+from paceline.client._http_session import (
+    DownloadError,
+    HttpSession,
+    MasterUnreachableError,
+    NoCheckpointError,
+)
+
+if TYPE_CHECKING:
+    from paceline._cluster.messages.experiment_models import (
+        AttemptEnvironment,
+        LogLine,
+        Loss,
+        MetricRow,
+        SearchView,
+        TrialTime,
+    )
+    from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+    from paceline._cluster.messages.experiment_models import Trial as TrialData
+    from paceline._cluster.messages.states import ExperimentState, ShownState, TrialState
+
+
+_LOG_PAGE = 1000
+_FOLLOW_INTERVAL_S = 0.5
+
+
+class Trial:
+    """A training run with fixed hyperparameters; `data` is what the master last said of it."""
+
+    def __init__(self, session: HttpSession, data: "TrialData") -> None:
+        self._session = session
+        self._num_damaged_lines = 0
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"Trial(id={self.id}, state={self.state.value})"
+
+    @property
+    def id(self) -> int:
+        """The trial's number."""
+        return self.data.id
+
+    @property
+    def experiment_id(self) -> int:
+        """The number of its experiment."""
+        return self.data.experiment_id
+
+    @property
+    def state(self) -> "TrialState | ShownState":
+        """Where the trial stood when it was last read, in the words of the command line.
+
+        `data.state` is the state that the master stores.
+        """
+        stored, shown = self.data.state, self.data.shown_state
+        # Scripts compare by `is TrialState.COMPLETED`.
+        return stored if stored.value == shown.value else shown
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """The trial's hyperparameters."""
+        return self.data.hparams
+
+    @property
+    def steps_completed(self) -> int:
+        """The batches trained so far, as reported."""
+        return self.data.steps_completed
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best searched metric so far; None before the first validation."""
+        return _number_of_metric(self.data.best_metric)
+
+    def reload(self) -> "Trial":
+        """Read the trial again, with its summary and attempts, and return it."""
+        from paceline._cluster.messages.experiment_models import Trial as TrialData
+
+        self.data = self._session.get(f"trials/{self.id}", TrialData)
+        return self
+
+    def experiment(self) -> "Experiment":
+        """Return the trial's experiment."""
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+
+        data = self._session.get(f"experiments/{self.experiment_id}", ExperimentData)
+        return Experiment(self._session, data)
+
+    def time(self) -> "TrialTime":
+        """Return what the trial's time went to, such as training, starts and lost work."""
+        from paceline._cluster.messages.experiment_models import TrialTime
+
+        return self._session.get(f"trials/{self.id}/time", TrialTime)
+
+    def environments(self) -> "list[AttemptEnvironment]":
+        """Return what the attempts of the trial ran in, the earliest first.
+
+        A master of before tells of none.
+        """
+        from paceline._cluster.messages.experiment_models import AttemptEnvironment
+        from paceline.client._http_session import ApiError
+
+        try:
+            return self._session.get(f"trials/{self.id}/environments", list[AttemptEnvironment])
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return []
+
+    def kill(self) -> "Trial":
+        """End the trial at once, without a checkpoint, and return it as it stands."""
+        from paceline._cluster.messages.experiment_models import Trial as TrialData
+
+        self.data = self._session.call("POST", f"trials/{self.id}/kill", TrialData)
+        return self
+
+    def continue_(
+        self, config: dict[str, Any] | None = None, *, activate: bool = True
+    ) -> "Experiment":
+        """Continue from the latest checkpoint as a new trial of a new experiment.
+
+        Args:
+            config: Fields of the configuration to change, nested as in the configuration file.
+            activate: Whether to start at once; otherwise the experiment waits, paused.
+        """
+        from paceline._cluster.messages.experiment_models import ContinueTrial
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+
+        body = ContinueTrial(config=config or {}, activate=activate)
+        path = f"trials/{self.id}/continue"
+        data = self._session.call("POST", path, ExperimentData, body=body, has_key=True)
+        return Experiment(self._session, data)
+
+    def iter_metrics(self, group: str | None = None) -> Iterator["MetricRow"]:
+        """Yield what was reported, by group and step, without superseded rows.
+
+        Args:
+            group: "training", "validation" or another reported group; None for all.
+        """
+        from paceline._base.journal_records import decode_value
+        from paceline._cluster.messages.experiment_models import MetricName, MetricRow
+
+        if group is not None:
+            groups = {group}
+        elif (data := self.reload().data).has_more_metrics:
+            names = f"experiments/{data.experiment_id}/metric-names"
+            groups = {name.group for name in self._session.pages(names, MetricName)}
+        else:
+            groups = set(data.summary)
+        path = f"trials/{self.id}/metrics"
+        for name in sorted(groups):
+            for row in self._session.pages(path, MetricRow, group=name):
+                yield row.model_copy(update={"metrics": decode_value(row.metrics)})
+
+    def iter_logs(
+        self,
+        *,
+        follow: bool = False,
+        after: int | None = None,
+        tail: int | None = None,
+        rank: int | None = None,
+        level: str | None = None,
+        stream: str | None = None,
+        search: str | None = None,
+    ) -> Iterator["LogLine"]:
+        """Yield the lines that the trial's processes printed.
+
+        Args:
+            follow: Go on until the trial has ended.
+            after: Start after the line with this `id`.
+            tail: Start at this many lines before the end.
+            rank: Only lines of this rank.
+            level: Only lines of this level and above, such as "WARNING".
+            stream: "stdout" or "stderr" only.
+            search: Only lines that contain this text.
+        """
+        filters = {"rank": rank, "level": level, "stream": stream, "search": search}
+        if tail is not None:
+            for line in self._log_page(tail=tail, limit=max(tail, 1), **filters):
+                after = line.id
+                yield line
+            # Nothing matched: a line that matches later is new, wherever it stands.
+            after = -1 if after is None else after
+        while True:
+            # Read before the lines: what was printed until the end is then among them.
+            has_ended = not follow or _has_ended(self.reload())
+            for line in self._log_lines(after, filters):
+                after = line.id
+                yield line
+            if has_ended:
+                return
+            time.sleep(_FOLLOW_INTERVAL_S)
+
+    def _log_lines(self, after: int | None, filters: dict[str, Any]) -> Iterator["LogLine"]:
+        while lines := self._log_page(after=after, limit=_LOG_PAGE, **filters):
+            after = lines[-1].id
+            yield from lines
+            if len(lines) < _LOG_PAGE:
+                return
+
+    def _log_page(self, **params: Any) -> list["LogLine"]:
+        from paceline._cluster.messages.experiment_models import LogPage
+
+        page = self._session.get(f"trials/{self.id}/logs", LogPage, **params)
+        self._num_damaged_lines = page.num_damaged
+        return page.items
+
+    @property
+    def num_damaged_lines(self) -> int:
+        """How many damaged lines of output were found and left out, as far as it was read."""
+        return self._num_damaged_lines
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the trial's checkpoints."""
+        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
+
+        pages = self._session.pages(f"trials/{self.id}/checkpoints", CheckpointData)
+        return [Checkpoint(self._session, data) for data in pages]
+
+    def top_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint with the best searched metric, else the latest one.
+
+        Raises:
+            NoCheckpointError: The trial has none.
+        """
+        stored = [c for c in self.checkpoints() if c.state.value == "COMPLETED"]
+        if not stored:
+            raise NoCheckpointError(f"Trial {self.id} must have a checkpoint, but has none.")
+        measured = [c for c in stored if c.metric is not None and isfinite(c.metric)]
+        if not measured:
+            return max(stored, key=lambda c: c.steps_completed)
+        sign = 1 if self.experiment().smaller_is_better else -1
+        return min(measured, key=lambda c: sign * (c.metric or 0.0))
+
+
+def _has_ended(trial: Trial) -> bool:
+    return trial.state.is_terminal and not trial.data.is_running
+
+
+def _number_of_metric(value: Any) -> float | None:
+    from paceline._base.journal_records import decode_value
+
+    decoded = decode_value(value)
+    return None if decoded is None else float(decoded)
+
+
+# A master may be restarted while somebody waits for an experiment.
+_PATIENCE_S = 600.0
+_FIRST_PAUSE_S = 0.1
+
+
+class Experiment:
+    """A configuration, its code and its trials; `data` is what the master last said of it."""
+
+    def __init__(self, session: HttpSession, data: "ExperimentData") -> None:
+        self._session = session
+        self._num_damaged_lines = 0
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"Experiment(id={self.id}, name={self.name!r}, state={self.state.value})"
+
+    @property
+    def id(self) -> int:
+        """The experiment's number."""
+        return self.data.id
+
+    @property
+    def name(self) -> str:
+        """The name that its configuration gives."""
+        return self.data.name
+
+    @property
+    def state(self) -> "ExperimentState | ShownState":
+        """Where the experiment stood when it was last read, in the words of the command line.
+
+        `data.state` is the state that the master stores.
+        """
+        stored, shown = self.data.state, self.data.shown_state
+        # Scripts compare by `is ExperimentState.COMPLETED`.
+        return stored if stored.value == shown.value else shown
+
+    @property
+    def progress(self) -> float:
+        """The part of the search that is done, from 0 to 1 inclusive."""
+        return self.data.progress
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        return self.data.config
+
+    @property
+    def metric(self) -> str:
+        """The name of the searched metric."""
+        return self.data.metric
+
+    @property
+    def smaller_is_better(self) -> bool:
+        """Whether the search looks for the smallest value of the metric."""
+        return self.data.smaller_is_better
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best searched metric of all trials; None before the first validation."""
+        return _number_of_metric(self.data.best_metric)
+
+    def reload(self) -> "Experiment":
+        """Read the experiment again and return it."""
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+
+        self.data = self._session.get(f"experiments/{self.id}", ExperimentData)
+        return self
+
+    def pause(self) -> "Experiment":
+        """Let running trials store a checkpoint and leave; `activate` goes on from there."""
+        return self._command("pause")
+
+    def activate(self) -> "Experiment":
+        """Go on after `pause`, or start an experiment that was created paused."""
+        return self._command("activate")
+
+    def cancel(self) -> "Experiment":
+        """Let running trials store a checkpoint and leave, and end the experiment."""
+        return self._command("cancel")
+
+    def kill(self) -> "Experiment":
+        """End all trials at once, without checkpoints, and end the experiment."""
+        return self._command("kill")
+
+    def archive(self) -> "Experiment":
+        """Put an ended experiment into the archive, where lists leave it out."""
+        return self._command("archive")
+
+    def unarchive(self) -> "Experiment":
+        """Take an experiment back from the archive."""
+        return self._command("unarchive")
+
+    def set_priority(self, priority: int) -> "Experiment":
+        """Set the priority in pools with the policy `priority`: 1 comes first, 99 last.
+
+        Raises:
+            ApiError: The experiment has ended, or the priority is not possible.
+        """
+        return self._change(priority=priority)
+
+    def set_weight(self, weight: float) -> "Experiment":
+        """Set the weight in pools with the policy `fair_share`; raises like `set_priority`."""
+        return self._change(weight=weight)
+
+    def set_max_slots(self, max_slots: int | None) -> "Experiment":
+        """Set how many slots its trials may use at once; None removes the limit.
+
+        Trials that run go on. Raises like `set_priority`.
+        """
+        return self._change(max_slots=max_slots or 0)
+
+    def fork(self, config: dict[str, Any] | None = None, *, activate: bool = True) -> "Experiment":
+        """Create an experiment with this one's code, and return it.
+
+        Args:
+            config: Fields of the configuration to change.
+            activate: Whether the new experiment starts at once; else it is paused.
+        """
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+        from paceline._cluster.messages.experiment_models import ForkExperiment
+
+        body = ForkExperiment(config=config or {}, activate=activate)
+        path = f"experiments/{self.id}/fork"
+        data = self._session.call("POST", path, ExperimentData, body=body, has_key=True)
+        return Experiment(self._session, data)
+
+    def download_code(self, path: str | Path) -> int:
+        """Copy the code and the configuration, as `config.yaml`, into a new or empty directory.
+
+        Returns:
+            The number of files of the code.
+
+        Raises:
+            DownloadError: The directory holds files already, or a file lies outside of the code.
+            ApiError: The master refused.
+        """
+        from paceline._cluster.messages.experiment_models import CodeFile, ConfigView
+
+        target = Path(path)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise DownloadError(
+                f"`path` must be a new or empty directory, but {str(target)!r} is not."
+                " Hint: choose another one."
+            )
+        of = f"experiments/{self.id}"
+        config = self._session.get(f"{of}/config", ConfigView)
+        files = self._session.get(f"{of}/files", list[CodeFile])
+        for file in files:
+            place = target / file.path
+            if not place.resolve().is_relative_to(target.resolve()):
+                raise DownloadError(f"A file must lie in the code, but {file.path!r} does not.")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            self._session.stream_to_file(f"{of}/files/{quote(file.path)}", place)
+        target.mkdir(parents=True, exist_ok=True)
+        text = config.resolved_yaml if config.submitted is None else config.submitted
+        if not (target / "config.yaml").exists():
+            (target / "config.yaml").write_text(text, encoding="utf-8")
+        return len(files)
+
+    def loss(self) -> "Loss":
+        """Return what `delete` would take away, and what stands in its way if something does."""
+        from paceline._cluster.messages.experiment_models import Loss
+
+        return self._session.get(f"experiments/{self.id}/loss", Loss)
+
+    def delete(self) -> list[str]:
+        """Delete an ended experiment with its metrics, logs and checkpoints.
+
+        Returns:
+            The files that could not be removed.
+        """
+        from paceline._cluster.messages.experiment_models import Deletion
+
+        return self._session.call("DELETE", f"experiments/{self.id}", Deletion).left_behind
+
+    def continue_(self, config: dict[str, Any] | None = None) -> "Experiment":
+        """Reopen an ended experiment: its unfinished trials go on from their checkpoints.
+
+        Args:
+            config: Fields of the configuration to change; only for a `single` search.
+        """
+        from paceline._cluster.messages.experiment_models import ContinueExperiment
+
+        return self._command("continue", ContinueExperiment(config=config or {}))
+
+    def wait(self, interval: float = 1.0) -> "ExperimentState":
+        """Wait until the experiment has ended and return its last state.
+
+        Args:
+            interval: Seconds between two looks; the first ones come sooner.
+
+        Raises:
+            ValueError: The experiment is paused, so that waiting could last for ever.
+            MasterUnreachableError: No master answered for ten minutes.
+        """
+        last_contact = time.monotonic()
+        pause_s = min(interval, _FIRST_PAUSE_S)
+        while True:
+            try:
+                state = self.reload().data.state
+                last_contact = time.monotonic()
+            except MasterUnreachableError:
+                if time.monotonic() - last_contact > _PATIENCE_S:
+                    raise
+            else:
+                if state.is_terminal:
+                    return state
+                if state.value == "PAUSED":
+                    raise ValueError(
+                        f"Experiment {self.id} must be running to wait for it, but is paused."
+                        f" Hint: `paceline e activate {self.id}` first."
+                    )
+            time.sleep(pause_s)
+            pause_s = min(interval, pause_s * 1.5)
+
+    def trials(
+        self, *, sort_by: Literal["id", "metric"] = "id", limit: int | None = None
+    ) -> list[Trial]:
+        """Return the experiment's trials; by "metric", the best come first."""
+        from paceline._cluster.messages.experiment_models import Trial as TrialData
+
+        path = f"experiments/{self.id}/trials"
+        pages = self._session.pages(path, TrialData, limit=limit, sort_by=sort_by)
+        return [Trial(self._session, data) for data in pages]
+
+    def checkpoints(
+        self, *, sort_by: Literal["steps", "metric"] = "steps", limit: int | None = None
+    ) -> list[Checkpoint]:
+        """Return the checkpoints of all trials; by "metric", the best come first."""
+        from paceline._cluster.messages.experiment_models import Checkpoint as CheckpointData
+
+        path = f"experiments/{self.id}/checkpoints"
+        pages = self._session.pages(path, CheckpointData, limit=limit, sort_by=sort_by)
+        return [Checkpoint(self._session, data) for data in pages]
+
+    def top_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint with the best searched metric.
+
+        Raises:
+            NoCheckpointError: No checkpoint is stored.
+        """
+        for checkpoint in self.checkpoints(sort_by="metric"):
+            if checkpoint.state.value == "COMPLETED":
+                return checkpoint
+        raise NoCheckpointError(f"Experiment {self.id} must have a checkpoint, but has none.")
+
+    def search(self) -> "SearchView":
+        """Return the rungs of the search; empty for searches that do not halve."""
+        from paceline._cluster.messages.experiment_models import SearchView
+
+        return self._session.get(f"experiments/{self.id}/search", SearchView)
+
+    def events(self, *, after: int | None = 0) -> EventStream:
+        """Return the experiment's stream of events.
+
+        Args:
+            after: The cursor to start after; 0 for all events, None for new ones only.
+        """
+        return EventStream(self._session, after=after, experiment_id=self.id)
+
+    def iter_logs(self, *, tail: int | None = None) -> Iterator["LogLine"]:
+        """Yield the lines that the processes of all trials printed, in their order of time.
+
+        Args:
+            tail: Only this many lines before the end.
+        """
+        from paceline._cluster.messages.experiment_models import LogPage
+
+        if tail is not None:
+            path = f"experiments/{self.id}/logs"
+            page = self._session.get(path, LogPage, tail=tail, limit=tail)
+            self._num_damaged_lines = page.num_damaged
+            yield from page.items
+            return
+        trials = self.trials()
+        yield from heapq.merge(*(t.iter_logs() for t in trials), key=lambda line: line.time)
+        self._num_damaged_lines = sum(trial.num_damaged_lines for trial in trials)
+
+    @property
+    def num_damaged_lines(self) -> int:
+        """How many damaged lines of output `iter_logs` has found and left out."""
+        return self._num_damaged_lines
+
+    def _change(self, **fields: Any) -> "Experiment":
+        from paceline._cluster.messages.experiment_models import EditExperiment
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+
+        path, body = f"experiments/{self.id}", EditExperiment(**fields)
+        self.data = self._session.call("PATCH", path, ExperimentData, body=body)
+        return self
+
+    def _command(self, verb: str, body: Any = None) -> "Experiment":
+        from paceline._cluster.messages.experiment_models import Experiment as ExperimentData
+
+        path = f"experiments/{self.id}/{verb}"
+        has_key = verb == "continue"
+        self.data = self._session.call("POST", path, ExperimentData, body=body, has_key=has_key)
+        return self

@@ -1,0 +1,251 @@
+"""Arguments of the core API: choices, checks of reports and JSON, and exceptions."""
+
+import json
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from paceline._base.arguments_and_errors import PicklableError
+from paceline._base.journal_records import MAX_DEPTH, decode_value, is_too_deep, same_value
+
+
+class PreemptMode(Enum):
+    """Who may call `should_preempt()`, and where the answer comes from.
+
+    - `WorkersAskChief`: all ranks call equally often, and all get the same answer. A signal to any
+      of them counts.
+    - `ChiefOnly`: the chief alone calls, and tells the others in its own way.
+    - `WorkersAskMaster`: any rank calls, as often as it likes, and does not wait for the others.
+      One may know sooner than another one. A signal counts for the rank that gets it.
+    """
+
+    WorkersAskChief = "workers_ask_chief"
+    ChiefOnly = "chief_only"
+    WorkersAskMaster = "workers_ask_master"
+
+
+class TensorboardMode(Enum):
+    """Who writes TensorBoard files.
+
+    - `OFF`: nobody.
+    - `AUTO`: reported numbers become scalars by themselves.
+    - `MANUAL`: the script writes to `train.get_tensorboard_path()`.
+    """
+
+    OFF = "off"
+    AUTO = "auto"
+    MANUAL = "manual"
+
+
+class DownloadMode(Enum):
+    """Whether the ranks of a node fetch a checkpoint together.
+
+    - `NoSharedDownload`: each rank that calls fetches by itself.
+    - `LocalWorkersShareDownload`: all ranks call. The first rank of each node fetches what the
+      ranks of its node select, and all of them use that directory.
+    """
+
+    NoSharedDownload = "no_shared_download"
+    LocalWorkersShareDownload = "local_workers_share_download"
+
+
+class EarlyExitReason(Enum):
+    """Why the user's code wants no further attempt of a trial."""
+
+    INVALID_HP = "invalid_hp"
+    USER_REQUESTED_STOP = "user_requested_stop"
+
+
+class Outcome(Enum):
+    """End of an attempt, as recorded in its journal."""
+
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"
+    INVALID_HP = "invalid_hp"
+    ERROR = "error"
+
+
+class NotOfferedError(NotImplementedError):
+    """Raised for a value that Paceline knows but does not offer yet."""
+
+
+class InvalidHP(Exception):
+    """Raise inside `with core.init()` when the hyperparameters make no sense together.
+
+    The trial ends as "invalid_hp" without a restart, and the process exits with code 0. An
+    experiment whose trials all end so has failed.
+    """
+
+
+class NonFiniteError(PicklableError, ArithmeticError):
+    """Raised when the training loss is NaN or infinite, and training is to stop then.
+
+    A trial of a search ends as "diverged", without a restart. `rank` and `batch` tell where it
+    began.
+    """
+
+    def __init__(self, message: str, *, rank: int = 0, batch: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.batch = batch
+
+
+class DistributedError(RuntimeError):
+    """The base of all errors of a `DistributedContext`."""
+
+
+class DistributedTimeoutError(DistributedError, TimeoutError):
+    """Raised when ranks are missing from a call for longer than the timeout; it names them."""
+
+
+class DistributedPeerError(DistributedError):
+    """Raised when another rank has failed, so that its part of a call will never come.
+
+    `error_type` is the name of that rank's exception, or empty if its connection broke.
+    `is_consequence` tells launchers that the other rank's failure came first.
+    """
+
+    is_consequence = True
+
+    def __init__(self, message: str, *, error_type: str = "") -> None:
+        super().__init__(message)
+        self.error_type = error_type
+
+
+class GivenUpError(RuntimeError):
+    """Ends a run that its driver has given up before its end; it can go on later."""
+
+
+class PreemptedError(SystemExit):
+    """Ends a program whose run has made room and can go on later, with exit code 0."""
+
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(code)
+
+
+RESERVED_GROUPS = frozenset({"cpu", "disk", "gpu", "memory", "network"})
+# What every store of numbers holds.
+MAX_STEPS = 2**63 - 1
+
+
+def group_of_rank(group: str, rank: int) -> str:
+    """Return the metric group that a rank reports to; those of a master are the chief's."""
+    return group if rank == 0 else f"{group}_rank_{rank}"
+
+
+def new_metrics(
+    group: str, steps_completed: int, known: dict[str, Any], metrics: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the metrics whose names were not reported before at this step."""
+    for key in known.keys() & metrics.keys():
+        if not same_value(known[key], metrics[key]):
+            raise ValueError(
+                f"A metric must not change once reported, but {group} metric {key!r} at"
+                f" `steps_completed`={steps_completed} was {decode_value(known[key])!r} and is now"
+                f" {decode_value(metrics[key])!r}. Hint: count steps on over epochs, and report"
+                " each only once."
+            )
+    return {key: value for key, value in metrics.items() if key not in known}
+
+
+def searched_metrics(searcher: Mapping[str, Any], judged: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the metrics that must be numbers, as a search chooses among its trials by them.
+
+    Args:
+        searcher: The `searcher` section of the trial's config; empty without one.
+        judged: The metrics that the search needs to judge a report, if it judges them.
+    """
+    if not searcher or searcher.get("name") == "single":
+        return ()
+    return tuple(judged or filter(None, [searcher.get("metric")]))
+
+
+def check_judged(metrics: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse a report in which a metric that a search needs is no number.
+
+    Args:
+        metrics: The report, encoded.
+        names: What `searched_metrics` has returned.
+
+    Raises:
+        TypeError: One is no number.
+    """
+    for name in names:
+        value = decode_value(metrics.get(name, 0))
+        if type(value) not in (int, float):
+            raise TypeError(
+                f"The metric {name!r} must be a number, as the search goes by it, but got"
+                f" {value!r}. Hint: report a float, or set the metric of the searcher to another"
+                " name."
+            )
+
+
+def checked_steps(steps_completed: object) -> int:
+    """Return a plain integer for NumPy's and the like."""
+    try:
+        if isinstance(steps_completed, bool):
+            raise TypeError
+        value = operator.index(steps_completed)  # type: ignore[arg-type]  # refused below
+    except TypeError:
+        raise TypeError(
+            f"`steps_completed` must be an integer, but got {steps_completed!r}"
+            f" ({type(steps_completed).__name__})."
+        ) from None
+    if value < 0:
+        raise ValueError(f"`steps_completed` must be at least 0, but got {value}.")
+    if value > MAX_STEPS:
+        raise ValueError(
+            f"`steps_completed` must be below 2**63, but got {value}."
+            " Hint: it counts batches, not samples or time."
+        )
+    return value
+
+
+def check_group(group: object) -> None:
+    if not isinstance(group, str):
+        raise TypeError(f"`group` must be a string, but got {group!r}.")
+    if not group or "." in group or group in RESERVED_GROUPS:
+        reserved = ", ".join(sorted(RESERVED_GROUPS))
+        raise ValueError(
+            f"`group` must be a non-empty name without dots and none of {reserved},"
+            f" but got {group!r}."
+        )
+
+
+def plain_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `metadata` as JSON holds it.
+
+    Raises:
+        TypeError: It is no dictionary, is nested too deep, or holds what JSON does not.
+    """
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"`metadata` must be a dictionary, but got {metadata!r}.")
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
+        msgspec.json.encode(copy)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TypeError(
+            f"`metadata` must be JSON-able, but {error}. Hint: use strings, finite numbers,"
+            " booleans, lists and dictionaries."
+        ) from error
+    if is_too_deep(copy):
+        raise TypeError(f"`metadata` must not be nested more than {MAX_DEPTH} times.")
+    return copy
+
+
+def numbers_of(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers among metrics; those of nested dictionaries have names such as "a/b".
+
+    Args:
+        metrics: The metrics, also as a journal has them.
+        prefix: What to put before each name.
+    """
+    for name, value in metrics.items():
+        number = decode_value(value)
+        if isinstance(number, Mapping):
+            yield from numbers_of(number, f"{prefix}{name}/")
+        elif isinstance(number, (int, float)):
+            yield f"{prefix}{name}", float(number)

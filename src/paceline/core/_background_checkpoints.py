@@ -1,0 +1,387 @@
+"""Checkpoints stored in the background: each rank's part, the chief's commit, and failures."""
+
+import errno
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_records import CheckpointDeleted, CheckpointStored
+from paceline._base.process_and_network import join, wait_until
+from paceline._base.run_directory import RunDirectory
+from paceline.core._attempt_journal import tell_checkpoint_stored
+from paceline.core._run_storage import new_uuid_of_run, origin_of_run
+from paceline.storage._checkpoint_files import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+)
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._uploads import UploadLimits
+
+logger = logging.getLogger(__name__)
+
+# With so many in a row, over so long, training would lose more and more if it were killed. A store
+# that is away for some minutes does not end it. The time is in times of what one try may take.
+_MAX_IN_A_ROW = 3
+_LEAST_TIME = 10
+
+
+class StoreFailures:
+    """Say whether training goes on after a checkpoint that could not be stored.
+
+    It does unless it is the third or a later one in a row, and the first of them was at least ten
+    times `PACELINE_STORE_PART_TIMEOUT_S` before: ten minutes by default. The newest checkpoint of a
+    training must be there: `check_newest` raises its error.
+    """
+
+    def __init__(self) -> None:
+        self._num_in_a_row = 0
+        self._first_s = 0.0
+        self._newest: BaseException | None = None
+
+    @property
+    def is_newest_lost(self) -> bool:
+        """Whether the newest checkpoint could not be stored."""
+        return self._newest is not None
+
+    def note_stored(self) -> None:
+        """Take in that a checkpoint was stored."""
+        self._num_in_a_row, self._newest = 0, None
+
+    def note_lost(self, error: BaseException) -> None:
+        """Take in that a checkpoint could not be stored.
+
+        Raises:
+            BaseException: `error`, if training must not go on.
+        """
+        now, least_s = time.monotonic(), _LEAST_TIME * UploadLimits.from_environment().part_s
+        if self._num_in_a_row == 0:
+            self._first_s = now
+        self._num_in_a_row, self._newest = self._num_in_a_row + 1, None
+        is_last = self._num_in_a_row >= _MAX_IN_A_ROW and now - self._first_s >= least_s
+        if is_last or not isinstance(error, CheckpointWriteError):
+            raise error
+        self._newest = error
+        logger.error(
+            "A checkpoint could not be stored. Training goes on; the checkpoint before it stays the"
+            " newest one. Training ends if %d or more in a row cannot be stored for %g s (this is"
+            " number %d). %s",
+            _MAX_IN_A_ROW,
+            least_s,
+            self._num_in_a_row,
+            error,
+        )
+
+    def check_newest(self) -> None:
+        """Raise the error of the newest checkpoint if that was not stored."""
+        if self._newest is not None:
+            error, self._newest = self._newest, None
+            raise error
+
+
+_LOOK_INTERVAL_S = 0.005
+_LONGEST_INTERVAL_S = 0.1
+# How much longer than necessary it may take to see that a checkpoint is whole.
+_LATE_SHARE = 0.1
+_WARN_AFTER_S = 10.0
+# A checkpoint that is not whole by then is given up.
+_LIMIT_S = 3600.0
+# From then on it is asked whether a later checkpoint is whole, which tells that one is lost.
+_LOOK_LATER_S = 1.0
+# How long a checkpoint waits for space for its record.
+_RECORD_PATIENCE_S = 10.0
+_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def commit_checkpoint(
+    run: RunDirectory,
+    storage: CheckpointStorage,
+    journal: JournalWriter,
+    uuid: str,
+    metadata: dict[str, Any],
+    *,
+    num_shards: int,
+) -> CheckpointStored:
+    """Make a checkpoint exist whose files are all there, record it, and tell the parent process.
+
+    What was reported before is forced to disk first, and the record of the checkpoint at the end.
+    After a power cut, a run that goes on from the checkpoint so lacks no report that led to it.
+
+    A checkpoint whose record waits in memory would be lost with this process, though it is whole.
+
+    Raises:
+        CheckpointCorruptError: A shard is missing, or two shards disagree about a file.
+        CheckpointWriteError: The manifest cannot be written, or the journal cannot.
+    """
+    if not journal.flush(_RECORD_PATIENCE_S):
+        storage.discard(uuid)
+        raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
+    journal.sync()
+    manifest = storage.commit(uuid, metadata, num_shards=num_shards, origin=origin_of_run(run))
+    record = CheckpointStored(
+        time=time.time(),
+        uuid=uuid,
+        steps_completed=metadata["steps_completed"],
+        metadata=metadata,
+        resources=manifest.resources,
+        storage=storage.url,
+    )
+    journal.append(record)
+    if not journal.flush(_RECORD_PATIENCE_S):
+        delete_checkpoint(run, storage, journal, uuid)
+        raise CheckpointWriteError(_cannot_be_recorded(journal, uuid))
+    journal.sync()
+    tell_checkpoint_stored(journal)
+    return record
+
+
+def _cannot_be_recorded(journal: JournalWriter, uuid: str) -> str:
+    error = journal.refusal
+    is_full = error is None or error.errno in _FULL_ERRORS
+    happened = "its disk was full" if is_full else "it could not be written to"
+    reason = "" if error is None else f" ({error.strerror})"
+    hint = "free some space there" if is_full else "see that it is there and may be written to"
+    return (
+        f"Checkpoint {uuid} is not kept: its record must be in the journal in"
+        f" {str(journal.directory)!r}, but {happened} for {_RECORD_PATIENCE_S:.3g} s{reason}, so"
+        f" that a run could not find the checkpoint again. Hint: {hint}."
+    )
+
+
+def delete_checkpoint(
+    run: RunDirectory, storage: CheckpointStorage, journal: JournalWriter, uuid: str
+) -> None:
+    """Delete a checkpoint of a run and record that.
+
+    If the process is killed meanwhile, whoever goes on with the run removes the rest. If the
+    storage fails meanwhile, another call removes it. It is no error if the checkpoint is gone
+    already.
+    """
+    run.note_checkpoint(uuid, storage.url)
+    try:
+        storage.delete(uuid)
+    except CheckpointNotFoundError:
+        # A chief that was killed before the record has deleted it already, or has begun to.
+        storage.sweep(older_than_s=-math.inf, among=[uuid])
+    journal.append(CheckpointDeleted(time=time.time(), uuid=uuid))
+    run.forget_checkpoint(uuid)
+
+
+class CheckpointParts:
+    """Store this rank's part of each checkpoint; the chief's also commits those that are whole.
+
+    They are committed in their order, each when all ranks have stored their part. A thread of the
+    chief looks for the parts while there is something to wait for; its error is raised by the next
+    `check` or `finish`. A checkpoint that a rank could not store is given up when a later one is
+    whole, or after an hour; then training goes on, as `StoreFailures` has it.
+
+    Args:
+        run: The run directory, which tells what is being written.
+        storage: Where the checkpoints are; all ranks must see the same.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        commit: Called on the chief, in any thread, with the UUID and the metadata of a checkpoint
+            whose parts are all there.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        storage: CheckpointStorage,
+        *,
+        rank: int,
+        world_size: int,
+        commit: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._run = run
+        self._storage = storage
+        self._rank = rank
+        self._world_size = world_size
+        self._commit = commit
+        self._pending: list[tuple[str, dict[str, Any], int]] = []
+        # In their order; those before one that is committed are lost, and no rank stores them now.
+        self._begun: list[str] = []
+        self._failures = StoreFailures()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def num_pending(self) -> int:
+        """How many checkpoints wait for parts, as the chief knows."""
+        return len(self._pending)
+
+    @property
+    def is_newest_lost(self) -> bool:
+        """Whether the newest checkpoint was given up, as the chief knows."""
+        return self._failures.is_newest_lost
+
+    def new_series(self) -> str:
+        """Return a UUID from which those of checkpoints follow, see `uuid_of_series`."""
+        return new_uuid_of_run(self._run)
+
+    @contextmanager
+    def store(
+        self, uuid: str, metadata: Mapping[str, Any], *, num_parts: int | None = None
+    ) -> Iterator[tuple[Path, str]]:
+        """Yield an empty directory for this rank's files of a checkpoint, and its UUID.
+
+        Leaving the block stores the part; leaving it by an exception removes it.
+
+        Args:
+            uuid: The checkpoint's UUID, the same on all ranks.
+            metadata: The checkpoint's metadata; the chief's counts.
+            num_parts: The first ranks, which store a part; all by default.
+
+        Raises:
+            FileExistsError: Another rank has stored another file of the same name.
+            CheckpointWriteError: The files cannot be written, for example on a full disk.
+        """
+        # The commit takes it back; what a killed group leaves is for others to remove.
+        self._run.note_checkpoint(uuid, self._storage.url, is_part=self._rank != 0)
+        if self._rank == 0:
+            with self._changed:
+                self._begun.append(uuid)
+        with self._storage.store_shard(uuid, self._rank) as path:
+            yield path, uuid
+        if self._rank == 0:
+            self._add(uuid, dict(metadata), num_parts or self._world_size)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be committed."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def finish(self, num_unfinished: int = 0, timeout_s: float | None = None) -> int:
+        """Wait until no more than so many checkpoints lack parts; return how many do.
+
+        Args:
+            num_unfinished: How many may lack parts.
+            timeout_s: For how long to wait, in seconds; None for ever.
+
+        Raises:
+            CheckpointWriteError: The newest checkpoint was given up or cannot be committed.
+        """
+
+        def is_over() -> bool:
+            return len(self._pending) <= num_unfinished or self._error is not None
+
+        with self._changed:
+            wait_until(lambda slice_s: self._changed.wait_for(is_over, slice_s), timeout_s)
+        self.check()
+        self._failures.check_newest()
+        return len(self._pending)
+
+    def close(self) -> None:
+        """Give up what still waits."""
+        with self._changed:
+            self._is_closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            join(thread)
+
+    def _add(self, uuid: str, metadata: dict[str, Any], num_parts: int) -> None:
+        with self._changed:
+            self._is_closed = False
+            self._pending.append((uuid, metadata, num_parts))
+            if self._world_size == 1:
+                try:
+                    self._commit_next()
+                except BaseException:
+                    self._pending.clear()
+                    raise
+            elif self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._commit_pending, name="paceline-commit", daemon=True
+                )
+                self._thread.start()
+
+    # ---- the thread ----------------------------------------------------------------------
+
+    def _commit_pending(self) -> None:
+        try:
+            while self._handle_next():
+                pass
+        except BaseException as error:  # raised in the training thread
+            with self._changed:
+                self._error = error
+                self._pending.clear()
+                self._thread = None
+                self._changed.notify_all()
+
+    def _handle_next(self) -> bool:
+        """Commit or give up the next checkpoint; False if there is none or nobody waits."""
+        try:
+            if not self._await_parts():
+                return False
+            with self._changed:
+                self._commit_next()
+        except CheckpointWriteError as error:
+            with self._changed:
+                self._pending.pop(0)
+                self._failures.note_lost(error)
+                self._changed.notify_all()
+        return True
+
+    def _await_parts(self) -> bool:
+        """Wait for the parts of the next checkpoint; False if there is none or nobody waits.
+
+        Raises:
+            CheckpointWriteError: It will never be whole.
+        """
+        began, has_warned = time.monotonic(), False
+        while True:
+            with self._changed:
+                if self._is_closed or not self._pending:
+                    self._thread = None
+                    return False
+                (uuid, metadata, num_parts), *later = self._pending
+            missing = self._storage.missing_shards(uuid, num_parts)
+            if not missing:
+                return True
+            waited_s = time.monotonic() - began
+            is_lost = waited_s > _LOOK_LATER_S and not all(
+                self._storage.missing_shards(each, num_expected) for each, _, num_expected in later
+            )
+            if is_lost or waited_s > _LIMIT_S:
+                raise CheckpointWriteError(_lacking(metadata["steps_completed"], missing))
+            if not has_warned and waited_s > _WARN_AFTER_S:
+                has_warned = True
+                logger.warning(
+                    "The checkpoint of step %d waits for rank(s) %s: all ranks must store their"
+                    " part of it, in a storage that all of them see.",
+                    metadata["steps_completed"],
+                    ", ".join(map(str, missing)),
+                )
+            with self._changed:
+                interval_s = max(_LOOK_INTERVAL_S, _LATE_SHARE * waited_s)
+                self._changed.wait_for(
+                    lambda: self._is_closed, min(interval_s, _LONGEST_INTERVAL_S)
+                )
+
+    def _commit_next(self) -> None:
+        uuid, metadata, _ = self._pending[0]
+        self._commit(uuid, metadata)
+        self._run.forget_checkpoint(uuid)
+        self._pending.pop(0)
+        self._failures.note_stored()
+        while (lost := self._begun.pop(0)) != uuid:
+            # What cannot be removed is swept later.
+            with suppress(CheckpointError):
+                self._storage.discard(lost)
+                self._run.forget_checkpoint(lost)
+        self._changed.notify_all()
+
+
+def _lacking(steps_completed: int, missing: Sequence[int]) -> str:
+    ranks = ", ".join(map(str, missing))
+    return f"The checkpoint of step {steps_completed} is not whole: rank(s) {ranks} did not store."

@@ -1,0 +1,275 @@
+"""Environment of a process: interpreter, packages, machine, `ClusterInfo`.
+
+Also: and deterministic switches.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import paceline
+from paceline._base.gpus import gpus_of_machine, names_in_variable
+from paceline._base.run_directory import RUN_DIRECTORY_VARIABLE, RunDirectory, RunInfo, TrialInfo
+
+# Of uncommitted changes, which may be as large as one likes.
+MAX_DIFF_BYTES = 100_000
+DIFF_VARIABLE = "PACELINE_RECORD_DIFF"
+
+_GIT_LIMIT_S = 5.0
+_NVIDIA = Path("/proc/driver/nvidia")
+_AMD_DRIVER = Path("/sys/module/amdgpu/version")
+
+
+def describe_environment(*, with_source: bool) -> dict[str, Any]:
+    """Return what this process runs in, as values of JSON.
+
+    Variables are left out, as they may be secret.
+
+    Args:
+        with_source: Whether to tell of the git repository that the process works in.
+    """
+    machine = os.uname()
+    # `platform` tells the same, but takes a tenth of a second.
+    found: dict[str, Any] = {
+        "paceline": paceline.__version__,
+        "python": {
+            "version": sys.version.split()[0],
+            "implementation": sys.implementation.name,
+            "executable": sys.executable,
+        },
+        "host": {
+            "name": machine.nodename,
+            "platform": f"{machine.sysname} {machine.release} {machine.machine}",
+            "num_cores": os.cpu_count(),
+        },
+        "packages": _packages_of_environment(tuple(sys.path)),
+    }
+    if gpus := _gpus_of_environment():
+        found["gpus"] = gpus
+    if with_source and (source := describe_source(Path.cwd())) is not None:
+        found["source"] = source
+    return found
+
+
+def describe_source(directory: Path) -> dict[str, Any] | None:
+    """Return the commit of a directory and its uncommitted changes; None without git.
+
+    Changes beyond `MAX_DIFF_BYTES` are cut off. PACELINE_RECORD_DIFF=0 leaves all of them out.
+    """
+    directory = directory.absolute()
+    if not any((one / ".git").exists() for one in (directory, *directory.parents)):
+        return None
+    deadline = time.monotonic() + _GIT_LIMIT_S
+    try:
+        # One request tells nearly all: the script waits for it.
+        status = _run_git(
+            directory, deadline, "status", "--porcelain=v2", "--branch", "--untracked-files=all",
+            "--no-renames", "--", ".",
+        )  # fmt: skip
+        lines = [line.split(" ") for line in status.decode(errors="replace").splitlines()]
+        kinds = [line[0] for line in lines]
+        head = {line[1]: line[2] for line in lines if line[0] == "#"}
+        if head["branch.oid"] == "(initial)":
+            return None
+        has_changes = "1" in kinds or "u" in kinds
+        changes = ("diff", "HEAD", "--no-ext-diff", "--no-color", "--", ".")
+        diff = _run_git(directory, deadline, *changes) if has_changes else b""
+    except (OSError, subprocess.SubprocessError):
+        # No git here, or one that takes too long.
+        return None
+    found: dict[str, Any] = {
+        "commit": head["branch.oid"],
+        "branch": None if head["branch.head"] == "(detached)" else head["branch.head"],
+        "num_diff_bytes": len(diff),
+        "num_untracked_files": kinds.count("?"),
+    }
+    if diff and os.environ.get(DIFF_VARIABLE) != "0":
+        found["diff"] = diff[:MAX_DIFF_BYTES].decode(errors="replace")
+    return found
+
+
+def _run_git(directory: Path, deadline: float, *arguments: str) -> bytes:
+    return subprocess.run(
+        ["git", "-c", "core.fsmonitor=false", *arguments],  # noqa: S607 # the user's own
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        timeout=max(0.0, deadline - time.monotonic()),
+        check=True,
+        env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+    ).stdout
+
+
+@cache
+def _packages_of_environment(paths: tuple[str, ...]) -> dict[str, str]:
+    """Return the installed packages with their versions, by the names of their directories.
+
+    Reading their metadata takes a hundred times as long.
+    """
+    found: dict[str, str] = {}
+    for path in paths:
+        try:
+            names = os.listdir(path or ".")
+        except OSError:
+            continue
+        for name in names:
+            stem, _, kind = name.rpartition(".")
+            if kind in ("dist-info", "egg-info"):
+                package, _, version = stem.partition("-")
+                # The first place is the one that imports find.
+                found.setdefault(package.replace("_", "-").lower(), version.split("-")[0])
+    return dict(sorted(found.items()))
+
+
+@cache
+def _gpus_of_environment() -> dict[str, Any]:
+    """Return the driver and the models of this machine's GPUs, as the kernel tells them."""
+    found: dict[str, Any] = {}
+    try:
+        lines = (_NVIDIA / "version").read_text().splitlines()
+        words = lines[0].split()
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ..."
+        found["driver"] = next(word for word in words if word.count(".") and word[0].isdigit())
+        found["models"] = [
+            line.partition(":")[2].strip()
+            for path in sorted((_NVIDIA / "gpus").glob("*/information"))
+            for line in path.read_text().splitlines()
+            if line.startswith("Model:")
+        ]
+    except (OSError, IndexError, StopIteration):
+        found = {}
+    if not found and _AMD_DRIVER.exists():
+        try:
+            found["driver"] = f"amdgpu {_AMD_DRIVER.read_text().strip()}"
+        except OSError:
+            return {}
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterInfo:
+    """The facts of the attempt that this process belongs to.
+
+    Attributes:
+        cluster_id: The master's identity; empty when the trial runs without one.
+        agent_id: The node's name within the cluster.
+        slot_ids: The slots that the attempt holds on this node.
+        task_id: The trial's run, the same in all its attempts.
+        allocation_id: This attempt of it.
+        task_type: "TRIAL".
+        latest_checkpoint: The UUID of the checkpoint to restore, or None.
+        user_data: The config's `data`.
+        container_addrs: The addresses of the attempt's nodes.
+        container_slot_counts: The number of slots on each of them.
+        container_rank: This node's place among them.
+        trial: The trial's ids, seed, hyperparameters and config.
+    """
+
+    cluster_id: str
+    agent_id: str
+    slot_ids: list[int]
+    task_id: str
+    allocation_id: str
+    task_type: str
+    latest_checkpoint: str | None
+    user_data: Any
+    container_addrs: list[str]
+    container_slot_counts: list[int]
+    container_rank: int
+    trial: TrialInfo
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            """Say where an attribute is that the trial has."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in TrialInfo.__struct_fields__:
+                text += f". Hint: `get_cluster_info().trial.{name}`"
+            raise AttributeError(text, name=name, obj=self)
+
+    @property
+    def gpu_uuids(self) -> list[str]:
+        """The UUIDs of this node's GPUs that the attempt holds; empty where no driver tells them.
+
+        For a device of a GPU that is divided by MIG, it is that of the device.
+        """
+        # A slot need not be the GPU of the same number: a master may have been given some of them.
+        held = names_in_variable()
+        if held is None:
+            held = [str(slot) for slot in self.slot_ids]
+        gpus = gpus_of_machine() if held else []
+        found = [
+            # A UUID that nobody tells of is believed.
+            next(
+                (gpu.uuid for gpu in gpus if gpu.is_called(name)), "" if name.isdecimal() else name
+            )
+            for name in held
+        ]
+        return [uuid for uuid in found if uuid]
+
+
+def get_cluster_info() -> ClusterInfo | None:
+    """Return the facts of this process's trial, or None when it runs without a cluster.
+
+    Raises:
+        NotARunDirectoryError: PACELINE_RUN_DIR names no run directory.
+        RunVersionError: That has another format version.
+    """
+    path = os.environ.get(RUN_DIRECTORY_VARIABLE)
+    return cluster_info_of(RunDirectory(Path(path)).read_info()) if path else None
+
+
+def cluster_info_of(info: RunInfo) -> ClusterInfo | None:
+    """Return the cluster facts in a run's info, or None if it is no trial's."""
+    if info.trial is None:
+        return None
+    addresses = list(info.container_addrs) or ["127.0.0.1"]
+    return ClusterInfo(
+        cluster_id=info.cluster_id,
+        agent_id=info.agent_id,
+        slot_ids=list(info.slot_ids),
+        task_id=info.run_id,
+        allocation_id=f"{info.run_id}.{info.attempt}",
+        task_type="TRIAL",
+        latest_checkpoint=info.latest_checkpoint,
+        user_data=info.trial.config.get("data") or {},
+        container_addrs=addresses,
+        container_slot_counts=list(info.container_slot_counts)
+        or [len(info.slot_ids)] * len(addresses),
+        container_rank=info.container_rank,
+        trial=info.trial,
+    )
+
+
+DETERMINISM_VARIABLE = "PACELINE_DETERMINISTIC"
+
+_MODES = ("1", "warn")
+
+
+def apply_determinism() -> None:
+    """Do what PACELINE_DETERMINISTIC asks for; nothing without it.
+
+    With "1" an operation that has no deterministic implementation raises, with "warn" it warns
+    and goes on.
+
+    Raises:
+        ValueError: The variable has another value.
+    """
+    mode = os.environ.get(DETERMINISM_VARIABLE)
+    if not mode:
+        return
+    if mode not in _MODES:
+        raise ValueError(f"{DETERMINISM_VARIABLE} must be one of {_MODES}, but got {mode!r}.")
+    # Read when the first handle is made, so that it comes early enough here.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.backends.cudnn.benchmark = False
+    # Unlike `use_deterministic_algorithms` this does not load torch's compiler.
+    torch.set_deterministic_debug_mode("warn" if mode == "warn" else "error")

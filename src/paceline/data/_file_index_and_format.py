@@ -1,0 +1,421 @@
+"""The base of file formats, and the index of files."""
+
+import hashlib
+import io
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from paceline.data._default_batches import DataFormatError, DataNotFoundError
+from paceline.data._file_locations import DirectoryLocation, FileLocation, FoundFile
+
+
+class FileChunk(NamedTuple):
+    """A piece of a file that is read as a whole, such as a row group.
+
+    Attributes:
+        rows: The number of samples.
+        start: Where it begins, in bytes.
+        size: Its bytes in the file.
+        num_bytes: About how much memory it takes.
+    """
+
+    rows: int
+    start: int
+    size: int
+    num_bytes: int
+
+
+class IndexedFile(NamedTuple):
+    """What an index holds of a file.
+
+    Attributes:
+        chunks: Its pieces.
+        fingerprint: What differs for another content.
+        schema: What must be alike in all files, a line for each column.
+    """
+
+    chunks: Sequence[FileChunk]
+    fingerprint: str
+    schema: str
+
+
+class DataFile:
+    """A file that a format reads.
+
+    Args:
+        place: Where it lies.
+        found: The file.
+    """
+
+    def __init__(self, place: FileLocation, found: FoundFile) -> None:
+        self._place = place
+        self.found = found
+        self.size = found.size
+        self.name = place.name_of(found.name)
+
+    @property
+    def local_path(self) -> Path | None:
+        """Where it lies on this machine."""
+        return self._place.local_path(self.found)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return a piece of it.
+
+        Raises:
+            DataFormatError: It ends before.
+        """
+        if size <= 0:
+            return b""
+        data = self._place.read(self.found, offset, size)
+        if len(data) < size:
+            raise self.damaged(f"it ends after {offset + len(data)} bytes")
+        return data
+
+    def damaged(
+        self, reason: object, hint: str = "is it cut off, or of another format?"
+    ) -> DataFormatError:
+        """Return the error for content that cannot be read."""
+        return DataFormatError(
+            f"The file {self.name!r} ({self.size} bytes) cannot be read: {reason}. Hint: {hint}"
+        )
+
+    def columns_of(self, schema: Any, columns: Sequence[str] | None) -> str:
+        """Return what an index holds of the columns to read: a line for each.
+
+        Args:
+            schema: The schema of the file, of Arrow.
+            columns: The columns to read; None for all.
+
+        Raises:
+            DataFormatError: It lacks one, or two have one name.
+        """
+        names = list(schema.names)
+        if missing := sorted(set(columns or ()) - set(names)):
+            raise self.damaged(
+                f"it has no column {missing}, only {names}", "`columns` names those to read."
+            )
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise self.damaged(
+                f"several columns have the name {twice[0]!r}", "give each a name of its own."
+            )
+        return "\n".join(f"{name}: {schema.field(name).type}" for name in columns or names)
+
+
+class FileSegments(io.RawIOBase):
+    """A file of which some pieces are in memory, for readers that want a file.
+
+    Args:
+        file: What reads the rest.
+        pieces: Bytes by where they begin.
+    """
+
+    def __init__(self, file: DataFile, pieces: dict[int, bytes]) -> None:
+        super().__init__()
+        self._file = file
+        self._pieces = pieces
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Tell that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Tell that any place can be read."""
+        return True
+
+    def tell(self) -> int:
+        """Return the present place."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        self._at = base + offset
+        return self._at
+
+    def size(self) -> int:
+        """Return the size of the file in bytes."""
+        return self._file.size
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes."""
+        left = self._file.size - self._at
+        size = left if size is None or size < 0 else min(size, left)
+        if size <= 0:
+            return b""
+        begin, self._at = self._at, self._at + size
+        for start, data in self._pieces.items():
+            if start <= begin and begin + size <= start + len(data):
+                return data[begin - start : begin - start + size]
+        return self._file.read(begin, size)
+
+
+class FileFormat(ABC):
+    """A format of files whose samples lie in pieces.
+
+    Implementers override `index_file` and `read_chunk`.
+    """
+
+    kind: str
+    suffixes: tuple[str, ...]
+    is_encoded: bool = False
+    """Whether the samples of a piece have contents that are still to be decoded."""
+
+    @abstractmethod
+    def index_file(self, file: DataFile) -> IndexedFile:
+        """Return what an index holds of a file.
+
+        Raises:
+            DataFormatError: It cannot be read.
+        """
+
+    @abstractmethod
+    def read_chunk(self, file: DataFile, number: int, chunk: FileChunk) -> Any:
+        """Return the samples of a piece: `Columns` or `FileRows`.
+
+        Args:
+            file: The file.
+            number: Which piece of the file it is.
+            chunk: The piece.
+
+        Raises:
+            DataFormatError: It cannot be read.
+        """
+
+
+class FileRows:
+    """Samples as a list.
+
+    Args:
+        samples: The samples.
+        num_bytes: About how much memory they take.
+    """
+
+    def __init__(self, samples: Sequence[Any], num_bytes: int) -> None:
+        self._samples = samples
+        self.num_bytes = num_bytes
+
+    def take(self, places: Any) -> list[Any]:
+        """Return some samples, by their places."""
+        return [self._samples[place] for place in places]
+
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "paceline-index.bin"
+CACHE_VARIABLE = "PACELINE_CACHE_DIR"
+_VERSION = 1
+_THREADS = {True: 4, False: 16}
+_NAMED_FILES = 200
+
+
+class _Stored(msgspec.Struct):
+    version: int
+    kind: str
+    pattern: str
+    schema: str
+    names: list[str]
+    marks: list[str]
+    prints: list[str]
+    sizes: bytes
+    chunks_of_file: bytes
+    chunks: bytes
+
+
+class FileIndex:
+    """The pieces of files, as arrays.
+
+    Attributes:
+        files: The files, in the order of their samples.
+        file_of: The number of the file of each piece.
+        first_of: The number of the first piece of each file.
+        rows: The number of samples of each piece.
+        schema: What is alike in all files, a line for each column.
+    """
+
+    def __init__(self, stored: _Stored) -> None:
+        self._stored = stored
+        sizes = np.frombuffer(stored.sizes, dtype=np.int64)
+        self._sizes = sizes
+        counts = np.frombuffer(stored.chunks_of_file, dtype=np.int64)
+        self._chunks = np.frombuffer(stored.chunks, dtype=np.int64).reshape(-1, 4)
+        self.rows: Any = self._chunks[:, 0]
+        self.num_bytes: Any = self._chunks[:, 3]
+        self.file_of = np.repeat(np.arange(len(counts)), counts)
+        self.first_of = np.cumsum(counts) - counts
+        self.schema = stored.schema
+        self.digest = xxhash.xxh3_128_hexdigest(
+            b"\0".join(
+                [
+                    stored.kind.encode(),
+                    "\0".join(stored.names).encode(),
+                    "\0".join(stored.prints).encode(),
+                    stored.sizes,
+                    self.rows.tobytes(),
+                ]
+            )
+        )
+
+    @property
+    def num_files(self) -> int:
+        """The number of files."""
+        return len(self._stored.names)
+
+    def file(self, number: int) -> FoundFile:
+        """Return a file by its number."""
+        stored = self._stored
+        return FoundFile(stored.names[number], int(self._sizes[number]), stored.marks[number])
+
+    def chunk(self, number: int) -> FileChunk:
+        """Return a piece by its number."""
+        return FileChunk(*self._chunks[number].tolist())
+
+    def prints(self) -> dict[str, str]:
+        """Return the fingerprints of the files by name, unless they are many."""
+        stored = self._stored
+        if len(stored.names) > _NAMED_FILES:
+            return {}
+        return dict(zip(stored.names, stored.prints, strict=True))
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        return msgspec.msgpack.encode(self._stored)
+
+
+def load_index(place: FileLocation, pattern: str, file_format: FileFormat) -> FileIndex:
+    """Return the index of files: the one beside them, the one kept from before, or a new one.
+
+    Raises:
+        DataError: Files cannot be read, or differ in their columns.
+    """
+    beside = _decode_index(place.read_whole(INDEX_NAME))
+    if beside is not None and (beside.kind, beside.pattern) == (file_format.kind, pattern):
+        return FileIndex(beside)
+    found = _find_indexed_files(place, pattern)
+    kept = _kept_path(place, pattern, file_format, found)
+    known = _decode_index(kept.read_bytes()) if kept.is_file() else None
+    if known is not None:
+        return FileIndex(known)
+    index = make_index(place, pattern, file_format, found)
+    try:
+        DirectoryLocation(kept.parent).write(kept.name, index.encode())
+    except OSError as error:
+        logger.info("The index of %s is not kept, as %s cannot be written.", place.url, error)
+    return index
+
+
+def write_index(place: FileLocation, pattern: str, file_format: FileFormat) -> FileIndex:
+    """Write an index beside the files, which is taken from then on without looking at them."""
+    found = _find_indexed_files(place, pattern)
+    index = make_index(place, pattern, file_format, found)
+    place.write(INDEX_NAME, index.encode())
+    return index
+
+
+def _find_indexed_files(place: FileLocation, pattern: str) -> list[FoundFile]:
+    found = [each for each in place.find(pattern) if not each.name.endswith(INDEX_NAME)]
+    if not found:
+        raise DataNotFoundError(
+            f"There must be files to read, but {place.name_of(pattern)!r} matches none."
+        )
+    return found
+
+
+def make_index(
+    place: FileLocation, pattern: str, file_format: FileFormat, found: Sequence[FoundFile]
+) -> FileIndex:
+    """Return the index of files, each of which is looked into.
+
+    Raises:
+        DataFormatError: A file cannot be read, or has other columns than the first.
+    """
+    files = [DataFile(place, each) for each in found]
+    with ThreadPoolExecutor(_THREADS[isinstance(place, DirectoryLocation)]) as pool:
+        indexed = list(pool.map(file_format.index_file, files))
+    schema = _common_schema_of_files(files, indexed)
+    counts = np.array([len(each.chunks) for each in indexed], dtype=np.int64)
+    chunks = [chunk for each in indexed for chunk in each.chunks]
+    return FileIndex(
+        _Stored(
+            version=_VERSION,
+            kind=file_format.kind,
+            pattern=pattern,
+            schema=schema,
+            names=[each.name for each in found],
+            marks=[each.mark for each in found],
+            prints=[each.fingerprint for each in indexed],
+            sizes=np.array([each.size for each in found], dtype=np.int64).tobytes(),
+            chunks_of_file=counts.tobytes(),
+            chunks=np.array(chunks, dtype=np.int64).reshape(-1, 4).tobytes(),
+        )
+    )
+
+
+def _common_schema_of_files(files: Sequence[DataFile], indexed: Sequence[IndexedFile]) -> str:
+    first: tuple[DataFile, IndexedFile] | None = None
+    for file, each in zip(files, indexed, strict=True):
+        if not any(chunk.rows for chunk in each.chunks):
+            # Without samples, columns may have no types.
+            continue
+        if first is None:
+            first = file, each
+        elif each.schema != first[1].schema:
+            expected, got = first[1].schema.splitlines(), each.schema.splitlines()
+            lacks = [line for line in expected if line not in got]
+            adds = [line for line in got if line not in expected]
+            hint = "`columns` names those that all have"
+            if [_name(line) for line in lacks] == [_name(line) for line in adds]:
+                hint = "write their values alike in all files, such as 1.0 in place of 1 in CSV"
+            raise DataFormatError(
+                f"All files must have the same columns as {first[0].name!r}, but {file.name!r}"
+                f" lacks {lacks} and has {adds}. Hint: {hint}, or read the files as data sets of"
+                " their own."
+            )
+    return "" if first is None else first[1].schema
+
+
+def _name(line: str) -> str:
+    """Return the name of the column of a line of a schema."""
+    return line.rpartition(": ")[0]
+
+
+def cache_directory() -> Path:
+    """Return where indexes and pieces of remote files are kept between runs."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "paceline"
+
+
+def _kept_path(
+    place: FileLocation, pattern: str, file_format: FileFormat, found: Sequence[FoundFile]
+) -> Path:
+    key = [place.url, pattern, file_format.kind, _options(file_format), found]
+    digest = hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:32]
+    return cache_directory() / "indexes" / digest
+
+
+def _options(file_format: FileFormat) -> list[Any]:
+    delimiter = getattr(file_format, "delimiter", ",")
+    return [repr(getattr(file_format, "_columns", None)), *([delimiter] * (delimiter != ","))]
+
+
+def _decode_index(data: bytes | None) -> _Stored | None:
+    """Return a stored index, or None for none or one of another version."""
+    if data is None:
+        return None
+    try:
+        stored = msgspec.msgpack.decode(data, type=_Stored)
+    except msgspec.MsgspecError:
+        return None
+    return stored if stored.version == _VERSION else None

@@ -1,0 +1,554 @@
+"""Streams, read in pieces or as a whole, with shards of a global batch for each worker."""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from paceline._base.arguments_and_errors import mix_seed
+from paceline.data._batches_to_device import data_length
+from paceline.data._order_and_random_generators import (
+    IteratorWithGenerators,
+    isolated_randomness,
+    seed_everything,
+    shuffled_indices,
+)
+from paceline.data._streams import StreamPieces
+from paceline.storage._checkpoint_files import CheckpointMismatchError
+
+
+class PartitionBatch(NamedTuple):
+    """A batch that one process of the loader has read.
+
+    Attributes:
+        data: The samples, collated.
+        size: Their number.
+        process: The process, from 0.
+        number: Which of the pieces of this process comes next.
+        offset: How many samples of it are taken.
+    """
+
+    data: Any
+    size: int
+    process: int
+    number: int
+    offset: int
+
+
+class PartitionPosition(NamedTuple):
+    """The position in a partition.
+
+    Attributes:
+        turn: The process that has the next batch.
+        numbers: Which of its pieces each process reads.
+        offsets: How many samples of this piece are taken.
+    """
+
+    turn: int
+    numbers: list[int]
+    offsets: list[int]
+
+    def after(self, batch: PartitionBatch) -> "PartitionPosition":
+        """Return the place after a batch."""
+        numbers, offsets = [*self.numbers], [*self.offsets]
+        numbers[batch.process], offsets[batch.process] = batch.number, batch.offset
+        return PartitionPosition((batch.process + 1) % len(numbers), numbers, offsets)
+
+
+class PartitionBatches(IterableDataset[PartitionBatch]):
+    """The batches of a partition from a place on; in a process of a loader, its own part of them.
+
+    The processes take turns; one that has ended is left out.
+
+    Args:
+        pieces: The stream.
+        orders: The pieces of each process.
+        place: The place.
+        batch_size: The samples of a batch; None if each sample is a batch by itself.
+        drop_last: Whether a smaller last batch of a process is left out.
+        collate: Makes a batch of samples.
+        seed: The seed of what is drawn.
+        epoch: The epoch.
+    """
+
+    def __init__(
+        self,
+        pieces: StreamPieces,
+        orders: Sequence[Sequence[int]],
+        place: PartitionPosition,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        collate: Callable[[Any], Any],
+        seed: int,
+        epoch: int,
+    ) -> None:
+        self.place = place
+        self._pieces = pieces
+        self._orders = orders
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._collate = collate
+        self._seed = seed
+        self._epoch = epoch
+
+    def clone_of(self, loader: "DataLoader[Any]") -> Iterator[PartitionBatch]:
+        """Return an iterator by a clone of a loader, with all its other options."""
+        clone = copy.copy(loader)
+        vars(clone).update(
+            dataset=self,
+            # Batches are made here, so that their places are known.
+            batch_size=None,
+            batch_sampler=None,
+            collate_fn=as_it_is,
+            in_order=True,
+            num_workers=len(self._orders) if loader.num_workers else 0,
+            persistent_workers=False,
+            _iterator=None,
+        )
+        return iter(clone)
+
+    def __iter__(self) -> Iterator[PartitionBatch]:
+        info, count = get_worker_info(), len(self._orders)
+        if info is not None:
+            _leave_worker()
+            # The first process of a loader has the first turn.
+            return self._batches((info.id + self.place.turn) % count)
+        if count == 1:
+            return self._batches(0)
+        processes = [self._batches((self.place.turn + n) % count) for n in range(count)]
+        return _taking_turns(processes)
+
+    def _batches(self, process: int) -> Iterator[PartitionBatch]:
+        chunks = IteratorWithGenerators(self._chunks(process), self._seed)
+        for samples, number, offset in chunks:
+            piece = self._orders[process][min(number, len(self._orders[process]) - 1)]
+            # What it draws must not depend on the samples that are read again at a resume.
+            with isolated_randomness(mix_seed(self._seed, piece, number, offset)):
+                data = self._collate(samples if self._batch_size else samples[0])
+            yield PartitionBatch(data, len(samples), process, number, offset)
+
+    def _chunks(self, process: int) -> Iterator[tuple[list[Any], int, int]]:
+        """Yield the samples of each batch, and the place after them."""
+        order, size = self._orders[process], self._batch_size or 1
+        first, skipped = self.place.numbers[process], self.place.offsets[process]
+        chunk: list[Any] = []
+        for number in range(first, len(order)):
+            seed_everything(mix_seed(self._seed, order[number]))
+            samples = iter(self._pieces.read(order[number], self._epoch))
+            for _ in islice(samples, skipped):
+                pass
+            for taken, sample in enumerate(samples, skipped + 1):
+                chunk.append(sample)
+                if len(chunk) == size:
+                    yield chunk, number, taken
+                    chunk = []
+            skipped = 0
+        if chunk and not self._drop_last:
+            yield chunk, len(order), 0
+
+
+def as_it_is(value: Any) -> Any:
+    """Return a value, in place of collating it."""
+    return value
+
+
+def _taking_turns(iterators: list[Iterator[PartitionBatch]]) -> Iterator[PartitionBatch]:
+    """Yield from iterators in turn, until all have ended."""
+    left = set(range(len(iterators)))
+    for number in cycle(range(len(iterators))):
+        if not left:
+            return
+        if number in left:
+            try:
+                yield next(iterators[number])
+            except StopIteration:
+                left.discard(number)
+
+
+def _leave_worker() -> None:
+    """Have the samples read as in a process of no loader.
+
+    The pieces are dealt among the processes already. Streams of Hugging Face and WebDataset would
+    deal them once more.
+    """
+    from torch.utils.data._utils import worker
+
+    worker._worker_info = None
+
+
+class StreamBatch(NamedTuple):
+    """A worker's part of a global batch of a stream.
+
+    Attributes:
+        own: The worker's shards.
+        sizes: The number of samples of each shard of the global batch.
+        stand_in: Returns a shard for a worker that has none.
+    """
+
+    own: list[Any]
+    sizes: list[int]
+    stand_in: Callable[[], Any]
+
+
+class WholeStream:
+    """A stream that is read from its beginning to its end, the same on all workers.
+
+    Args:
+        loader: The user's loader.
+        num_shards: The shards of a global batch.
+        own: The shards of this worker.
+        seed: The seed of what is drawn.
+    """
+
+    def __init__(
+        self, loader: "DataLoader[Any]", *, num_shards: int, own: range, seed: int
+    ) -> None:
+        self._loader = loader
+        self._num_shards = num_shards
+        self._own = own
+        self._seed = seed
+        self._placed: dict[str, Any] | None = None
+        self._random: IteratorWithGenerators | None = None
+
+    def iterate(self, epoch: int, start_batch: int, *, seeds_epochs: bool) -> Iterator[list[Any]]:
+        """Return all shards of each global batch.
+
+        What the stream draws comes from generators of its own, seeded by (seed, epoch). What lies
+        before `start_batch` is read at once and dropped, unless `load_state` has put the stream
+        there.
+
+        Args:
+            epoch: The epoch.
+            start_batch: The first global batch.
+            seeds_epochs: Whether each epoch has a seed of its own.
+        """
+        seed = mix_seed(self._seed, epoch if seeds_epochs else 0)
+        set_epoch = getattr(self._loader.dataset, "set_epoch", None)
+        if callable(set_epoch) and seeds_epochs:
+            set_epoch(epoch)
+        with isolated_randomness(seed):
+            stream: Iterator[Any] = iter(self._loader)
+        self._random = None
+        if not self._loader.num_workers:
+            stream = self._random = IteratorWithGenerators(stream, seed)
+        if self._placed is None:
+            for _ in islice(stream, start_batch * self._num_shards):
+                pass
+        elif self._random is not None and start_batch:
+            self._random.state = self._placed["random"]
+        self._placed = None
+        # Whole global batches are read, so that the stream stands at the same place on all ranks.
+        return iter(lambda: list(islice(stream, self._num_shards)), [])
+
+    def with_sizes(self, batches: Iterator[list[Any]]) -> Iterator[StreamBatch]:
+        """Yield this worker's part of global batches."""
+        own = self._own
+        for shards in batches:
+            mine = shards[own.start : own.stop]
+            yield StreamBatch(mine, list(map(data_length, shards)), partial(_given, shards[0]))
+
+    def own_shards(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """Return this worker's shards of global batches."""
+        return (shards[self._own.start : self._own.stop] for shards in batches)
+
+    def state(self) -> Any:
+        """Return where the stream stands, or None if it cannot tell."""
+        source = self._source()
+        if source is None:
+            return None
+        random = None if self._random is None else self._random.state
+        return {"source": source.state_dict(), "random": random}
+
+    def load_state(self, state: Any) -> None:
+        """Put the stream where `state` found it."""
+        source = self._source()
+        if source is not None and state is not None:
+            source.load_state_dict(state["source"])
+            self._placed = state
+
+    def _source(self) -> Any:
+        """Return what knows the place in the stream: a stateful loader, or the data set itself."""
+        loader: Any = self._loader
+        if hasattr(loader, "state_dict"):
+            return loader
+        # The copies in a loader's worker processes are out of reach.
+        has_state = hasattr(loader.dataset, "state_dict") and not loader.num_workers
+        # Hugging Face's streams do not always go on from the place that they tell: not with a
+        # buffer or a `map`, and in versions 5.0 and 5.1 not a second time.
+        has_state = has_state and not type(loader.dataset).__module__.startswith("datasets.")
+        return loader.dataset if has_state else None
+
+
+def _given(value: Any) -> Any:
+    return value
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return a small CPU tensor summed over all ranks, in rank order."""
+    return gather_from_ranks(values).sum(0)
+
+
+def gather_from_ranks(values: Tensor) -> Tensor:
+    """Return a small CPU tensor of each rank, stacked in rank order."""
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    gathered = [torch.zeros_like(values, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values.to(device))
+    return torch.stack([part.cpu() for part in gathered])
+
+
+_MOST_AHEAD = 8
+_MARKS_KEPT = 2
+
+
+class StreamMark(NamedTuple):
+    """The positions of all partitions before a global batch.
+
+    Attributes:
+        epoch: The epoch.
+        batch: The global batch.
+        places: The position of each partition.
+    """
+
+    epoch: int
+    batch: int
+    places: list[PartitionPosition]
+
+
+class PartitionedStream:
+    """A stream in partitions, the same for any number of workers.
+
+    Args:
+        pieces: The stream, with at least as many pieces as there are partitions.
+        loader: The user's loader of it.
+        num_partitions: The shards of a global batch.
+        own: The partitions of this worker.
+        seed: The seed of the order and of what is drawn while pieces are read.
+    """
+
+    def __init__(
+        self,
+        pieces: StreamPieces,
+        loader: "DataLoader[Any]",
+        *,
+        num_partitions: int,
+        own: range,
+        seed: int,
+    ) -> None:
+        self._pieces = pieces
+        self._loader = loader
+        self._num_partitions = num_partitions
+        self._own = own
+        self._seed = seed
+        self._num_processes = max(1, loader.num_workers)
+        self._marks: list[StreamMark] = []
+        self._stand_in: Any = None
+
+    def iterate(
+        self, epoch: int, start_batch: int, *, agrees: bool = True
+    ) -> Iterator[StreamBatch]:
+        """Yield this worker's shards of each global batch, from one on.
+
+        Args:
+            epoch: The epoch.
+            start_batch: The first global batch.
+            agrees: Whether all workers iterate together; if not, the sizes of the other workers'
+                shards are 0, and the iteration ends with this worker's partitions.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint is of another stream.
+        """
+        mark = self._mark_before(epoch, start_batch)
+        batch, places = mark.batch, mark.places
+        order = self._order(epoch)
+        # Making a loader's iterator draws from the process's generators.
+        with isolated_randomness(mix_seed(self._seed, epoch)):
+            partitions = {
+                partition: _PartitionReader(
+                    self._loader, self._batches_of(order, partition, places[partition], epoch)
+                )
+                for partition in self._own
+            }
+        while True:
+            end = _next_boundary(batch)
+            sizes = self._read_ahead(partitions, epoch, batch, end, agrees=agrees)
+            for column in sizes.T.tolist():
+                if not any(column):
+                    return
+                data = [partitions[partition].pop() for partition in self._own if column[partition]]
+                if batch >= start_batch:
+                    yield StreamBatch(data, column, self._first_batch)
+                batch += 1
+
+    def state(self) -> dict[str, Any] | None:
+        """Return where the stream stands, for checkpoints; None before it is read."""
+        if not self._marks:
+            return None
+        marks = [[epoch, batch, [list(p) for p in places]] for epoch, batch, places in self._marks]
+        # The keys are those of stored checkpoints.
+        return {
+            "lanes": self._num_partitions,
+            "pieces": self._pieces.num_pieces,
+            "strands": self._num_processes,
+            "marks": marks,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned, once the batch is asked for at which it was called.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint is of another stream.
+        """
+        counts = [("partitions", state["lanes"], self._num_partitions)]
+        counts += [("pieces", state["pieces"], self._pieces.num_pieces)]
+        for what, stored, present in counts:
+            if stored != present:
+                raise CheckpointMismatchError(
+                    f"The stream must be the one that the checkpoint was saved with, but"
+                    f" {self._pieces.name} had {stored} {what} then and has {present} now."
+                    " Hint: go on with the same files and batches, or with a checkpoint of the end"
+                    " of an epoch."
+                )
+        self._num_processes = state["strands"]
+        self._marks = [
+            StreamMark(epoch, batch, [PartitionPosition(*place) for place in places])
+            for epoch, batch, places in state["marks"]
+        ]
+
+    def _mark_before(self, epoch: int, batch: int) -> StreamMark:
+        """Return the last known place at or before a batch."""
+        known = [mark for mark in self._marks if mark.epoch == epoch and mark.batch <= batch]
+        if batch and known:
+            return known[-1]
+        # What earlier epochs were read with counts no more.
+        self._num_processes = max(1, self._loader.num_workers)
+        nothing = PartitionPosition(0, [0] * self._num_processes, [0] * self._num_processes)
+        return StreamMark(epoch, 0, [nothing] * self._num_partitions)
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        num_pieces = self._pieces.num_pieces
+        if self._pieces.is_shuffled:
+            return list(shuffled_indices(num_pieces, self._seed, epoch))
+        return range(num_pieces)
+
+    def _batches_of(
+        self, order: Sequence[int], partition: int, place: PartitionPosition, epoch: int
+    ) -> PartitionBatches:
+        loader = self._loader
+        return PartitionBatches(
+            self._pieces,
+            [
+                order[
+                    partition + self._num_partitions * n :: self._num_partitions
+                    * self._num_processes
+                ]
+                for n in range(self._num_processes)
+            ],
+            place,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            collate=loader.collate_fn,
+            seed=mix_seed(self._seed, epoch),
+            epoch=epoch,
+        )
+
+    def _read_ahead(
+        self,
+        partitions: dict[int, "_PartitionReader"],
+        epoch: int,
+        batch: int,
+        end: int,
+        *,
+        agrees: bool,
+    ) -> torch.Tensor:
+        """Return the number of samples of some batches: [partitions, batches], int64."""
+        num_processes, count = self._num_processes, end - batch
+        rows = torch.zeros(self._num_partitions, 1 + 2 * num_processes + count, dtype=torch.int64)
+        for number, partition in partitions.items():
+            place = partition.place
+            sizes = partition.read_ahead(count)
+            row = [place.turn, *place.numbers, *place.offsets, *sizes]
+            rows[number, : len(row)] = torch.tensor(row)
+        if agrees and len(self._own) < self._num_partitions:
+            # Ranks that train on the same samples have the same partitions.
+            rows = gather_from_ranks(rows).amax(0)
+        places = [
+            PartitionPosition(row[0], row[1 : 1 + num_processes], row[1 + num_processes :])
+            for row in rows[:, : 1 + 2 * num_processes].tolist()
+        ]
+        self._marks = [*self._marks, StreamMark(epoch, batch, places)][-_MARKS_KEPT:]
+        return rows[:, 1 + 2 * num_processes :]
+
+    def _first_batch(self) -> Any:
+        """Return the first batch of the stream, for a worker that has none when others do."""
+        if self._stand_in is None:
+            everything = [list(range(self._pieces.num_pieces))]
+            nothing = PartitionPosition(0, [0], [0])
+            loader = self._loader
+            batches = PartitionBatches(
+                self._pieces,
+                everything,
+                nothing,
+                batch_size=loader.batch_size,
+                drop_last=False,
+                collate=loader.collate_fn,
+                seed=self._seed,
+                epoch=0,
+            )
+            with isolated_randomness(self._seed):
+                self._stand_in = next(iter(batches))
+        return self._stand_in.data
+
+
+class _PartitionReader:
+    """The batches of one partition, by a clone of the user's loader.
+
+    Args:
+        loader: The user's loader.
+        batches: The batches of the partition.
+
+    Attributes:
+        place: The position before the next batch that `pop` returns.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", batches: PartitionBatches) -> None:
+        self.place = batches.place
+        self._batches = batches.clone_of(loader)
+        self._pending: deque[tuple[Any, int, PartitionPosition]] = deque()
+        self._last = self.place
+
+    def read_ahead(self, count: int) -> list[int]:
+        """Read some batches, or those that are left; return the numbers of their samples."""
+        while len(self._pending) < count:
+            batch = next(self._batches, None)
+            if batch is None:
+                break
+            self._last = self._last.after(batch)
+            self._pending.append((batch.data, _length(batch.data, batch.size), self._last))
+        return [size for _, size, _ in self._pending]
+
+    def pop(self) -> Any:
+        """Return the next batch that was read."""
+        data, _, self.place = self._pending.popleft()
+        return data
+
+
+def _length(data: Any, num_samples: int) -> int:
+    try:
+        return data_length(data)
+    except (TypeError, ValueError):
+        return num_samples
+
+
+def _next_boundary(batch: int) -> int:
+    """Return where the batches end that are read ahead at once, at first few of them."""
+    if batch >= _MOST_AHEAD:
+        return batch - batch % _MOST_AHEAD + _MOST_AHEAD
+    return 1 << batch.bit_length()

@@ -1,1 +1,0 @@
-"""Batch inference: each batch of a data set once, on all ranks together."""

@@ -1,1 +1,0 @@
-"""Devices of ranks: the process group, moving data, the number format, random generators."""

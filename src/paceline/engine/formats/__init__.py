@@ -1,1 +1,0 @@
-"""Formats of values in files: JSON and safetensors, values without pickle, versions."""

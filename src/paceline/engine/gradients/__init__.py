@@ -1,1 +1,0 @@
-"""Gradients: weighting, accumulating, clipping, and averaging them over the ranks."""

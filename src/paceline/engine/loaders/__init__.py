@@ -1,1 +1,0 @@
-"""Reading data: the order of samples, and the part of each rank in loaders and streams."""

@@ -1,1 +1,0 @@
-"""Metrics over batches and ranks: weighted means and reducers."""

@@ -1,1 +1,0 @@
-"""Optimizer steps: from a loss to changed parameters."""

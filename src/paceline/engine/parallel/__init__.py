@@ -1,1 +1,0 @@
-"""Ways of training on several ranks: summing gradients, FSDP, tensor-parallel plans."""

@@ -1,1 +1,0 @@
-"""Passes over data that a driver calls one by one, their statistics, and their state."""

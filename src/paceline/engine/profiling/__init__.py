@@ -1,1 +1,0 @@
-"""Where the time goes: timers of steps, totals of a run, traces."""

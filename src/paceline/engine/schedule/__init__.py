@@ -1,1 +1,0 @@
-"""When something is due: units of training, periods, the end, learning-rate schedules."""

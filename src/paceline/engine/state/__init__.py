@@ -1,1 +1,0 @@
-"""State of a training: capturing and restoring models, optimizers, buffers and gradients."""

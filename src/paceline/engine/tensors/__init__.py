@@ -1,1 +1,0 @@
-"""Tensors: sharded over ranks, stored in files, copied in memory."""

@@ -1,1 +1,0 @@
-"""Train functions with a loop of their own: what each rank prepares, reports and saves."""

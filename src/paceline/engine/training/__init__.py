@@ -1,1 +1,0 @@
-"""The resumable training of the trial class and of config objects: loop, state, checkpoints."""

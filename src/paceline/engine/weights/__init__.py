@@ -1,1 +1,0 @@
-"""Weights of models from and for the files of other programs."""

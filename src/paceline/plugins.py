@@ -1,0 +1,29 @@
+"""Base classes of all plug points.
+
+Where they stand inside Paceline may change; their place here stays. A package offers a subclass
+by an entry point; `docs/plugins.md` shows each in a screenful.
+"""
+
+from paceline._cluster.master.executors import AttemptStatus, Executor, ExecutorContext, Launch
+from paceline._cluster.master.starters.starter_base import RunnerOrder, Starter, StarterError
+from paceline.core import MetricPoint, TrackedRun, Tracker
+from paceline.search import SearchConfig, SearchMethod
+from paceline.storage import CheckpointStorage, ObjectStorage, StoredObject
+
+__all__ = [
+    "AttemptStatus",
+    "CheckpointStorage",
+    "Executor",
+    "ExecutorContext",
+    "Launch",
+    "MetricPoint",
+    "ObjectStorage",
+    "RunnerOrder",
+    "SearchConfig",
+    "SearchMethod",
+    "Starter",
+    "StarterError",
+    "StoredObject",
+    "TrackedRun",
+    "Tracker",
+]

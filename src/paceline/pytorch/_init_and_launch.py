@@ -1,0 +1,257 @@
+"""`init`, the entry to training a trial; several processes of this machine."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from paceline import core
+from paceline._base.arguments_and_errors import check_count, count, ranks_to_check
+from paceline._training.engine.devices import Precision, join_ranks
+from paceline._training.engine.gradient_reduction import DataParallel, join_horovod
+from paceline._training.workers.launch_run import call_in_workers
+from paceline._training.workers.processes.rank_environment import shards_of_launcher
+from paceline.core._launcher_place import launched_place
+from paceline.data._batches_to_device import release_device_memory
+from paceline.data._order_and_random_generators import seed_everything
+from paceline.pytorch._fit_arguments import precision_of
+from paceline.pytorch._trainer import Preempted
+from paceline.pytorch._trial_and_context import PyTorchTrialContext
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def init(
+    hparams: Mapping[str, Any] | None = None,
+    distributed: core.DistributedContext | None = None,
+    *,
+    seed: int | None = None,
+    name: str | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    checkpoint_storage: Any = None,
+    precision: str | None = None,
+    data_parallel: str | None = None,
+    shard_size: int | None = None,
+    tensor_parallel_size: int = 1,
+    num_shards: int | None = None,
+    device: torch.device | str | None = None,
+    check_ranks: bool | str | Sequence[str] = True,
+    tensorboard_mode: core.TensorboardMode = core.TensorboardMode.OFF,
+    trackers: Sequence[core.Tracker | str] = (),
+) -> Iterator[PyTorchTrialContext]:
+    """Begin an attempt and yield the context that a trial is made with.
+
+    With several ranks (`launch`, Paceline's launcher, torchrun) the process group is made here if
+    it is not there yet: NCCL if each rank has a GPU, else gloo. All generators are seeded.
+
+    Args:
+        hparams: The hyperparameters, with `global_batch_size` if the trial reads a batch size; the
+            experiment's on a cluster.
+        distributed: The place among several ranks; found from the environment by default.
+        seed: The seed; the trial's on a cluster, else drawn and recorded for all attempts of the
+            run.
+        name: The run's name, see `core.init`.
+        resume: The run to go on with, see `core.init`.
+        checkpoint_storage: Where checkpoints go, see `core.init`.
+        precision: What the forward pass computes in: "fp32" (the default), "bf16" or "fp16", the
+            last two under torch's autocast, fp16 with gradient scaling.
+        data_parallel: How gradients are summed over the ranks: "flat", after the backward pass in
+            one buffer, "overlapped", during it in buckets (each the default: the latter for
+            several ranks with a GPU each, that NCCL joins), or "fsdp", where parameters, gradients
+            and optimizers are divided among the ranks too (FSDP2), for models that do not fit
+            otherwise; see docs/sharding.md. "horovod" is "flat" by Horovod's allreduce; see
+            docs/backends.md.
+        shard_size: With "fsdp", the number of ranks that hold one copy of a model together, such
+            as those of a node; it must divide the number of ranks. Gradients are summed over
+            all copies. By default all ranks hold one copy.
+        tensor_parallel_size: The number of neighbouring ranks that divide each model by the
+            tensor-parallel plan of `context.wrap_model`, and train on the same samples. It must
+            divide the number of ranks. With it, `data_parallel` is "flat" or "fsdp" and tells how
+            the groups sum gradients; `shard_size` counts groups. One process trains whole models.
+        num_shards: Into how many equal shards each global batch is cut; the number of ranks (or of
+            tensor-parallel groups) at the first start by default, and afterwards what the
+            checkpoint says. Fewer ranks run
+            several shards each and train on the same samples in every step.
+        device: Where this process trains: a GPU of its own by default, else the CPU. All ranks
+            must give the same kind.
+        check_ranks: Whether several ranks compare their parameters, the settings of their
+            optimizers and their buffers, at the start of training and before each checkpoint, to
+            stop if they have drifted apart; see docs/distributed.md. Or the names of tensors that
+            each rank has for itself, such as "*.queue". Statistics of batch norm are left out
+            anyway.
+        tensorboard_mode: Who writes TensorBoard files, see `core.init`.
+        trackers: What else shows the run, such as MLflow, see `core.init`.
+
+    Raises:
+        ValueError: `precision` or `data_parallel` is unknown, or both do not go together; or
+            `num_shards` is below 1; or `shard_size` is below 2 or given without "fsdp"; or
+            `tensor_parallel_size` does not divide the number of ranks.
+        TypeError: `check_ranks` is neither a bool nor names.
+        ImportError: `data_parallel` is "horovod", which is not installed.
+    """
+    chosen_data_parallel = None if data_parallel is None else DataParallel.of(data_parallel)
+    if precision is not None:
+        Precision.of(precision)
+    own_device = None if device is None else torch.device(device)
+    compared = ranks_to_check("check_ranks", check_ranks)
+
+    def make_context(beginning: Beginning) -> PyTorchTrialContext:
+        return PyTorchTrialContext(
+            beginning.core_context,
+            beginning.hparams,
+            beginning.core_context.seed,
+            precision=Precision.of(precision or precision_of(beginning.config) or "fp32"),
+            data_parallel=chosen_data_parallel,
+            shard_size=shard_size,
+            tensor_parallel_size=tensor_parallel_size,
+            num_shards=_num_shards(beginning.core_context, num_shards, tensor_parallel_size),
+            device=own_device,
+            given_seed=beginning.given_seed,
+            check_ranks=compared,
+        )
+
+    release_device_memory()
+    if chosen_data_parallel is DataParallel.HOROVOD:
+        distributed = join_horovod(distributed)
+    with begin_trial(
+        make_context,
+        join_ranks(distributed, own_device),
+        hparams=hparams,
+        seed=seed,
+        name=name,
+        resume=resume,
+        checkpoint_storage=checkpoint_storage,
+        tensorboard_mode=tensorboard_mode,
+        trackers=trackers,
+    ) as context:
+        yield context
+
+
+class Beginning(NamedTuple):
+    """What a context is made of when an attempt begins."""
+
+    core_context: core.Context
+    hparams: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    given_seed: int | None
+
+
+_Context = TypeVar("_Context", bound=PyTorchTrialContext)
+
+
+@contextmanager
+def begin_trial(
+    make_context: Callable[[Beginning], _Context],
+    distributed: core.DistributedContext | None,
+    *,
+    hparams: Mapping[str, Any] | None,
+    seed: int | None,
+    **options: Any,
+) -> Iterator[_Context]:
+    """Begin an attempt of ranks that are joined, and yield the context that was made.
+
+    Args:
+        make_context: Makes the context.
+        distributed: The place among several ranks.
+        hparams: The hyperparameters, unless the experiment has others.
+        seed: The seed, unless the trial has one.
+        options: Other options of `core.init`.
+    """
+    with core.init(distributed=distributed, seed=seed, hparams=hparams, **options) as core_context:
+        trial = core_context.info.trial if core_context.info is not None else None
+        logger.info("The seed is %d.", core_context.seed)
+        seed_everything(core_context.seed)
+        context = make_context(
+            Beginning(core_context, hparams, {}, seed)
+            if trial is None
+            else Beginning(core_context, trial.hparams, trial.config, None)
+        )
+        with context.exit_stack, suppress(Preempted):
+            yield context
+
+
+def _num_shards(
+    core_context: core.Context, given: int | None, tensor_parallel_size: int
+) -> int | None:
+    """Return what the checkpoint to go on from was cut into, else what was asked for."""
+    if given is not None:
+        check_count("num_shards", given)
+    latest, stored = core_context.latest_checkpoint, None
+    if latest is not None and core_context.distributed.rank == 0:
+        stored = core_context.checkpoint.get_metadata(latest).get("num_shards")
+    stored = core_context.distributed.broadcast(stored)
+    is_changed = stored is not None and given is not None and stored != given
+    if is_changed and core_context.distributed.rank == 0:
+        logger.warning("The checkpoint's %d shards are used instead of %d.", stored, given)
+    if stored or given:
+        return stored or given
+    # The launcher counts ranks.
+    most = shards_of_launcher()
+    return None if most is None else max(1, most // max(1, tensor_parallel_size))
+
+
+def launch(
+    main: Callable[..., Any],
+    num_workers: int,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
+    heartbeat_timeout_s: float | None = 30.0,
+    collective_timeout_s: float = 1800.0,
+) -> list[Any]:
+    """Run a function in several worker processes and return its values, in rank order.
+
+    `init()` in the function makes the process group. The function may be defined in the script or
+    in a cell of the notebook; what it uses from there travels with it. Returned tensors and models
+    arrive on the CPU.
+
+    A Ctrl-C reaches all workers: within `fit` the first one stores a checkpoint and ends the
+    training, a second one ends the workers. They also end when this process does.
+
+    Args:
+        main: The function.
+        num_workers: The number of workers; each takes one GPU if there are any.
+        args: The function's positional arguments.
+        kwargs: The function's keyword arguments.
+        max_restarts: How often the workers may be started again when one of them is lost or
+            raises. Training goes on from the run's last checkpoint then. The same exception twice
+            in a row is raised.
+        heartbeat_timeout_s: How long a worker may be stopped or hold Python's lock, in seconds;
+            None for ever.
+        collective_timeout_s: How long workers may wait for others in a collective operation, in
+            seconds. Then an error names those that are missing.
+
+    Raises:
+        TypeError: `main` cannot be called or `num_workers` is no number; as `NotSendableError`
+            if the function, an argument or a value that it returned cannot be pickled.
+        ValueError: `num_workers` is below 1, `max_restarts` below 0, or a timeout not above 0.
+        RuntimeError: This process is one of several workers itself; as `WorkerFailedError` if a
+            worker was killed or left by `sys.exit()`, also with exit code 0.
+        Exception: What the function raised on the rank that failed first. The whole traceback of
+            that rank is its cause.
+    """
+    if not callable(main):
+        raise TypeError(f"`main` must be a function, but got {type(main).__name__}.")
+    count(1)("num_workers", num_workers)
+    check_count("max_restarts", max_restarts, 0)
+    place = launched_place()
+    if place is not None:
+        raise RuntimeError(
+            "`launch` must be called in a process that works alone, but this is one of"
+            f" {place.size} workers of {place.launcher}. Hint: call `main` directly here, or start"
+            " the script with plain `python`."
+        )
+    return call_in_workers(
+        main,
+        num_workers,
+        args,
+        kwargs,
+        max_restarts=max_restarts,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        collective_timeout_s=collective_timeout_s,
+    )

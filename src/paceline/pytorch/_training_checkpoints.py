@@ -1,0 +1,378 @@
+"""Checkpoints of a training: when, in the background, from an earlier run."""
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from paceline import core
+from paceline._base.journal_records import CheckpointStored
+from paceline._base.run_directory import RunDirectory
+from paceline._training.engine.checkpoints.checkpoint_saver import (
+    BestValidation,
+    CheckpointRetention,
+    CheckpointSaver,
+    Destination,
+)
+from paceline.core._core_context import Context
+from paceline.core._run_storage import failing_together
+from paceline.core._run_summaries import read_checkpoints
+from paceline.pytorch._training_loop import TrainingLoop
+from paceline.storage._checkpoint_files import CheckpointWriteError, uuid_of_series
+from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
+from paceline.storage._storage_by_url import checkpoint_at
+from paceline.storage._uploads import UploadLimits
+
+ContinuousPeriod: TypeAlias = Literal["continuous"]
+"""A checkpoint period: the next checkpoint begins when the last one is stored."""
+
+CONTINUOUS: ContinuousPeriod = "continuous"
+
+_HOUR_S = 3600.0
+# Where storing fails at once, the next two failures would follow within the same moment, and the
+# third one ends training.
+_RETRY_S = 60.0
+
+
+class ContinuousSaves:
+    """Pace checkpoints, so that they take no more bytes than allowed, and do not fail in a row.
+
+    Args:
+        bytes_per_hour: How many bytes to store in an hour at most, on average since the last
+            checkpoint: each begins later by the share of the hour that the last one has used. None
+            for no limit.
+    """
+
+    def __init__(self, bytes_per_hour: int | None = None) -> None:
+        self._seconds_per_byte = 0.0 if bytes_per_hour is None else _HOUR_S / bytes_per_hour
+        self._begun_s = self._next_s = 0.0
+        self._retry_s: float | None = None
+
+    def carry_on(self, num_bytes: int, stored_s: float) -> None:
+        """Take in the last checkpoint of an earlier process of the run.
+
+        Args:
+            num_bytes: Its size.
+            stored_s: When it was stored, in seconds since the epoch.
+        """
+        self._next_s = time.monotonic() + num_bytes * self._seconds_per_byte
+        self._next_s -= max(time.time() - stored_s, 0.0)
+
+    def is_due(self, *, is_newest_lost: bool) -> bool:
+        """Tell whether the next one begins, where none is being stored.
+
+        Args:
+            is_newest_lost: Whether the newest one could not be stored.
+        """
+        now = time.monotonic()
+        if is_newest_lost:
+            if self._retry_s is None:
+                self._retry_s = now + _RETRY_S
+            if now < self._retry_s:
+                return False
+        return now >= self._next_s
+
+    def note_begun(self) -> None:
+        """Take in that a checkpoint begins, also one that was due for another reason."""
+        self._begun_s, self._retry_s = time.monotonic(), None
+
+    def note_stored(self, num_bytes: int) -> None:
+        """Take in the size of the checkpoint that was stored."""
+        self._next_s = max(self._next_s, self._begun_s) + num_bytes * self._seconds_per_byte
+
+
+logger = logging.getLogger(__name__)
+
+# For how long the chief waits for other ranks' parts of a checkpoint, in seconds, besides what an
+# object store may take to answer.
+_PARTS_S = 60.0
+_STORE_TRIES = 3
+_PARTS_AFTER_ERROR_S = 1.0
+
+
+class TrainingCheckpoints:
+    """Each rank stores its part of a checkpoint; the chief commits it when all parts are there.
+
+    Args:
+        core: The core context.
+        on_stored: Called with the UUID of each checkpoint that exists: at once on a chief that is
+            alone, else on every rank in the batch after the next checkpoint.
+
+    Attributes:
+        uuids: Those of the present call of `fit`, oldest first, as far as this rank knows.
+        latest: The newest there is, also from before; empty without one.
+        retention: On the chief, which ones to keep; None for all.
+        continuous: When the next one of continuous checkpoints begins.
+    """
+
+    def __init__(self, core: Context, on_stored: Callable[[str], None]) -> None:
+        self.uuids: list[str] = []
+        self.latest = ""
+        self.retention: CheckpointRetention | None = None
+        self.continuous = ContinuousSaves()
+        self._core = core
+        self._distributed = core.distributed
+        self._on_stored = on_stored
+        self._saver = CheckpointSaver(core.distributed.rank, core.distributed.local_size)
+        self._committed: list[CheckpointStored] = []
+        # With references both ways, a finished training would keep its models' memory.
+        commit = weakref.WeakMethod(self._take)
+        self._parts = core.checkpoint.parts(lambda stored: _call(commit(), stored))
+        self._series = ""
+        self._num_saves = self._num_announced = 0
+
+    @property
+    def _is_newest_lost(self) -> bool:
+        return self._saver.is_newest_lost or self._parts.is_newest_lost
+
+    def begin_series(self) -> None:
+        """Agree on the names of the checkpoints that follow; all ranks call it."""
+        is_chief = self._distributed.rank == 0
+        series = self._parts.new_series() if is_chief else ""
+        self._series = self._distributed.broadcast(series)
+
+    def forget_uuids(self) -> None:
+        """Forget those of an earlier call of `fit`."""
+        self.uuids, self._num_announced = [], 0
+
+    def kept_uuids(self) -> list[str]:
+        """Return those of the present call of `fit` that exist; all ranks call it."""
+        uuids = self.uuids if self.retention is None else self.retention.kept_of(self.uuids)
+        return self._distributed.broadcast(uuids)
+
+    def keep(self, best_validation: BestValidation, rules: RetentionRules) -> None:
+        """Have the chief delete checkpoints that rules do not keep; a master has its own rules."""
+        self.retention = None
+        if rules.is_empty or self._distributed.rank:
+            return
+        if self._core.info is not None and self._core.info.cluster_id:
+            logger.info("The checkpoints to keep are those of the master's rules.")
+            return
+        self.retention = CheckpointRetention(self._core, best_validation, rules)
+
+    def pace(self, bytes_per_hour: int | None) -> None:
+        """Have continuous checkpoints take no more bytes than allowed; None for no limit."""
+        self.continuous = ContinuousSaves(bytes_per_hour)
+        if bytes_per_hour is not None and self._distributed.rank == 0:
+            for stored in read_checkpoints(RunDirectory(self._core.run_dir))[-1:]:
+                self.continuous.carry_on(sum(stored.resources.values()), stored.time)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be stored, and note those that exist."""
+        self._saver.check()
+        self._note_committed()
+
+    def settle(self) -> None:
+        """Wait until the last part is stored."""
+        self._saver.settle()
+        self._note_committed()
+
+    def announce(self) -> None:
+        """Tell every rank of what was stored since the last time; all must call it."""
+        if self._distributed.size == 1:
+            return
+        self._note_committed()
+        news = self._distributed.broadcast(self.uuids[self._num_announced :])
+        if self._distributed.rank:
+            self.uuids += news
+            self.latest = news[-1] if news else self.latest
+        self._num_announced = len(self.uuids)
+        for uuid in news:
+            self._on_stored(uuid)
+
+    def save(
+        self,
+        parts: dict[str, Any],
+        metadata: Mapping[str, Any],
+        write_more: Callable[[Path], None],
+        begin: Callable[[Destination], Destination] = lambda destination: destination,
+        *,
+        reads_files: bool = False,
+    ) -> None:
+        """Store this rank's part in the background; see `CheckpointSaver.save`.
+
+        Args:
+            parts: The state.
+            metadata: The checkpoint's metadata.
+            write_more: Called in the thread with the directory before the commit.
+            begin: Stores what must be stored while training stands still, and returns where the
+                rest goes.
+            reads_files: Whether `write_more` may want all files in the directory.
+        """
+        self._num_saves += 1
+        self.continuous.note_begun()
+        uuid = uuid_of_series(self._series, self._num_saves)
+        destination = begin(self._parts.store(uuid, metadata))
+        storage = self._core.checkpoint.storage
+        sender_for = _no_sender if reads_files else storage.file_sender
+        self._saver.save(parts, destination, write_more, sender_for)
+
+    def store(self, loop: TrainingLoop) -> None:
+        """Store a checkpoint unless this step has one, and wait until it exists.
+
+        Raises:
+            CheckpointWriteError: Parts of some ranks are missing.
+        """
+        must = "All ranks must store their parts of a checkpoint"
+        with failing_together(self._distributed, must):
+            self._saver.settle()
+        if any(self._distributed.allgather(self._is_newest_lost)):
+            # What some rank could not store is stored once more, by all.
+            loop.last_checkpoint = None
+        loop.save()
+        try:
+            with failing_together(self._distributed, must):
+                self._saver.finish()
+            self._await_parts(is_failing=False)
+        except BaseException:
+            loop.last_checkpoint = None
+            raise
+        self.announce()
+
+    def wants_next(self) -> bool:
+        """Tell whether the next one of continuous checkpoints begins, as this rank sees it.
+
+        The chief sees when the last one is whole. Another rank wants one if its part was lost.
+        """
+        is_chief, is_lost = self._distributed.rank == 0, self._is_newest_lost
+        if self._saver.is_storing or (self._parts.num_pending if is_chief else not is_lost):
+            return False
+        return self.continuous.is_due(is_newest_lost=is_lost)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Wait for the checkpoint that is being stored.
+
+        Args:
+            error: What has ended the training, if it has failed.
+        """
+        try:
+            # A second Ctrl-C means now: what is being stored stays without a manifest.
+            if self._num_saves and not isinstance(error, KeyboardInterrupt):
+                self._saver.finish()
+                # After an error, other ranks may never store their parts.
+                self._await_parts(is_failing=error is not None)
+        finally:
+            self._parts.close()
+
+    # ---- small parts ---------------------------------------------------------------------
+
+    def _take(self, stored: CheckpointStored) -> None:
+        """Take in a committed checkpoint, in the thread that has committed it."""
+        self._committed.append(stored)
+        if self.retention is not None:
+            self.retention.note_checkpoint(stored)
+
+    def _await_parts(self, *, is_failing: bool) -> None:
+        """Wait, on the chief, until the checkpoints are committed that all ranks have stored."""
+        patience_s = _PARTS_S
+        if self._core.checkpoint.storage.is_remote:
+            patience_s += _STORE_TRIES * UploadLimits.from_environment().part_s
+        num_lacking = self._parts.finish(
+            timeout_s=_PARTS_AFTER_ERROR_S if is_failing else patience_s
+        )
+        self._note_committed()
+        if num_lacking and not is_failing:
+            raise CheckpointWriteError(
+                f"A checkpoint must have the parts of all ranks within {patience_s:.0f} s, but"
+                f" lacks some in {self._core.checkpoint.storage.url!r}. Hint: all ranks must see"
+                " the same storage, such as a shared file system."
+            )
+
+    def _note_committed(self) -> None:
+        self._parts.check()
+        while self._committed:
+            stored = self._committed.pop(0)
+            self.continuous.note_stored(sum(stored.resources.values()))
+            self.uuids.append(stored.uuid)
+            self.latest = stored.uuid
+            if self._distributed.size == 1:
+                self._on_stored(stored.uuid)
+
+
+def _call(function: Callable[[CheckpointStored], None] | None, stored: CheckpointStored) -> None:
+    if function is not None:
+        function(stored)
+
+
+def _no_sender(directory: Path) -> None:
+    """Have all files written to the directory."""
+
+
+_FINISHED = (core.RunState.COMPLETED, core.RunState.RUNNING)
+
+
+class EarlierState(NamedTuple):
+    """A checkpoint, and the storage that holds it; None is the run's own."""
+
+    uuid: str
+    storage: CheckpointStorage | None = None
+
+
+def state_at(place: str) -> EarlierState:
+    """Return the state of a checkpoint of the run, or of one at a path or URL."""
+    if "/" not in place:
+        return EarlierState(place)
+    storage, uuid = checkpoint_at(place)
+    return EarlierState(uuid, storage)
+
+
+def earlier_state(
+    core_context: core.Context, resume: str | os.PathLike[str]
+) -> EarlierState | None:
+    """Return the newest state of an earlier run, the same on every rank.
+
+    Args:
+        core_context: The context of the new run.
+        resume: "auto" for the newest run of the same name, unless it is completed; a run directory;
+            or the URL of a checkpoint.
+
+    Returns:
+        None if there is no such run or it has no checkpoint.
+
+    Raises:
+        NotARunDirectoryError: The directory is none.
+        CheckpointCorruptError: All its checkpoints are damaged.
+    """
+    if isinstance(resume, str) and "://" in resume:
+        return state_at(resume)
+    path, state = None, None
+    if core_context.distributed.rank == 0:
+        path = _newest(core_context) if resume == "auto" else Path(resume)
+        if path is not None:
+            storage, uuid = core.restorable_checkpoint(path)
+            state = EarlierState(uuid, storage) if uuid is not None else None
+    path, state = core_context.distributed.broadcast((path, state))
+    if state is None:
+        logger.info("There is no state of an earlier run to begin with.")
+    else:
+        logger.info("Beginning with the state of %s.", path)
+    return state
+
+
+def asked_state(
+    core_context: core.Context,
+    latest_checkpoint: str | None,
+    resume: str | os.PathLike[str] | None,
+) -> EarlierState | None:
+    """Return the state that a user asks for; None for what the run goes on from by itself.
+
+    Args:
+        core_context: The context of the run.
+        latest_checkpoint: A checkpoint of the run, or the path or URL of one.
+        resume: See `earlier_state`; it is for a new run without a master.
+    """
+    if latest_checkpoint is not None:
+        return state_at(latest_checkpoint)
+    is_new = core_context.latest_checkpoint is None and core_context.info is None
+    return earlier_state(core_context, resume) if resume is not None and is_new else None
+
+
+def _newest(core_context: core.Context) -> Path | None:
+    own = RunDirectory(core_context.run_dir).read_info()
+    run = core.newest_run_named(core_context.run_dir.parent, own.name, before=own)
+    if run is None or core.summarize_run(run.path).state in _FINISHED:
+        return None
+    return run.path

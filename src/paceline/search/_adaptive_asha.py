@@ -1,0 +1,493 @@
+"""Adaptive ASHA: rungs, asynchronous halving brackets.
+
+Also: and the division of a search among brackets.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from paceline.search._hyperparameter_space import Space
+from paceline.search._search_method import (
+    BracketPlan,
+    BracketView,
+    Create,
+    Decision,
+    ExitReason,
+    Operation,
+    RungEntry,
+    RungView,
+    SearchConfig,
+    SearchMethod,
+    Stop,
+    Train,
+    TrialMaker,
+    as_fraction,
+    check_integer,
+    check_same_setup,
+    encode_search_float,
+    floor_log,
+    floor_power,
+    keep_count,
+    rung_units,
+)
+
+
+class Rung:
+    """Hold a rung's entries in ranked order, where smaller values are better.
+
+    Numbers are kept in two parallel lists, so that a search among 100,000 entries compares plain
+    floats. Entries without a finite number (NaN, infinity, or a trial that failed) rank behind all
+    of them.
+    """
+
+    __slots__ = ("_ids", "_unranked", "_values", "units")
+
+    def __init__(self, units: int) -> None:
+        self.units = units
+        self._values: list[float] = []
+        self._ids: list[str] = []
+        self._unranked: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._values) + len(self._unranked)
+
+    def __iter__(self) -> Iterator[tuple[str, float]]:
+        """Iterate over request ids and values, the best first; the last ones may be NaN."""
+        yield from zip(self._ids, self._values, strict=True)
+        for request_id in self._unranked:
+            yield request_id, math.nan
+
+    def insert(self, request_id: str, value: float) -> int:
+        """Insert an entry behind those that are equal or better and return its rank from 0."""
+        if not math.isfinite(value):
+            self._unranked.append(request_id)
+            return len(self) - 1
+        rank = bisect_right(self._values, value)
+        self._values.insert(rank, value)
+        self._ids.insert(rank, request_id)
+        return rank
+
+    def remove(self, request_id: str) -> None:
+        """Remove a trial's entry, which takes time in proportion to the rung's size."""
+        if request_id in self._unranked:
+            self._unranked.remove(request_id)
+            return
+        rank = self._ids.index(request_id)
+        del self._ids[rank], self._values[rank]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the entries as JSON-able data."""
+        return {
+            "units": self.units,
+            "values": [encode_search_float(value) for value in self._values],
+            "ids": list(self._ids),
+            "unranked": list(self._unranked),
+        }
+
+    def load(self, snapshot: dict[str, Any]) -> None:
+        """Take the entries over from a snapshot."""
+        self._values = [float(value) for value in snapshot["values"]]
+        self._ids = list(snapshot["ids"])
+        self._unranked = list(snapshot["unranked"])
+
+
+class _Fate(str, Enum):
+    TRAINING = "training"
+    STOPPED = "stopped"
+    ENDED = "ended"
+    """It completed by itself below the top rung."""
+    FAILED = "failed"
+    INVALID = "invalid"
+
+
+@dataclass(slots=True)
+class _Entrant:
+    rung: int = 0
+    """The rung that the trial trains towards, or at which it ended."""
+    fate: _Fate = _Fate.TRAINING
+
+
+class HalvingMethod(SearchMethod):
+    """Run one bracket."""
+
+    def __init__(
+        self,
+        maker: TrialMaker,
+        plan: BracketPlan,
+        *,
+        smaller_is_better: bool,
+    ) -> None:
+        self._maker = maker
+        self._plan = plan
+        self._divisor = plan.divisor
+        self._smaller_is_better = smaller_is_better
+        self._rungs = [Rung(units) for units in plan.units]
+        self._entrants: dict[str, _Entrant] = {}
+        self._num_invalid = 0
+
+    def start(self) -> list[Operation]:
+        """Return the operations that create the first trials."""
+        operations: list[Operation] = []
+        for _ in range(min(self._plan.concurrent, self._plan.trials)):
+            operations += self._refill()
+        return operations
+
+    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+        """Decide at each rung that the trial has reached, once for each.
+
+        A metric that is not finite never passes a rung, not even an empty one.
+        """
+        entrant = self._entrants[request_id]
+        rung_before = entrant.rung
+        value = metric if self._smaller_is_better else -metric
+        # One report of a trial that reports rarely may clear several rungs.
+        while time >= self._rungs[entrant.rung].units:
+            rung = self._rungs[entrant.rung]
+            rank = rung.insert(request_id, value)
+            is_top = entrant.rung == len(self._rungs) - 1
+            is_kept = math.isfinite(value) and rank < keep_count(len(rung), self._divisor)
+            if is_top or not is_kept:
+                entrant.fate = _Fate.STOPPED
+                return [Stop(request_id=request_id), *self._refill()]
+            entrant.rung += 1
+        if entrant.rung == rung_before:
+            return []
+        return [Train(request_id=request_id, length=self._rungs[entrant.rung].units)]
+
+    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+        """Replace a trial that was not stopped, as far as the budget allows.
+
+        A failed trial ranks last in the rung that it was training towards. Invalid
+        hyperparameters take no part: their entries go, and they do not count.
+        """
+        if is_stopped:
+            return []
+        entrant = self._entrants[request_id]
+        if reason is ExitReason.COMPLETED:
+            entrant.fate = _Fate.ENDED
+        elif reason is ExitReason.INVALID_HP:
+            entrant.fate = _Fate.INVALID
+            self._num_invalid += 1
+            for rung in self._rungs[: entrant.rung]:
+                rung.remove(request_id)
+        else:
+            entrant.fate = _Fate.FAILED
+            self._rungs[entrant.rung].insert(request_id, math.nan)
+        return self._refill()
+
+    def num_trials(self, num_invalid: int) -> int:
+        """Return the bracket's number: trials with invalid hyperparameters are replaced."""
+        return self._plan.trials
+
+    def trained_share(self, time: float) -> float:
+        """Return the part of the time at the top rung."""
+        return time / self._plan.units[-1]
+
+    def brackets(self) -> tuple[BracketView, ...]:
+        """Return a view of the bracket."""
+        waiting: list[list[str]] = [[] for _ in self._rungs]
+        for request_id, entrant in self._entrants.items():
+            if entrant.fate is _Fate.TRAINING:
+                waiting[entrant.rung].append(request_id)
+        return (
+            BracketView(
+                max_trials=self._plan.trials,
+                max_concurrent_trials=self._plan.concurrent,
+                num_created=len(self._entrants),
+                num_invalid=self._num_invalid,
+                rungs=tuple(self._rung_view(i, ids) for i, ids in enumerate(waiting)),
+            ),
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the method's state as JSON-able data."""
+        return {
+            "rungs": [rung.snapshot() for rung in self._rungs],
+            "entrants": [[key, e.rung, e.fate.value] for key, e in self._entrants.items()],
+        }
+
+    def load(self, snapshot: dict[str, Any]) -> None:
+        """Take the state over from a snapshot.
+
+        Raises:
+            ValueError: If the snapshot comes from a bracket with other rungs.
+        """
+        theirs = [rung["units"] for rung in snapshot["rungs"]]
+        check_same_setup("rungs", list(self._plan.units), theirs)
+        for rung, stored in zip(self._rungs, snapshot["rungs"], strict=True):
+            rung.load(stored)
+        self._entrants = {
+            request_id: _Entrant(rung=rung, fate=_Fate(fate))
+            for request_id, rung, fate in snapshot["entrants"]
+        }
+        self._num_invalid = sum(e.fate is _Fate.INVALID for e in self._entrants.values())
+
+    def entrants(self) -> tuple[str, ...]:
+        """Return the request ids of all trials of the bracket."""
+        return tuple(self._entrants)
+
+    def _refill(self) -> list[Operation]:
+        if len(self._entrants) - self._num_invalid >= self._plan.trials:
+            return []
+        create = self._maker.sampled()
+        self._entrants[create.request_id] = _Entrant()
+        return [create, Train(request_id=create.request_id, length=self._rungs[0].units)]
+
+    def _rung_view(self, index: int, waiting: list[str]) -> RungView:
+        ranked = []
+        for request_id, value in self._rungs[index]:
+            decision = self._decision(self._entrants[request_id], index)
+            metric = value if self._smaller_is_better else -value
+            ranked.append(
+                RungEntry(
+                    request_id=request_id,
+                    metric=None if decision is Decision.FAILED else metric,
+                    decision=decision,
+                )
+            )
+        ahead = [RungEntry(request_id=i, metric=None, decision=Decision.WAITING) for i in waiting]
+        return RungView(units=self._rungs[index].units, entries=(*ranked, *ahead))
+
+    def _decision(self, entrant: _Entrant, index: int) -> Decision:
+        if entrant.rung > index:
+            return Decision.CONTINUED
+        if entrant.fate is _Fate.FAILED:
+            return Decision.FAILED
+        return Decision.FINISHED if index == len(self._rungs) - 1 else Decision.STOPPED
+
+
+class Mode(str, Enum):
+    """Say how early adaptive ASHA dares to stop trials, by the brackets it runs."""
+
+    STANDARD = "standard"
+    CONSERVATIVE = "conservative"
+    AGGRESSIVE = "aggressive"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HalvingConfig(SearchConfig):
+    max_trials: int
+    max_time: int
+    """The time, in units of the time metric, that the best trials train to."""
+    time_metric: str
+    divisor: float = 4
+    """At each rung one of `divisor` trials goes on."""
+    max_concurrent_trials: int = 16
+
+    def __post_init__(self) -> None:
+        SearchConfig.__post_init__(self)
+        check_integer("max_trials", self.max_trials, least=1)
+        check_integer("max_time", self.max_time, least=1)
+        check_integer("max_concurrent_trials", self.max_concurrent_trials, least=0)
+        divisor: Any = self.divisor
+        if (
+            isinstance(divisor, bool)
+            or not isinstance(divisor, int | float)
+            or not 1 < divisor < math.inf
+        ):
+            raise ValueError(
+                f"`divisor` must be a number greater than 1, but got {divisor!r}.\n"
+                "Hint: 4 is the default; 3 stops fewer trials at each rung."
+            )
+
+    def make_method(self, maker: TrialMaker) -> SearchMethod:
+        """Return the method."""
+        return AdaptiveAshaMethod.of(self, maker)
+
+    def num_planned(self, space: Space) -> int:
+        """Return the configured number."""
+        return self.max_trials
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AsyncHalvingConfig(_HalvingConfig):
+    """Stop weak trials early at rungs of one bracket."""
+
+    num_rungs: int
+
+    kind: ClassVar[str] = "async_halving"
+
+    def __post_init__(self) -> None:
+        _HalvingConfig.__post_init__(self)
+        check_integer("num_rungs", self.num_rungs, least=1)
+
+    def bracket_plans(self) -> tuple[BracketPlan, ...]:
+        """Return the bracket that the search will run."""
+        divisor = as_fraction(self.divisor)
+        # Without a cap, just enough trials begin for one of them to reach the top.
+        enough = floor_power(divisor, self.num_rungs - 1, self.max_trials)
+        return (
+            BracketPlan(
+                units=rung_units(self.num_rungs, self.max_time, divisor),
+                trials=self.max_trials,
+                concurrent=self.max_concurrent_trials or enough,
+                divisor=divisor,
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptiveAshaConfig(_HalvingConfig):
+    """Stop weak trials early in several brackets, which differ in how early they dare to."""
+
+    mode: Mode = Mode.STANDARD
+    max_rungs: int = 5
+    bracket_rungs: tuple[int, ...] = ()
+    """The number of rungs of each bracket; if given, `mode` and `max_rungs` have no say."""
+
+    kind: ClassVar[str] = "adaptive_asha"
+
+    def __post_init__(self) -> None:
+        _HalvingConfig.__post_init__(self)
+        check_integer("max_rungs", self.max_rungs, least=1)
+        try:
+            object.__setattr__(self, "mode", Mode(self.mode))
+        except ValueError:
+            raise ValueError(
+                "`mode` must be one of `standard`, `conservative` and `aggressive`, "
+                f"but got {self.mode!r}.\nHint: leave it out for `standard`."
+            ) from None
+        object.__setattr__(self, "bracket_rungs", tuple(self.bracket_rungs))
+        for index, rungs in enumerate(self.bracket_rungs):
+            check_integer(f"bracket_rungs[{index}]", rungs, least=1)
+
+    def bracket_plans(self) -> tuple[BracketPlan, ...]:
+        """Return the brackets that the search will run, the deepest first."""
+        divisor = as_fraction(self.divisor)
+        rungs = bracket_rungs(self)
+        trials = bracket_trials(self.max_trials, divisor, rungs)
+        concurrency = bracket_concurrency(self.max_concurrent_trials, divisor, trials)
+        # Brackets that got no trials drop out here.
+        return tuple(
+            BracketPlan(
+                units=rung_units(depth, self.max_time, divisor),
+                trials=number,
+                concurrent=cap,
+                divisor=divisor,
+            )
+            for depth, number, cap in zip(rungs, trials, concurrency, strict=False)
+        )
+
+
+def bracket_rungs(config: AdaptiveAshaConfig) -> tuple[int, ...]:
+    """Return the number of rungs of each bracket, the deepest first."""
+    if config.bracket_rungs:
+        return tuple(sorted(config.bracket_rungs, reverse=True))
+    divisor = as_fraction(config.divisor)
+    most = config.max_rungs - 1
+    deepest = 1 + min(
+        floor_log(config.max_time, divisor, most), floor_log(config.max_trials, divisor, most)
+    )
+    shallowest = {
+        Mode.CONSERVATIVE: 1,
+        Mode.STANDARD: (deepest - 1) // 2 + 1,
+        Mode.AGGRESSIVE: deepest,
+    }[config.mode]
+    return tuple(range(deepest, shallowest - 1, -1))
+
+
+def bracket_trials(max_trials: int, divisor: Fraction, rungs: tuple[int, ...]) -> tuple[int, ...]:
+    """Divide the trials among brackets, at least one for each and never more in sum.
+
+    When there are fewer trials than brackets, the last brackets get none.
+    """
+    rungs = rungs[:max_trials]
+    weights = [divisor ** (depth - 1) / depth for depth in rungs]
+    total = sum(weights)
+    trials = [max(int(weight / total * max_trials), 1) for weight in weights]
+    trials[0] += max(max_trials - sum(trials), 0)
+    while sum(trials) > max_trials:
+        # The minimum of one has been given on credit: the largest bracket pays it back.
+        trials[trials.index(max(trials))] -= 1
+    return tuple(trials)
+
+
+def bracket_concurrency(
+    max_concurrent_trials: int, divisor: Fraction, trials: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Divide the concurrent trials among brackets, at least one for each; 0 chooses a number."""
+    num_brackets = len(trials)
+    if max_concurrent_trials == 0:
+        return (max(trials[-1], int(divisor)),) * num_brackets
+    each, rest = divmod(max(max_concurrent_trials, num_brackets), num_brackets)
+    return tuple(each + (index < rest) for index in range(num_brackets))
+
+
+class AdaptiveAshaMethod(SearchMethod):
+    """Run several brackets, each with its own trials."""
+
+    def __init__(self, brackets: tuple[HalvingMethod, ...]) -> None:
+        self._brackets = brackets
+        self._owners: dict[str, HalvingMethod] = {}
+
+    @classmethod
+    def of(cls, config: _HalvingConfig, maker: TrialMaker) -> AdaptiveAshaMethod:
+        """Make the method that a configuration asks for; async halving is its one-bracket form."""
+        return cls(
+            tuple(
+                HalvingMethod(
+                    maker,
+                    plan,
+                    smaller_is_better=config.smaller_is_better,
+                )
+                for plan in config.bracket_plans()
+            )
+        )
+
+    def start(self) -> list[Operation]:
+        """Return the operations that create the first trials, bracket by bracket."""
+        operations: list[Operation] = []
+        for bracket in self._brackets:
+            operations += self._own(bracket, bracket.start())
+        return operations
+
+    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+        """Hand the report to the bracket that created the trial."""
+        bracket = self._owners[request_id]
+        return self._own(bracket, bracket.reported(request_id, time, metric))
+
+    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+        """Hand the end to the bracket that created the trial."""
+        bracket = self._owners[request_id]
+        return self._own(bracket, bracket.exited(request_id, reason, is_stopped))
+
+    def num_trials(self, num_invalid: int) -> int:
+        """Return the number of trials of all brackets."""
+        return sum(bracket.num_trials(0) for bracket in self._brackets)
+
+    def trained_share(self, time: float) -> float:
+        """Return the part of the longest time, to which the top rungs of all brackets train."""
+        return self._brackets[0].trained_share(time)
+
+    def brackets(self) -> tuple[BracketView, ...]:
+        """Return a view of the brackets, the deepest first."""
+        return tuple(view for bracket in self._brackets for view in bracket.brackets())
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the method's state as JSON-able data."""
+        return {"brackets": [bracket.snapshot() for bracket in self._brackets]}
+
+    def load(self, snapshot: dict[str, Any]) -> None:
+        """Take the state over from a snapshot.
+
+        Raises:
+            ValueError: If the snapshot comes from another configuration.
+        """
+        check_same_setup("brackets", len(self._brackets), len(snapshot["brackets"]))
+        self._owners = {}
+        for bracket, stored in zip(self._brackets, snapshot["brackets"], strict=True):
+            bracket.load(stored)
+            self._owners |= dict.fromkeys(bracket.entrants(), bracket)
+
+    def _own(self, bracket: HalvingMethod, operations: list[Operation]) -> list[Operation]:
+        for operation in operations:
+            if isinstance(operation, Create):
+                self._owners[operation.request_id] = bracket
+        return operations

@@ -1,0 +1,421 @@
+"""Base class of search methods: configuration, inputs, operations, views of brackets.
+
+Also: and errors.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from paceline._base.arguments_and_errors import PicklableError
+from paceline.search._hyperparameter_space import Rng, Space, SpaceError
+
+
+class SearchMethodError(PicklableError, RuntimeError):
+    """Raised when the code of a search method fails, or returns what it must not."""
+
+
+@contextmanager
+def method_errors(
+    name: str, part: str, *, expected: type[Exception] = SpaceError
+) -> Iterator[None]:
+    """Name the search method and the part of it that runs in whatever it raises.
+
+    Args:
+        name: The name of the method.
+        part: The part of it that is about to run.
+        expected: What that part may well raise; it passes as it is.
+
+    Raises:
+        SearchMethodError: If the code inside raises anything else.
+    """
+    try:
+        yield
+    except (expected, SearchMethodError):
+        raise
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise SearchMethodError(
+            f"The search method `{name}` failed in `{part}`: {what} "
+            f"({Path(at.filename).name}, line {at.lineno}).\n"
+            "Hint: mend the method; `paceline.testing.check_search_method` tries all its parts."
+        ) from error
+
+
+class ExitReason(str, Enum):
+    """Tell why a trial ended."""
+
+    COMPLETED = "completed"
+    ERROR = "error"
+    CANCELED = "canceled"
+    INVALID_HP = "invalid_hp"
+
+
+class Started(msgspec.Struct, frozen=True, tag="started", kw_only=True):
+    """Begin the search; the first input, given once."""
+
+
+class Reported(msgspec.Struct, frozen=True, tag="reported", kw_only=True):
+    """Tell one validation result of a trial.
+
+    `time` is the trial's absolute training time, in the unit of the search's time metric. A
+    report at a time that is not finite changes nothing.
+    `metric` is the searched metric as the trial reported it; what is not finite ranks behind every
+    finite number.
+    """
+
+    request_id: str
+    time: float
+    metric: float
+
+
+class Progressed(msgspec.Struct, frozen=True, tag="progressed", kw_only=True):
+    """Tell how far a trial says it is, from 0 to 1."""
+
+    request_id: str
+    progress: float
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited", kw_only=True):
+    """Tell that a trial has ended for good and why."""
+
+    request_id: str
+    reason: ExitReason
+
+
+class Create(msgspec.Struct, frozen=True, tag="create", kw_only=True):
+    """Ask for a new trial with these hyperparameters."""
+
+    request_id: str
+    trial_seed: int
+    hparams: dict[str, Any]
+
+
+class Train(msgspec.Struct, frozen=True, tag="train", kw_only=True):
+    """Set the absolute length that a trial should train to next."""
+
+    request_id: str
+    length: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop", kw_only=True):
+    """Say that the search wants no more of a trial."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", kw_only=True):
+    """End the search: every trial it asked for has ended."""
+
+    failure: bool
+    cancel: bool
+
+
+Input = Started | Reported | Progressed | Exited
+Operation = Create | Train | Stop | Shutdown
+
+
+def encode_search_float(number: float) -> float | str:
+    """Encode a float for JSON, which knows no NaN and no infinities."""
+    if math.isfinite(number):
+        return number
+    return "nan" if math.isnan(number) else "inf" if number > 0 else "-inf"
+
+
+def message_to_json(message: Input | Operation) -> str:
+    """Encode an input or an operation as JSON that keeps NaN and infinities."""
+    fields = msgspec.to_builtins(message)
+    for name, value in fields.items():
+        if isinstance(value, float):
+            fields[name] = encode_search_float(value)
+    return msgspec.json.encode(fields).decode()
+
+
+def input_from_json(text: str | bytes) -> Input:
+    """Decode what `message_to_json` made of an input.
+
+    Raises:
+        msgspec.ValidationError: If the text is JSON but no input.
+        msgspec.DecodeError: If the text is not JSON.
+    """
+    # Lax decoding is what turns the strings "nan", "inf" and "-inf" back into floats.
+    decoded: Input = msgspec.json.decode(text, type=Input, strict=False)
+    return decoded
+
+
+def operation_from_json(text: str | bytes) -> Operation:
+    """Decode what `message_to_json` made of an operation.
+
+    Raises:
+        msgspec.ValidationError: If the text is JSON but no operation.
+        msgspec.DecodeError: If the text is not JSON.
+    """
+    decoded: Operation = msgspec.json.decode(text, type=Operation)
+    return decoded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BracketPlan:
+    """Say how one bracket of a halving search will run."""
+
+    units: tuple[int, ...]
+    """The absolute training time at each rung."""
+    trials: int
+    concurrent: int
+    divisor: Fraction
+    """At each rung one of `divisor` trials goes on."""
+
+    @property
+    def rungs(self) -> int:
+        """Return the number of rungs."""
+        return len(self.units)
+
+
+class Decision(str, Enum):
+    """Say what became of a trial at a rung."""
+
+    CONTINUED = "continued"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    """It has trained to the top rung."""
+    FAILED = "failed"
+    """It ended on its way to the rung and ranks last there."""
+    WAITING = "waiting"
+    """It is training towards the rung."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RungEntry:
+    """Show one trial at one rung."""
+
+    request_id: str
+    metric: float | None
+    """The metric as reported; None if the trial is waiting or failed."""
+    decision: Decision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RungView:
+    """Show one rung: ranked entries first, the best in front, then those that wait."""
+
+    units: int
+    """The absolute training time at which the rung decides."""
+    entries: tuple[RungEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BracketView:
+    """Show one bracket of a halving search."""
+
+    max_trials: int
+    max_concurrent_trials: int
+    num_created: int
+    num_invalid: int
+    rungs: tuple[RungView, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialView:
+    """Show what a search knows about one trial."""
+
+    request_id: str
+    is_stopped: bool
+    """The search wants no more of it."""
+    exit_reason: ExitReason | None
+    """None while the trial has not ended."""
+    progress: float
+    """From 0 to 1, as the trial tells; 1 once it has ended."""
+
+
+class TrialMaker:
+    """Make trials from a space and a random stream, in the order in which draws are promised."""
+
+    __slots__ = ("_rng", "space")
+
+    def __init__(self, space: Space, rng: Rng) -> None:
+        self.space = space
+        self._rng = rng
+
+    def sampled(self) -> Create:
+        """Make a trial with random hyperparameters."""
+        return self._make(self.space.sample(self._rng))
+
+    def at_grid_point(self, index: int) -> Create:
+        """Make a trial for a point of the grid."""
+        return self._make(self.space.grid_point(index))
+
+    def _make(self, hparams: dict[str, Any]) -> Create:
+        return Create(
+            request_id=self._rng.request_id(),
+            trial_seed=self._rng.trial_seed(),
+            hparams=hparams,
+        )
+
+
+class SearchMethod(ABC):
+    """Decide which trials to create and which to stop.
+
+    Implementations override all abstract methods. They hold plain state, are called from one
+    thread, and may rely on `Search` for this: `start` comes once and first; every request id is
+    one that the method created; a trial's report comes neither after its stop nor after its exit;
+    a trial exits once.
+    """
+
+    @abstractmethod
+    def start(self) -> list[Operation]:
+        """Return the operations that create the first trials."""
+
+    @abstractmethod
+    def reported(self, request_id: str, time: float, metric: float) -> list[Operation]:
+        """Take one validation report of a trial that trains."""
+
+    @abstractmethod
+    def exited(self, request_id: str, reason: ExitReason, is_stopped: bool) -> list[Operation]:
+        """Take a trial's end; `is_stopped` tells that the method had stopped it before."""
+
+    @abstractmethod
+    def num_trials(self, num_invalid: int) -> int:
+        """Return how many trials the search counts, with those that it has yet to create.
+
+        `num_invalid` of those created so far had invalid hyperparameters; they do not count.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """Return the method's state as JSON-able data."""
+
+    @abstractmethod
+    def load(self, snapshot: dict[str, Any]) -> None:
+        """Take the state over from a snapshot of a method with the same configuration.
+
+        Raises:
+            ValueError: If the snapshot comes from another configuration.
+        """
+
+    def trained_share(self, time: float) -> float:
+        """Return the part of a trial's full length that ends at `time`.
+
+        It is 0 for methods that do not know how long their trials train.
+        """
+        return 0.0
+
+    def brackets(self) -> tuple[BracketView, ...]:
+        """Return a view of the brackets; methods without rungs have none."""
+        return ()
+
+
+def check_same_setup(name: str, ours: object, theirs: object) -> None:
+    """Refuse a snapshot that was taken under another configuration.
+
+    Raises:
+        ValueError: If the two differ.
+    """
+    if ours != theirs:
+        raise ValueError(
+            f"A search's snapshot must come from the same configuration, where `{name}` is "
+            f"{ours!r}, but got {theirs!r}.\n"
+            "Hint: restore with the configuration and hyperparameters that the search began with."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchConfig(ABC):
+    """The configuration of a search method, as plain data; one subclass for each method.
+
+    Attributes:
+        metric: The validation metric that is searched for.
+        smaller_is_better: Whether smaller values of it are better.
+        kind: The name of the method.
+    """
+
+    metric: str
+    smaller_is_better: bool = True
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ValueError(
+                f"`metric` must name a validation metric, but got {self.metric!r}.\n"
+                'Hint: write for example `metric: "validation_loss"`.'
+            )
+
+    @abstractmethod
+    def make_method(self, maker: TrialMaker) -> SearchMethod:
+        """Return the method, which makes its trials by `maker`."""
+
+    @abstractmethod
+    def num_planned(self, space: Space) -> int:
+        """Return how many trials the search will have, for its preview."""
+
+    def bracket_plans(self) -> tuple[BracketPlan, ...]:
+        """Return the brackets that the search will run; methods without rungs have none."""
+        return ()
+
+
+def check_integer(name: str, value: Any, *, least: int) -> None:
+    """Raise a ValueError unless a field is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"`{name}` must be an integer of at least {least}, but got {value!r}.\n"
+            f"Hint: set `searcher.{name}` to {least} or more."
+        )
+
+
+def check_optional_length(value: int | None) -> None:
+    """Raise a ValueError unless `max_length` is None or a length."""
+    if value is not None:
+        check_integer("max_length", value, least=1)
+
+
+def as_fraction(number: float) -> Fraction:
+    """Return the number that was written: 1.1 means 11/10, not its nearest binary float."""
+    return Fraction(number) if isinstance(number, int) else Fraction(repr(float(number)))
+
+
+def floor_log(number: int, base: Fraction, at_most: int) -> int:
+    """Return the largest k <= `at_most` with base**k <= number, for number >= 1 and base > 1."""
+    exponent = 0
+    power = base
+    while exponent < at_most and power <= number:
+        exponent += 1
+        power *= base
+    return exponent
+
+
+def floor_power(base: Fraction, exponent: int, at_most: int) -> int:
+    """Return base**exponent rounded down, but no more than `at_most`."""
+    power = Fraction(1)
+    for _ in range(exponent):
+        power *= base
+        if power >= at_most:
+            return at_most
+    return min(int(power), at_most)
+
+
+def keep_count(num_entries: int, divisor: Fraction) -> int:
+    """Return how many of a rung's entries are good enough to go on, at least one."""
+    return max(num_entries * divisor.denominator // divisor.numerator, 1)
+
+
+def rung_units(num_rungs: int, max_time: int, divisor: Fraction) -> tuple[int, ...]:
+    """Return the absolute training time at which each rung decides, shortest first."""
+    units = []
+    time = Fraction(max_time)
+    for _ in range(num_rungs):
+        units.append(max(int(time), 1))
+        if time >= 1:
+            time /= divisor
+    return tuple(reversed(units))

@@ -1,0 +1,497 @@
+"""Checkpoints in a bucket of S3 or a container of Azure, reached by obstore."""
+
+import importlib.util
+import logging
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    GenericError,
+    NotFoundError,
+    PreconditionError,
+)
+from obstore.store import AzureStore, S3Store
+
+from paceline.storage._bucket_requests import (
+    MACHINE_CREDENTIALS,
+    PatientCalls,
+    may_pass,
+    part_of,
+    words_of,
+)
+from paceline.storage._checkpoint_files import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriteError,
+    FileEntry,
+)
+from paceline.storage._object_storage import ObjectStorage, StoredObject
+from paceline.storage._uploads import (
+    FileSender,
+    FileUpload,
+    MemoryUpload,
+    ShardUpload,
+    Upload,
+    UploadLimits,
+    limit_hint,
+)
+
+logger = logging.getLogger(__name__)
+
+Client: TypeAlias = S3Store | AzureStore
+_Result = TypeVar("_Result")
+
+# A file's parts are sent at once; the largest file is 10,000 of them, which all stores allow.
+_PART_BYTES = 8 * 1024 * 1024
+_LARGEST_PARTS = 10_000
+_PARTS_AT_ONCE = 8
+_CONNECT = timedelta(seconds=10)
+# `PatientCalls` repeats requests, so that the client for them does not. Another client repeats the
+# parts of a file, which is read once, and takes up streams where they broke off, with growing
+# pauses, until their time is over.
+_MANY_RETRIES = 10_000
+# For how long a request is repeated, in times of what one try may take.
+_RETRY_FACTOR = 2
+# For how long it is repeated, and what one try may take, where others wait.
+_HURRIED_S = 5.0
+_HURRIED_TRY_S = 10.0
+
+
+class BucketStorage(ObjectStorage):
+    """Keep checkpoints as objects below a prefix of a bucket.
+
+    Implementers override `scheme`, `_make_client` and what the store calls things.
+
+    Args:
+        bucket: The bucket, which must be there.
+        prefix: What all keys begin with, without slashes at its ends; empty for none.
+    """
+
+    scheme: str
+    _small_file_bytes = _PART_BYTES
+    _large_files_at_once = 2
+    # What a user calls it, and how its errors tell that there is none.
+    _kind = "bucket"
+    _missing: str
+    # Words of the store's errors, and what to do then.
+    _hints: Mapping[str, str]
+    _server_hint: str
+    _credentials: str
+    _own_credentials: str
+
+    def __init__(self, bucket: str, prefix: str = "") -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._made: tuple[int, tuple[Client, Client]] | None = None
+        self._calls = PatientCalls(self.url)
+        self._is_hurried = False
+        # What is being stored, by the directory of its other files.
+        self._uploads: dict[Path, ShardUpload] = {}
+
+    @classmethod
+    def from_url(cls, url: str) -> "BucketStorage":
+        """Return the storage of ``SCHEME://BUCKET`` or ``SCHEME://BUCKET/PREFIX``.
+
+        Raises:
+            ValueError: It is another URL.
+        """
+        parts = urlsplit(url)
+        if not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError(
+                f"`checkpoint_storage` must be like {cls.scheme}://{cls._kind}/prefix, but got"
+                f" {url!r}. Hint: credentials and the server come from the environment"
+                f" ({cls._credentials})."
+            )
+        return cls(parts.netloc, unquote(parts.path).strip("/"))
+
+    @property
+    def url(self) -> str:
+        """The bucket and the prefix."""
+        return f"{self.scheme}://{self._bucket}/{quote(self._prefix)}".rstrip("/")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether every machine with credentials reaches it, as it does."""
+        return True
+
+    def watch(self, on_trouble: Callable[[str | None], None] | None) -> None:
+        """Have a function told while the store does not answer."""
+        self._calls.on_trouble = on_trouble
+
+    def in_a_hurry(self) -> "BucketStorage":
+        """Return this storage, which from now on gives up soon if the store does not answer."""
+        self._is_hurried, self._made = True, None
+        return self
+
+    @abstractmethod
+    def _make_client(self, options: Any) -> Client:
+        """Return a client with options for requests and retries."""
+
+    # ---- writing -------------------------------------------------------------------------
+
+    def put(self, key: str, file: Path) -> None:
+        """Send a file, in parts at once if it is large.
+
+        Raises:
+            CheckpointWriteError: The store does not take it, within the time that it has.
+        """
+        self._send(key, file, UploadLimits.from_environment().file_s)
+
+    def _send(self, key: str, file: Path, timeout_s: float) -> FileEntry:
+        with FileUpload(file, _part_bytes(file.stat().st_size), timeout_s) as upload:
+            return self._put_upload(key, upload)
+
+    @contextmanager
+    def _taking_pieces(self, directory: Path, upload: ShardUpload) -> Iterator[None]:
+        self._uploads[directory] = upload
+        try:
+            yield
+        finally:
+            del self._uploads[directory]
+
+    def file_sender(self, directory: Path) -> FileSender:
+        """Return what sends files from memory in the background, in parts at once if large."""
+        upload = self._uploads.get(directory)
+        if upload is None:
+            raise ValueError(
+                "`file_sender` must be called within the block of `store_path` or `store_shard`,"
+                f" with its directory, but got {str(directory)!r}."
+            )
+
+        def send(name: str, size: int, pieces: Iterable[memoryview]) -> None:
+            def put(key: str, timeout_s: float) -> FileEntry:
+                wanted = upload.until_stopped(pieces)
+                read = MemoryUpload(wanted, size, _part_bytes(size), timeout_s)
+                return self._put_upload(key, read)
+
+            upload.begin(name, put)
+
+        return send
+
+    def _put_upload(self, key: str, upload: FileUpload | MemoryUpload) -> FileEntry:
+        with self._errors(f"{key!r} ({upload.size} bytes) must be stored", upload=upload):
+            if upload.num_parts == 1:
+                # An iterator would be sent in parts, which takes three requests.
+                data = upload.read() if isinstance(upload, FileUpload) else b"".join(upload)
+                self._tried(lambda client: obstore.put(client, key, data))
+                return upload.entry()
+            source: Any = upload
+            obstore.put(
+                self._clients[1],
+                key,
+                source,
+                chunk_size=_part_bytes(upload.size),
+                max_concurrency=_PARTS_AT_ONCE,
+            )
+            self._calls.note_answer()
+            return upload.entry()
+
+    @property
+    def _keeps_writers_apart(self) -> bool:
+        return True
+
+    def _put_new(self, key: str, data: bytes) -> None:
+        def put(client: Client) -> None:
+            try:
+                obstore.put(client, key, data, mode="create")
+            except AlreadyExistsError:
+                # A request may have succeeded whose response was lost, so that it was repeated.
+                if bytes(obstore.get(client, key).bytes()) != data:
+                    raise FileExistsError(f"In {self.url}, {key!r} is there already.") from None
+
+        with self._errors(f"{key!r} must be stored", writes=True):
+            self._tried(put)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects, many at once."""
+        with self._errors(f"{len(keys)} objects must be removed", writes=True):
+            if keys:
+                self._tried(lambda client: obstore.delete(client, list(keys)))
+
+    # ---- reading -------------------------------------------------------------------------
+
+    def read(self, key: str, offset: int, size: int) -> bytes:
+        """Return a piece of an object."""
+
+        def read(client: Client) -> bytes:
+            try:
+                return bytes(obstore.get_range(client, key, start=offset, length=size))
+            except (GenericError, ValueError) as error:
+                # There is nothing beyond the end.
+                if may_pass(error) or offset < obstore.head(client, key)["size"]:
+                    raise
+                return b""
+
+        with self._errors(f"{key!r} must be read"):
+            return self._tried(read)
+
+    def read_unchanged(self, key: str, offset: int, size: int, mark: str) -> bytes:
+        """Return a piece of an object that has an ETag."""
+        if not mark or not size:
+            return self.read(key, offset, size)
+        options: Any = {"range": (offset, offset + size), "if_match": mark}
+        with self._errors(f"{key!r} must be read"):
+            try:
+                return self._tried(lambda c: bytes(obstore.get(c, key, options=options).bytes()))
+            except PreconditionError as error:
+                raise CheckpointCorruptError(f"In {self.url}, {key!r} was changed.") from error
+
+    def _read_whole(self, key: str) -> bytes | None:
+        with suppress(FileNotFoundError), self._errors(f"{key!r} must be read"):
+            return self._tried(lambda client: bytes(obstore.get(client, key).bytes()))
+        return None
+
+    def chunks(self, key: str, size: int) -> Iterator[bytes | memoryview]:
+        """Yield an object in one request."""
+        with self._errors(f"{key!r} must be read"):
+            for chunk in obstore.get(self._clients[1], key).stream(min_chunk_size=size):
+                yield memoryview(chunk)
+
+    def objects(self, prefix: str) -> Sequence[StoredObject]:
+        """Return the objects whose keys begin with a prefix, which is empty or ends in a slash."""
+        with self._errors(f"the {self._kind} must be listed"):
+            found = self._tried(
+                lambda client: [each for page in obstore.list(client, prefix) for each in page]
+            )
+        return [
+            StoredObject(
+                each["path"],
+                each["size"],
+                each["last_modified"].timestamp(),
+                each["e_tag"] or "",
+            )
+            for each in found
+        ]
+
+    # ---- the client ----------------------------------------------------------------------
+
+    @property
+    def _clients(self) -> tuple[Client, Client]:
+        """The clients of this process for requests, and for parts and streams.
+
+        A forked process needs its own.
+        """
+        if self._made is None or self._made[0] != os.getpid():
+            with self._errors(f"the {self._kind} must be opened"):
+                self._made = os.getpid(), (self._new_client(0), self._new_client(_MANY_RETRIES))
+        return self._made[1]
+
+    def _new_client(self, max_retries: int) -> Client:
+        retries = {
+            "max_retries": max_retries,
+            "retry_timeout": timedelta(seconds=self._patience_s),
+        }
+        client_options = {"timeout": timedelta(seconds=self._try_s), "connect_timeout": _CONNECT}
+        return self._make_client({"client_options": client_options, "retry_config": retries})
+
+    def _tried(self, function: Callable[[Client], _Result]) -> _Result:
+        """Call a function with a client until the store answers, or has not for too long."""
+        client = self._clients[0]
+        return self._calls.call(lambda: function(client), self._try_s, self._patience_s)
+
+    @property
+    def _try_s(self) -> float:
+        limit = min(UploadLimits.from_environment())
+        return min(limit, _HURRIED_TRY_S) if self._is_hurried else limit
+
+    @property
+    def _patience_s(self) -> float:
+        return _HURRIED_S if self._is_hurried else _RETRY_FACTOR * self._try_s
+
+    @contextmanager
+    def _errors(
+        self, must: str, *, writes: bool = False, upload: Upload | None = None
+    ) -> Iterator[None]:
+        """Turn what the client raises into errors of storages.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            CheckpointError: The store does not answer as it should.
+        """
+        writes = writes or upload is not None
+        try:
+            yield
+        except FileExistsError:
+            raise
+        except (BaseError, OSError) as error:
+            # A missing object is told by either.
+            is_missing = isinstance(error, (NotFoundError, FileNotFoundError))
+            if is_missing and not writes and self._missing not in str(error):
+                raise FileNotFoundError(str(error)) from error
+            kind = CheckpointWriteError if writes else CheckpointError
+            reason = self._reason(error, upload)
+            # The client's own text has many lines, of which the last ones tell nothing new.
+            logger.debug("%s", error)
+            cause = None if isinstance(error, BaseError) else error
+            raised = kind(f"In {self.url}, {must}, but {reason}")
+            if may_pass(error):
+                raised.failing_store = self.url
+                self._calls.note_trouble(raised)
+            raise raised from cause
+
+    def _reason(self, error: Exception, upload: Upload | None) -> str:
+        """Return what a store has said, of which part, and what to do."""
+        if upload is not None and upload.is_late:
+            return (
+                f"after {upload.timeout_s:g} s only {upload.num_sent} of its {upload.num_parts}"
+                f" parts were read to be sent. {limit_hint('file')}"
+            )
+        text = str(error)
+        if self._missing in text:
+            return (
+                f"there is no such {self._kind} ({self._missing}). Hint: make the {self._kind}, or"
+                " correct the URL (`checkpoint_storage` for checkpoints)."
+            )
+        reason = words_of(text) or repr(error)
+        cause, hint = self._cause_and_hint(text)
+        place = "" if upload is None else f"{part_of(text, upload)}: "
+        return f"{place}{cause}{reason}.{hint}"
+
+    def _cause_and_hint(self, text: str) -> tuple[str, str]:
+        """Return what the client's error means in plain words, and what to do."""
+        if MACHINE_CREDENTIALS in text:
+            cause = "there are no credentials in the environment, and this machine has none: "
+            return cause, f" Hint: set {self._own_credentials}."
+        if "kind: Timeout" in text:
+            return "no answer came in time: ", f" {limit_hint('part')}"
+        if "kind: Connect" in text:
+            return "the server is not reached: ", f" Hint: {self._server_hint}"
+        hint = next((hint for words, hint in self._hints.items() if words in text), "")
+        return "", f" Hint: {hint}" if hint else ""
+
+
+def _part_bytes(size: int) -> int:
+    return max(_PART_BYTES, -(-size // _LARGEST_PARTS))
+
+
+def endpoint_of(variable: str) -> str:
+    """Return the server that a variable names, empty if it is not set.
+
+    Raises:
+        CheckpointError: It is no URL. The client would break down at its first request.
+    """
+    endpoint = os.environ.get(variable, "")
+    if endpoint and not re.match("https?://.", endpoint):
+        raise CheckpointError(
+            f"{variable} must begin with http:// or https://, but got {endpoint!r}."
+        )
+    return endpoint
+
+
+_CONFIGURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY must be those of the account"
+
+
+class AzureStorage(BucketStorage):
+    """Keep checkpoints as blobs below a prefix of a container.
+
+    The account and credentials are those of the environment: AZURE_STORAGE_ACCOUNT_NAME and
+    AZURE_STORAGE_ACCOUNT_KEY (or another credential that obstore reads there, such as
+    AZURE_STORAGE_SAS_KEY), and AZURE_STORAGE_ENDPOINT for a server of one's own.
+    """
+
+    scheme = "az"
+    _kind = "container"
+    _missing = "ContainerNotFound"
+    _hints = {
+        "AuthenticationFailed": f"{_CONFIGURE}.",
+        "AuthorizationFailure": f"{_CONFIGURE}.",
+        "Account must be specified": f"{_CONFIGURE}.",
+    }
+    _server_hint = "AZURE_STORAGE_ENDPOINT must name a server that answers."
+    _credentials = "AZURE_STORAGE_ACCOUNT_NAME"
+    _own_credentials = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove blobs, many at once."""
+        with self._errors(f"{len(keys)} blobs must be removed", writes=True):
+            try:
+                if keys:
+                    self._tried(lambda client: obstore.delete(client, list(keys)))
+            except (NotFoundError, FileNotFoundError) as error:
+                if self._missing in str(error):
+                    raise
+                # One of many was not there, which says nothing about those after it.
+                for key in keys:
+                    self._remove_one(key)
+
+    def _remove_one(self, key: str) -> None:
+        try:
+            self._tried(lambda client: obstore.delete(client, key))
+        except (NotFoundError, FileNotFoundError) as error:
+            if self._missing in str(error):
+                raise
+
+    def _make_client(self, options: Any) -> AzureStore:
+        endpoint = endpoint_of("AZURE_STORAGE_ENDPOINT")
+        options["client_options"]["allow_http"] = endpoint.startswith("http://")
+        config: Any = {"endpoint": endpoint} if endpoint else {}
+        return AzureStore(self._bucket, prefix=self._prefix or None, config=config, **options)
+
+
+_RENEW = "renew the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN)."
+
+
+class S3Storage(BucketStorage):
+    """Keep checkpoints as objects below a prefix of a bucket.
+
+    Credentials, region and server are those of the environment: AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL, else what the machine
+    itself has been given by AWS, else, where boto3 is installed, what it finds.
+    """
+
+    scheme = "s3"
+    _missing = "NoSuchBucket"
+    _hints = {
+        "ExpiredToken": _RENEW,
+        "InvalidAccessKeyId": _RENEW,
+        "SignatureDoesNotMatch": _RENEW,
+        "AccessDenied": "the credentials must allow to list, read, write and delete there.",
+        "NotImplemented": "AWS_CONDITIONAL_PUT=disabled is for servers without `If-None-Match`.",
+    }
+    _server_hint = "AWS_ENDPOINT_URL must name a server that answers."
+    _credentials = "AWS_ENDPOINT_URL"
+    _own_credentials = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+
+    def _make_client(self, options: Any) -> S3Store:
+        endpoint = endpoint_of("AWS_ENDPOINT_URL_S3") or endpoint_of("AWS_ENDPOINT_URL")
+        config: Any = {"endpoint": endpoint} if endpoint else {}
+        # A server of one's own, as for tests, may have no certificate.
+        options["client_options"]["allow_http"] = endpoint.startswith("http://")
+        return S3Store(
+            self._bucket,
+            prefix=self._prefix or None,
+            config=config,
+            credential_provider=_credentials_of_boto3(os.environ),
+            **options,
+        )
+
+    @property
+    def _keeps_writers_apart(self) -> bool:
+        return os.environ.get("AWS_CONDITIONAL_PUT") != "disabled"
+
+    def _put_new(self, key: str, data: bytes) -> None:
+        if self._keeps_writers_apart:
+            super()._put_new(key, data)
+        else:
+            self._put_data(key, data)
+
+
+def _credentials_of_boto3(environment: Mapping[str, str]) -> Any:
+    """Return what finds credentials in profiles and the like, if boto3 is there and has some."""
+    if "AWS_ACCESS_KEY_ID" in environment or importlib.util.find_spec("boto3") is None:
+        return None
+    from boto3 import Session  # type: ignore[import-untyped]
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = Session()
+    return Boto3CredentialProvider(session) if session.get_credentials() else None

@@ -1,0 +1,680 @@
+"""Files of a checkpoint: durable writes, digests, listings, and the manifest that commits them."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, TypeAlias
+from uuid import UUID, uuid4, uuid5
+
+import msgspec
+import xxhash
+
+from paceline import faults
+from paceline._base.files import (
+    NotRegularFileError,
+    open_regular_below,
+    opened_below,
+    opened_directory,
+    replacing_below,
+    sync_directory,
+)
+from paceline._base.sealed_json import check_seal, seal
+from paceline.storage._directory_trees import empty_directory, made_below, no_regular_file
+
+
+class CheckpointError(Exception):
+    """The base of all errors about checkpoints.
+
+    Attributes:
+        failing_store: The URL of the store if it does not answer, which may pass; else None.
+    """
+
+    failing_store: str | None = None
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """Raised when a storage holds no committed checkpoint with a UUID."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Raised when files of a checkpoint are missing or altered; the message names each."""
+
+
+class CheckpointMismatchError(ValueError):
+    """Raised when a checkpoint does not fit the training that would resume from it."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """Raised when a checkpoint has another format version."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """Raised when a checkpoint cannot be written, for example on a full disk.
+
+    What was written of it is removed, and earlier checkpoints stay as they are.
+    """
+
+
+class StorageNotInstalledError(CheckpointError, ValueError):
+    """Raised for a URL whose scheme neither Paceline nor an installed package offers."""
+
+
+def failing_store_of(error: BaseException | None) -> str | None:
+    """Return the URL of the store that an error comes from because it does not answer, or None."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, CheckpointError) and error.failing_store is not None:
+            return error.failing_store
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+MANIFEST_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MAX_TEXT_BYTES = 16 * 2**20
+"""How large a manifest or a done file may be: who may write it could fill a reader's memory."""
+
+# Tells by a file's relative POSIX path whether it is wanted.
+Selector: TypeAlias = Callable[[str], bool]
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """The size in bytes and the xxh3_128 digest of one file."""
+
+    size: int
+    digest: str
+
+    def difference(self, found: "FileEntry") -> str:
+        """Say what differs of what was found in place of this file."""
+        if found.size != self.size:
+            return f"was altered ({found.size} bytes instead of {self.size})"
+        return "was altered (other content of the same size)"
+
+
+class ShardDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `rank-<n>.done`: which files a rank has written, by relative path."""
+
+    version: int = MANIFEST_VERSION
+    rank: int
+    files: dict[str, FileEntry]
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Content list of a committed checkpoint.
+
+    `created` is in seconds since the epoch; `files` maps relative POSIX paths to their entries.
+    `deleted` names the files that were deleted on purpose, by `delete_files`. `origin` tells which
+    attempt of which master has stored the checkpoint; it is empty without one.
+    """
+
+    version: int = MANIFEST_VERSION
+    uuid: str
+    created: float
+    metadata: dict[str, Any]
+    files: dict[str, FileEntry]
+    deleted: list[str] = []
+    origin: str = ""
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """The size in bytes of each file."""
+        return {path: entry.size for path, entry in self.files.items()}
+
+    def selected(self, selects: Selector | None) -> "Manifest":
+        """Return a manifest of the selected files alone; of all of them for None."""
+        if selects is None:
+            return self
+        files = {path: entry for path, entry in self.files.items() if selects(path)}
+        return msgspec.structs.replace(self, files=files)
+
+
+def origin_of(cluster_id: str, trial_id: int, attempt: int) -> str:
+    """Return how the manifest of a checkpoint names the attempt that has stored it."""
+    return f"{cluster_id}.{trial_id}.{attempt}"
+
+
+def glob_selector(globs: Sequence[str]) -> Selector:
+    """Return what selects the files that patterns match, as in a ``.gitignore``.
+
+    Raises:
+        TypeError: `globs` is no list of patterns.
+        ValueError: It is empty, or a pattern is not valid.
+    """
+    from pathspec import GitIgnoreSpec
+
+    if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(
+            f"`globs` must be a list of patterns, but got {globs!r}. Hint: globs=['optimizer_*']."
+        )
+    if not any(globs):
+        raise ValueError("`globs` must hold a pattern, but is empty.")
+    return GitIgnoreSpec.from_lines(globs).match_file
+
+
+def done_name(rank: int) -> str:
+    """Return the name of a rank's done file."""
+    return f"rank-{rank}.done"
+
+
+def is_reserved(path: str) -> bool:
+    """Tell whether a relative path inside a checkpoint belongs to the commit protocol."""
+    name, _, suffix = path.partition(".")
+    is_done_file = suffix == "done" and name.startswith("rank-") and name[5:].isdecimal()
+    return path == MANIFEST_NAME or is_done_file
+
+
+def check_file_names(names: list[str]) -> list[str]:
+    """Return the names of a checkpoint's own files.
+
+    Raises:
+        ValueError: One is that of a file of the commit protocol.
+    """
+    for name in names:
+        if is_reserved(name):
+            raise ValueError(
+                "A checkpoint's own files must not be named like those of the commit protocol,"
+                f" but got {name!r}. Hint: rename it."
+            )
+    return names
+
+
+def encode_with_checksum(document: Manifest | ShardDone) -> bytes:
+    """Return the document as indented JSON with a checksum.
+
+    Raises:
+        ValueError: It is too large.
+    """
+    data = seal(msgspec.json.format(msgspec.json.encode(document), indent=1))
+    if len(data) > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"The metadata and the list of files of a checkpoint must have at most {MAX_TEXT_BYTES}"
+            f" bytes, but have {len(data)}, for {len(document.files)} files. Hint: store fewer"
+            " files, such as archives."
+        )
+    return data
+
+
+def decode_manifest(data: bytes, uuid: str) -> Manifest:
+    """Return the manifest after checking its version, its UUID and its paths.
+
+    Raises:
+        CheckpointVersionError: It has another format version.
+        CheckpointCorruptError: It is damaged, or belongs to another checkpoint.
+    """
+    _check_version(data, uuid, MANIFEST_NAME)
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _damaged(uuid, MANIFEST_NAME, str(error)) from error
+    if manifest.uuid != uuid:
+        raise _damaged(uuid, MANIFEST_NAME, f"it names checkpoint {manifest.uuid!r}")
+    for path in (*manifest.files, *manifest.deleted):
+        if path.startswith("/") or ".." in path.split("/") or "\0" in path:
+            raise _damaged(uuid, MANIFEST_NAME, f"it names the file {path!r} outside")
+    return manifest
+
+
+def decode_done(data: bytes, uuid: str, rank: int) -> ShardDone:
+    """Return the done file's content.
+
+    Raises:
+        CheckpointVersionError: It has another format version.
+        CheckpointCorruptError: It is damaged.
+    """
+    _check_version(data, uuid, done_name(rank))
+    try:
+        return msgspec.json.decode(data, type=ShardDone)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _damaged(uuid, done_name(rank), str(error)) from error
+
+
+def _check_version(data: bytes, uuid: str, name: str) -> None:
+    if len(data) > MAX_TEXT_BYTES:
+        raise _damaged(uuid, name, f"it has {len(data)} bytes, more than {MAX_TEXT_BYTES}")
+    try:
+        # All else is skipped: as objects, it would take many times its size.
+        version = msgspec.json.decode(data, type=_Version).version
+        if version == MANIFEST_VERSION:
+            check_seal(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise _damaged(uuid, name, str(error)) from error
+    if version != MANIFEST_VERSION:
+        raise CheckpointVersionError(
+            f"Checkpoint {uuid} must have format version {MANIFEST_VERSION}, but {name} has"
+            f" {version!r}. Hint: use the Paceline version that wrote it."
+        )
+
+
+def _damaged(uuid: str, name: str, reason: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"Checkpoint {uuid} must be whole to be used, but {name} is damaged ({reason})."
+    )
+
+
+# At the boundaries of what is written: those of all storages, in the order of storing and deleting.
+faults.register(
+    "storage.begun",
+    "storage.between_files",
+    "storage.before_move",
+    "storage.before_rename",
+    "storage.before_done",
+    "storage.after_done",
+    "storage.before_manifest",
+    "storage.after_manifest",
+    "storage.after_manifest_deleted",
+    "storage.after_manifest_replaced",
+)
+
+_CHUNK_BYTES = 4 * 1024 * 1024
+# It stays in a core's cache.
+_DIGEST_BYTES = 256 * 1024
+_FILES_AT_ONCE = 4
+_WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+_NO_SPACE_BYTES = 256 * 1024
+_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# What a network file system raises too while its server is away.
+_WRITE_ERRORS = _FULL_ERRORS | {
+    *(errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT),
+    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO),
+}
+
+
+def list_files(root: Path, *, follow_links: bool = False) -> list[str]:
+    """Return the relative POSIX paths of all regular files below `root`, sorted.
+
+    Raises:
+        ValueError: There is a link or a special file; with `follow_links`, links to regular
+            files count as those.
+    """
+    found: list[str] = []
+    for folder, directories, names in os.walk(root, onerror=_raise):
+        for name in [*directories, *names]:
+            path = Path(folder, name)
+            mode = path.lstat().st_mode
+            if follow_links and stat.S_ISLNK(mode) and path.is_file():
+                mode = stat.S_IFREG
+            relative = path.relative_to(root).as_posix()
+            if stat.S_ISREG(mode):
+                found.append(relative)
+            elif not stat.S_ISDIR(mode):
+                raise no_regular_file(relative)
+    return sorted(found)
+
+
+def digest_file(path: Path) -> FileEntry:
+    """Read a file and return its size and digest."""
+    with path.open("rb", buffering=0) as file:
+        return digest_stream(file)
+
+
+def digest_stream(file: Any, num_bytes: int | None = None) -> FileEntry:
+    """Read an open file from where it is, and return the size and digest of what was read.
+
+    Args:
+        file: The file; it has `readinto`.
+        num_bytes: How much to read at most; all by default.
+    """
+    hasher = xxhash.xxh3_128()
+    size = 0
+    chunk = memoryview(bytearray(_DIGEST_BYTES))
+    while num_read := file.readinto(chunk if num_bytes is None else chunk[: num_bytes - size]):
+        hasher.update(chunk[:num_read])
+        size += num_read
+    return FileEntry(size, hasher.hexdigest())
+
+
+def seal_files(directory: int, names: Sequence[str]) -> dict[str, FileEntry]:
+    """Force files to disk, forbid writes to them, and return their sizes and digests.
+
+    The disk is asked for several at once, as it takes them almost as quickly as one.
+
+    Args:
+        directory: The descriptor of the directory.
+        names: The relative POSIX paths of the files in it.
+    """
+
+    def size_of(name: str) -> int:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+
+    largest_first = sorted(names, key=size_of, reverse=True)
+    entries: dict[str, FileEntry] = {}
+    with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="paceline-disk") as pool:
+        forced = [pool.submit(_force, directory, name) for name in largest_first]
+        for name in names:
+            if entries:
+                faults.reach("storage.between_files")
+            with open_regular_below(directory, name) as file:
+                entries[name] = digest_stream(file)
+        for each in forced:
+            each.result()
+    return entries
+
+
+def _force(directory: int, name: str) -> None:
+    with open_regular_below(directory, name) as file:
+        _forbid_writes(file.fileno())
+        os.fsync(file.fileno())
+
+
+def copy_file(
+    source: Path,
+    target: Path,
+    *,
+    durable: bool = False,
+    writable: bool = False,
+    num_bytes: int | None = None,
+) -> FileEntry:
+    """Copy a file's content and return the size and digest of what was read.
+
+    Args:
+        source: The file.
+        target: Its copy, whose directory is made if there is none.
+        durable: Force the copy to disk; nobody may write to it any more.
+        writable: With `durable`: writing to it stays allowed.
+        num_bytes: Copy no more than so many bytes, all of the file by default.
+    """
+    with source.open("rb") as reader:
+        return copy_stream(reader, target, durable=durable, writable=writable, num_bytes=num_bytes)
+
+
+def copy_stream(
+    reader: IO[bytes],
+    target: Path,
+    *,
+    durable: bool = False,
+    writable: bool = False,
+    num_bytes: int | None = None,
+    directory: int | None = None,
+) -> FileEntry:
+    """Copy the content of an open file as `copy_file` does.
+
+    With the descriptor of an open `directory`, `target` is the name of a file in it.
+    """
+    hasher = xxhash.xxh3_128()
+    size = 0
+    if directory is None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    # Another rank may have copied one of the same name, which the commit finds out.
+    with suppress(FileNotFoundError):
+        os.unlink(target, dir_fd=directory)
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666, dir_fd=directory)
+
+    with open(target, "wb", opener=opener) as writer:
+        while chunk := reader.read(_piece(num_bytes, size)):
+            writer.write(chunk)
+            hasher.update(chunk)
+            size += len(chunk)
+        if durable:
+            writer.flush()
+            if not writable:
+                _forbid_writes(writer.fileno())
+            os.fsync(writer.fileno())
+    return FileEntry(size, hasher.hexdigest())
+
+
+def move_files_up(own: int, directory: int, entries: Mapping[str, FileEntry]) -> None:
+    """Move a rank's files to where the checkpoint has them.
+
+    If two ranks do so at once with one name, the commit finds out.
+
+    Args:
+        own: The descriptor of the rank's directory.
+        directory: That of the checkpoint's.
+        entries: The files.
+    """
+    folders = {""}
+    for name, entry in entries.items():
+        folder, _, last = name.rpartition("/")
+        try:
+            with made_below(directory, folder) as target, opened_below(own, folder) as source:
+                if _is_there(target, last, name, entry):
+                    continue
+                faults.reach("storage.before_move")
+                os.rename(last, last, src_dir_fd=source, dst_dir_fd=target)
+        except (IsADirectoryError, NotADirectoryError, NotRegularFileError) as error:
+            # Another rank may have made it since it was looked at.
+            is_file = isinstance(error, IsADirectoryError)
+            other = "a directory of" if is_file else "below the file of"
+            raise FileExistsError(
+                "What several ranks store must be a file or a directory on all of them, but"
+                f" {name!r} is {other} another rank."
+            ) from error
+        # All but the checkpoint's own directory.
+        folders.update(str(path) for path in PurePosixPath(name).parents[:-1])
+    empty_directory(own)
+    # Not the whole tree: directories of other ranks come and go meanwhile.
+    for folder in folders:
+        with opened_below(directory, folder) as each:
+            os.fsync(each)
+
+
+def _is_there(target: int, last: str, name: str, entry: FileEntry) -> bool:
+    """Tell whether a file is in a directory already.
+
+    Raises:
+        FileExistsError: Another one is.
+    """
+    try:
+        mode = os.stat(last, dir_fd=target, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISREG(mode):
+        with open_regular_below(target, last) as file:
+            if digest_stream(file) == entry:
+                return True
+    raise FileExistsError(
+        "Files that several ranks store must have different names or the same content, but"
+        f" another {name!r} is there already."
+    )
+
+
+def _piece(num_bytes: int | None, num_read: int) -> int:
+    return _CHUNK_BYTES if num_bytes is None else min(_CHUNK_BYTES, num_bytes - num_read)
+
+
+def copy_files(source: Path, target: Path, selects: Callable[[str], bool] | None = None) -> None:
+    """Copy the regular files of a directory, or those whose relative POSIX paths are selected.
+
+    Raises:
+        ValueError: There is a special file or a link to a directory.
+    """
+    for name in list_files(source, follow_links=True):
+        if selects is None or selects(name):
+            copy_file(source / name, target / name)
+
+
+def _forbid_writes(descriptor: int) -> None:
+    # Some file systems know no such permissions.
+    with suppress(PermissionError):
+        os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & ~_WRITE_BITS)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file that appears as a whole and survives a power cut once this returns."""
+    with opened_directory(path.parent) as directory:
+        write_durably_below(directory, path.name, data)
+
+
+def write_durably_below(
+    directory: int, name: str, data: bytes, *, owner: tuple[int, int] | None = None
+) -> None:
+    """Write a file into an open directory as `write_durably` does; `owner` as `replacing_below`."""
+    with replacing_below(directory, name, owner=owner) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        faults.reach("storage.before_rename")
+    os.fsync(directory)
+
+
+def sync_tree(root: Path) -> None:
+    """Force the entries of all directories below `root`, and its own, to disk."""
+    for folder, _, _ in os.walk(root, topdown=False):
+        sync_directory(Path(folder))
+
+
+@contextmanager
+def durable_write_errors(uuid: str, root: Path) -> Iterator[None]:
+    """Turn what a full or broken disk raises into one clear error.
+
+    Raises:
+        CheckpointWriteError: The body failed because `root` cannot take more.
+    """
+    try:
+        yield
+    except CheckpointWriteError:
+        raise
+    except (OSError, RuntimeError) as error:
+        # torch.save tells of a full disk by a RuntimeError of its own.
+        number = error.errno if isinstance(error, OSError) else None
+        if number not in _WRITE_ERRORS and not (number is None and _is_full(root)):
+            raise
+        if number not in _FULL_ERRORS and not _is_about(error, root):
+            raise  # Such as of a hook that may not read a file of its own.
+        number = number or errno.ENOSPC
+        raise CheckpointWriteError(
+            number,
+            f"Checkpoint {uuid} cannot be written to {str(root)!r} ({os.strerror(number)}); what"
+            f" was written of it is removed, and earlier checkpoints are untouched."
+            f" {_hint(number, root)}",
+        ) from error
+
+
+def _hint(number: int, root: Path) -> str:
+    if number in _FULL_ERRORS:
+        return (
+            "Hint: free space there, or copy it to another disk and pass the copy as"
+            " `checkpoint_storage`"
+        )
+    if number in (errno.EACCES, errno.EPERM):
+        place = next((path for path in (root, *root.parents) if path.exists()), root)
+        with suppress(OSError):
+            facts = place.stat()
+            if not os.access(place, os.W_OK | os.X_OK):
+                return (
+                    f"{str(place)!r} belongs to user {facts.st_uid} and has mode"
+                    f" {stat.S_IMODE(facts.st_mode):o}, but this process is of user"
+                    f" {os.geteuid()}. Hint: let this user write there (`chown`, a group, or `chmod"
+                    " 1777` for all users)"
+                )
+    return "Hint: see that the directory is there and may be written to"
+
+
+def _is_about(error: Exception, root: Path) -> bool:
+    """Tell whether an error is about a file below or above `root`, or does not say about which."""
+    name = getattr(error, "filename", None)
+    if not isinstance(name, (str, os.PathLike)):
+        return True
+    return Path(name).is_relative_to(root) or root.is_relative_to(name)
+
+
+@contextmanager
+def naming_files_below(root: Path) -> Iterator[None]:
+    """Have errors about relative paths tell the whole path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = str(root / error.filename)
+        raise
+
+
+def _is_full(root: Path) -> bool:
+    space = os.statvfs(next(path for path in (root, *root.parents) if path.is_dir()))
+    return space.f_bavail * space.f_frsize < _NO_SPACE_BYTES
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+# No other directories have this name: without a lock, one of it is removed.
+_PREFIX = "paceline-locked-"
+# Until it is locked, a directory has another name, so that nobody takes it for a killed one's.
+_NEW_PREFIX = "paceline-new-"
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Yield an empty directory below TMPDIR, and remove those that killed processes have left.
+
+    Whoever uses one holds a lock on it, which the system takes back from a process that ends.
+    """
+    root = Path(tempfile.gettempdir())
+    _remove_left(root)
+    new = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX))
+    path = new.with_name(new.name.replace(_NEW_PREFIX, _PREFIX, 1))
+    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A file system without locks has no leftovers removed.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.rename(new, path)
+        yield path
+    finally:
+        for each in (new, path):
+            shutil.rmtree(each, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left(root: Path) -> None:
+    for path in root.glob(f"{_PREFIX}*"):
+        # Those of other users, and what is removed meanwhile.
+        with suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+_UUID_DIGEST_BYTES = 6
+
+
+def new_uuid(cluster_id: str = "", trial_id: int | None = None) -> str:
+    """Return a new UUID; that of a trial of a master has version 8, and ends with its digest."""
+    if not cluster_id or trial_id is None:
+        return str(uuid4())
+    return _with_end(uuid4(), _digest(cluster_id, trial_id))
+
+
+def uuid_of_series(first: str, number: int) -> str:
+    """Return one of many UUIDs that follow from a new one, for the same trial."""
+    series = UUID(first)
+    uuid = uuid5(series, str(number))
+    return str(uuid) if series.version != 8 else _with_end(uuid, series.bytes[-_UUID_DIGEST_BYTES:])
+
+
+def is_of_other_trial(uuid: str, cluster_id: str, trial_id: int) -> bool:
+    """Tell whether a name can only be that of another trial's checkpoint."""
+    try:
+        found = UUID(uuid)
+    except ValueError:
+        return False
+    return found.version == 8 and found.bytes[-_UUID_DIGEST_BYTES:] != _digest(cluster_id, trial_id)
+
+
+def _digest(cluster_id: str, trial_id: int) -> bytes:
+    return hashlib.sha256(f"{cluster_id}.{trial_id}".encode()).digest()[:_UUID_DIGEST_BYTES]
+
+
+def _with_end(uuid: UUID, end: bytes) -> str:
+    data = bytearray(uuid.bytes[:-_UUID_DIGEST_BYTES] + end)
+    data[6] = data[6] & 0x0F | 0x80
+    return str(UUID(bytes=bytes(data)))

@@ -1,0 +1,276 @@
+"""Reports of a rank, written to its journal."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from paceline import core, faults
+from paceline._base.journal_files import JournalWriter
+from paceline._base.journal_records import TimeSpent, encode_metrics
+from paceline._base.run_directory import JournalKey
+from paceline._training.engine.profiling import WAIT, WHOLE, StepThroughput
+from paceline._training.engine.schedules import Position
+from paceline.core._attempt_journal import CHECKPOINT, TimeAccount, TimeEvent, record_metrics
+
+faults.register("train.report")
+
+# How often throughput is recorded, in seconds.
+_TIMINGS_INTERVAL_S = 1.0
+# How often a report looks at the clock of what is recorded from time to time, in seconds.
+_LOOK_INTERVAL_S = 0.05
+
+
+class RankReporter:
+    """A rank's journal in one generation of a run.
+
+    Reports of a rank are numbered from 1, and go on from the checkpoint that `begin` was told of.
+    The step of a report is the number of batches that prepared loaders have given out for training,
+    or what a library counts. Without such a count, each report counts as a step. Reports may come
+    from several threads.
+
+    Args:
+        key: The attempt, its generation and the rank.
+        world_size: The number of ranks.
+        directory: Where the journal goes.
+        groups: The names of the groups for metrics and for times.
+        first_report: The number after which reports begin, unless `begin` says otherwise.
+        decision: Hears of the reports that a search judges.
+        searched_metrics: The metrics that must be numbers in these.
+        on_report: Called after each report of the thread that makes this object; for a function
+            that runs in its driver's process.
+        restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
+        is_parent_told: Whether the parent process must hear of the run, see `core.record_start`.
+    """
+
+    def __init__(
+        self,
+        key: JournalKey,
+        world_size: int,
+        directory: Path,
+        *,
+        groups: tuple[str, str],
+        first_report: int,
+        decision: core.SearchDecision,
+        searched_metrics: Sequence[str],
+        on_report: Callable[[], None] | None,
+        restart_causes: Sequence[str] = (),
+        is_parent_told: bool = True,
+    ) -> None:
+        self.journal = JournalWriter(directory)
+        self._decision = decision
+        self._searched_metrics = searched_metrics
+        self._throughput = StepThroughput()
+        self._position = Position()
+        self.num_reports = 0
+        self._steps_completed = 0
+        self._num_batches = self._batches_before = 0
+        self._is_counted_by_library = False
+        # What was reported at this step: a name has one value there.
+        self._metrics_of_step: dict[str, Any] = {}
+        self.last_metrics: dict[str, Any] = {}
+        self._key = key
+        self._world_size = world_size
+        self._first_report = first_report
+        self._on_report = on_report
+        self._restart_causes = restart_causes
+        self._is_parent_told = is_parent_told
+        self._own_thread = threading.get_ident()
+        # A number, its place in the journal and the record that begins the journal go together.
+        self._lock = threading.Lock()
+        self._group, self._timings_group = (core.group_of_rank(g, key.rank) for g in groups)
+        self._has_begun = False
+        self._account = TimeAccount(self._record_time if key.rank == 0 else None)
+        # It goes into the journal once that has begun, with the step from which this rank reports.
+        self._first_times: list[TimeSpent] = []
+        self._first_wait_s = 0.0
+        self._num_steps, self._steps_s = 0, 0.0
+        self._look_at = 0.0
+        self._reach_fault = faults.reach if faults.is_active() else None
+
+    @property
+    def steps_completed(self) -> int:
+        """The steps that training has completed, with those since the last report."""
+        return max(self._steps_completed, self._counted)
+
+    @property
+    def _counted(self) -> int:
+        """The steps that loaders have counted; 0 if no batch was trained, or a library counts."""
+        return self._num_batches and self._num_batches + self._batches_before
+
+    def state(self) -> dict[str, int]:
+        """Return the counters, for a checkpoint."""
+        return {
+            "num_reports": self.num_reports,
+            "num_steps": self.steps_completed,
+            "num_batches": self._num_batches,
+        }
+
+    def begin(
+        self, counters: Mapping[str, int] | None = None, resumed_from: str | None = None
+    ) -> None:
+        """Say from which step on this rank reports; only the first call counts.
+
+        It comes late, as only `load_checkpoint()` shows that the function goes on from there.
+
+        Args:
+            counters: What `state` has returned, or an earlier version's.
+            resumed_from: The UUID of the checkpoint.
+        """
+        with self._lock:
+            if not self._has_begun:
+                self._begin(counters, resumed_from)
+
+    def report(
+        self,
+        metrics: dict[str, Any],
+        validation: Mapping[str, Any] | bool = True,
+        step: int | None = None,
+    ) -> int:
+        """Record metrics, see `train.report`, and return the number of the report.
+
+        Args:
+            metrics: The metrics.
+            validation: What of the chief's report a search judges: all, nothing, or these metrics.
+            step: The steps that a library has counted.
+        """
+        encoded = encode_metrics(metrics)
+        judged = self._key.rank == 0 and (
+            validation if isinstance(validation, bool) else encode_metrics(dict(validation))
+        )
+        if judged:
+            core.check_judged(encoded if judged is True else judged, self._searched_metrics)
+        with self._lock:
+            if not self._has_begun:
+                self._begin(None, None)
+            self.num_reports = number = self.num_reports + 1
+            if step is not None:
+                # Its steps may have several batches each.
+                self._is_counted_by_library, self._num_batches = True, 0
+            steps = self._advance(encoded, self._counted if step is None else step)
+            # A library reports the parts of its metrics apart.
+            self.last_metrics = encoded if validation is True else self.last_metrics | encoded
+            sequence = record_metrics(
+                self.journal,
+                self._group,
+                steps,
+                encoded,
+                judged,
+                None if number == steps else number,
+            )
+            if judged:
+                told = encoded if judged is True else judged
+                self._decision.reported(sequence, steps, told)
+            now = perf_counter()
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_INTERVAL_S
+                self._account.report(steps, self._waited_s())
+                if self._throughput.elapsed_s >= _TIMINGS_INTERVAL_S:
+                    self._record_timings()
+        if self._reach_fault is not None:
+            self._reach_fault("train.report")
+        # The driver's callbacks count on being called by one thread.
+        if self._on_report is not None and threading.get_ident() == self._own_thread:
+            self._on_report()
+        return number
+
+    def record_store_state(self, storage: str, reason: str | None) -> None:
+        """Record that a storage does not answer, see `core.record_store_state`."""
+        if self._has_begun:
+            core.record_store_state(self.journal, storage, reason)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Record the end and close the journal."""
+        self.begin()
+        outcome = core.outcome_of(error)
+        with self._lock:
+            self._record_timings()
+            if outcome is not core.Outcome.ERROR:
+                self._account.end(self.steps_completed, self._waited_s())
+        core.end_journal(self.journal, outcome, error, is_parent_told=self._is_parent_told)
+
+    def count_batch(self, num_samples: int, wait_s: float, *, is_trained: bool) -> None:
+        """Count a batch of this rank's, for which it has waited so many seconds."""
+        batches, records = self._position.batches, self._position.records
+        if not batches:
+            # The wait for the first batch lies before.
+            self._account.begin(self.steps_completed)
+            self._first_wait_s = wait_s
+        self._num_batches += is_trained and not self._is_counted_by_library
+        self._position = Position(batches=batches + 1, records=records + num_samples)
+        self._throughput.data_wait_s += wait_s
+
+    def count_step(self, seconds: float) -> None:
+        """Count for how long the function has used a batch."""
+        self._num_steps += 1
+        self._steps_s += seconds
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Count the time of the block, which stores a checkpoint, as time without training."""
+        self.begin()
+        with self._account.spent_on(CHECKPOINT, self.steps_completed):
+            yield
+        self._account.stored(self.steps_completed, self._waited_s())
+
+    def _waited_s(self) -> float:
+        return self._throughput.all_data_wait_s - self._first_wait_s
+
+    def _advance(self, metrics: dict[str, Any], counted: int) -> int:
+        """Return the step of a report with these metrics, when so many steps are counted."""
+        known = self._metrics_of_step
+        is_same = counted == self._steps_completed and counted > 0
+        if not is_same or any(known.get(name, new) != new for name, new in metrics.items()):
+            self._steps_completed = max(counted, self._steps_completed + 1)
+            known.clear()
+        known.update(metrics)
+        return self._steps_completed
+
+    def _record_time(self, event: TimeEvent, num_steps: int, seconds: dict[str, float]) -> None:
+        record = TimeSpent(
+            time=time.time(), event=event, steps_completed=num_steps, seconds=seconds
+        )
+        if self._has_begun:
+            self.journal.append(record)
+        else:
+            self._first_times.append(record)
+
+    def _begin(self, counters: Mapping[str, int] | None, resumed_from: str | None) -> None:
+        stored = {"num_reports": self._first_report} if counters is None else counters
+        self._has_begun = True
+        # A run after another one in the same directory goes on counting.
+        self._batches_before = self._first_report if counters is None else 0
+        self.num_reports = stored.get("num_reports", 0)
+        steps_completed = stored.get("num_steps", self.num_reports)
+        self._steps_completed = steps_completed
+        self._num_batches += stored.get("num_batches", 0)
+        core.record_start(
+            self.journal,
+            attempt=self._key.attempt,
+            generation=self._key.generation,
+            rank=self._key.rank,
+            world_size=self._world_size,
+            resumed_from=resumed_from,
+            steps_completed=steps_completed,
+            restart_causes=self._restart_causes,
+            is_parent_told=self._is_parent_told,
+        )
+        for record in self._first_times:
+            self.journal.append(msgspec.structs.replace(record, steps_completed=steps_completed))
+        self._account.begin(steps_completed)
+
+    def _record_timings(self) -> None:
+        rates = self._throughput.take(self._position)
+        if not rates:
+            return
+        # The names of the step timeline, as means over the batches.
+        rates[WAIT] = rates["data_wait_fraction"] / rates["batches_per_second"]
+        if self._num_steps:
+            rates[WHOLE] = self._steps_s / self._num_steps
+            self._num_steps, self._steps_s = 0, 0.0
+        core.record_metrics(self.journal, self._timings_group, self.steps_completed, dict(rates))

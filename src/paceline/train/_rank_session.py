@@ -1,0 +1,486 @@
+"""One generation of a run as a worker sees it, with its preemption check (torch)."""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from paceline import core
+from paceline._base.run_directory import JournalKey, RunDirectory
+from paceline._training.engine.devices import own_device
+from paceline._training.engine.gradient_reduction import TravellingSignal
+from paceline._training.engine.rank_differences import RankCheck
+from paceline._training.workers.processes.rank_environment import RankInfo
+from paceline.data._order_and_random_generators import seed_everything
+from paceline.storage._checkpoint_storage import CheckpointStorage, RetentionRules
+from paceline.train._prepared_loader_and_steps import (
+    PreparedLoader,
+    UserLoop,
+    check_enough_samples,
+    check_loader,
+    warn_of_whole_reads,
+)
+from paceline.train._rank_checkpoints import (
+    Files,
+    RankCheckpoints,
+    TrainCheckpointWriter,
+    UserStateReader,
+)
+from paceline.train._rank_reporter import RankReporter
+from paceline.train._rank_state_and_comparison import RankComparison, RankState
+from paceline.train._run_protocol import (
+    METRICS_GROUP,
+    TIMINGS_GROUP,
+    Job,
+    ReportGate,
+    RunAccess,
+    RunSpec,
+    is_to_move,
+    note_listener,
+)
+
+# How often the chief looks for a word of the driver or the master, in seconds.
+_LOOK_INTERVAL_S = 0.5
+
+
+class PreemptionCheck:
+    """Tell all ranks at the same call that the run is to make room.
+
+    A signal to any rank counts, and the chief looks every half second for what the driver or the
+    master says, and after a report for what a search of the master decides on it. The ranks tell
+    each other at calls that they have agreed on before; all other calls cost nothing.
+
+    Args:
+        spec: The run.
+        rank_info: The rank.
+        device: Where the process group communicates.
+        is_script: Whether this process is the user's script. SIGTERM to another worker is how its
+            driver ends it, as after the error of a rank.
+        decision: Knows the chief's newest report that a search judges.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        rank_info: RankInfo,
+        device: torch.device,
+        *,
+        is_script: bool,
+        decision: core.SearchDecision,
+    ) -> None:
+        self._decision = decision
+        self._run = run = RunDirectory(Path(spec.run_dir))
+        self._rank_info = rank_info
+        self._device = device
+        self._control = core.ControlFile(run)
+        self._next_look_s = 0.0
+        self._is_wanted = False
+        self._travelling = TravellingSignal(device)
+        self._signals = core.SignalWatch()
+        self.is_preempted = False
+        # Elsewhere no signal can be noted, as for a driver in such a thread.
+        if threading.current_thread() is threading.main_thread():
+            signals = (signal.SIGTERM, signal.SIGUSR1) if is_script else (signal.SIGUSR1,)
+            self._signals.install(signals)
+        if rank_info.rank == 0:
+            note_listener(run)
+
+    def is_due(self) -> bool:
+        """Return the answer; every rank must call equally often."""
+        if self.is_preempted:
+            return True
+        self._look()
+        if self._rank_info.world_size == 1:
+            self.is_preempted = self._is_wanted
+            return self.is_preempted
+        if self._is_wanted:
+            self._travelling.tell(1.0)
+        # The next call may be an epoch away.
+        self._travelling.travel_alone(self._device, is_awaited=True)
+        self.is_preempted = self._travelling.hear() > 0
+        return self.is_preempted
+
+    def close(self) -> None:
+        """Give the signals back."""
+        self._signals.restore()
+
+    def _look(self) -> None:
+        self._is_wanted = self._is_wanted or self._signals.has_come
+        if self._is_wanted or self._rank_info.rank != 0:
+            return
+        is_decided = self._decision.wait(self._is_told)
+        now = time.monotonic()
+        if is_decided or now >= self._next_look_s:
+            self._next_look_s = now + _LOOK_INTERVAL_S
+            self._is_wanted = self._is_told() or is_to_move(self._run)
+
+    def _is_told(self) -> bool:
+        return self._signals.has_come or self._control.read().should_preempt
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long a report of a stepwise run waits for parts of checkpoints of other ranks, in seconds.
+_COMMIT_S = 30.0
+
+
+class LooseSession(UserLoop):
+    """Session for calls of `train` outside a run: they behave as with one worker."""
+
+    def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
+        """Return this worker's part of a loader."""
+        check_loader(loader)
+        check_enough_samples(loader, self.rank_info.world_size)
+        prepared = super().prepare_loader(loader, is_moved=is_moved)
+        warn_of_whole_reads(prepared, self.rank_info)
+        return prepared
+
+
+_loose: list[LooseSession] = []
+
+
+def loose_session(*, begins: bool) -> LooseSession:
+    """Return the session for calls of `train` outside a run.
+
+    Args:
+        begins: Whether the call prepares a model. If the last training has ended, this begins a
+            new training, such as in the next cell of a notebook, with new settings.
+    """
+    if not _loose or (begins and _loose[0].is_used):
+        rank_info = RankInfo()
+        _loose[:] = [LooseSession(rank_info, own_device(0), torch.initial_seed())]
+    return _loose[0]
+
+
+class PlaceSession(LooseSession):
+    """Session of functions that workers execute outside of a run: a place, but no record."""
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Refuse a report, which nobody would see."""
+        _refuse_outside_of_run("train.report", self.rank_info.rank)
+
+    def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
+        """Refuse a checkpoint, which nobody would find."""
+        _refuse_outside_of_run("train.save_checkpoint", self.rank_info.rank)
+
+    def load(self, files_to: Path | None) -> None:
+        """Return None, as nothing was stored."""
+
+    def restore_random_state(self) -> None:
+        """Do nothing, as nothing was loaded."""
+
+    def should_preempt(self) -> bool:
+        """Return False, as nothing can be stored."""
+        return False
+
+
+def _refuse_outside_of_run(name: str, rank: int) -> None:
+    raise RuntimeError(
+        f"`{name}` must be called in a run, but rank {rank} executes a function without one. Hint:"
+        " trainer.run(function), or trainer.start(SomeClass) before trainer.execute(function)."
+    )
+
+
+class RankSession(LooseSession):
+    """One generation of a run in this process, from `begin` to `finish`.
+
+    Args:
+        job: What to do.
+        rank_info: This worker's rank.
+        device: Where it computes.
+        on_report: Called after each report, in a driver's own process.
+        distributed: Where the ranks meet, if an outer launcher has started them.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        rank_info: RankInfo,
+        device: torch.device,
+        on_report: Callable[[], None] | None = None,
+        distributed: core.DistributedContext | None = None,
+    ) -> None:
+        spec = job.spec
+        super().__init__(rank_info, device, spec.seed)
+        self.num_shards = spec.num_shards
+        self.job = job
+        self._access = RunAccess(spec, rank_info)
+        storage = self._access.storage
+        if spec.storage_per_node and distributed is not None:
+            storage = core.NodeStorage(self._access.run.checkpoints_path, distributed)
+        # The driver of a pool has begun the run, and is the parent of its workers.
+        is_parent_told = on_report is not None or distributed is not None
+        self._spec: RunSpec = spec
+        self._decision = self._make_decision()
+        self.reporter = self._make_reporter(on_report, is_parent_told=is_parent_told)
+        self._comparison = RankComparison(
+            RankCheck(spec.check_ranks),
+            self.gradients,
+            f"{spec.run_id}/{spec.attempt}/{spec.generation}",
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            num_busy_ranks=self.num_busy_ranks,
+        )
+        self._checkpoints = self._make_checkpoints(storage)
+        self._writer = TrainCheckpointWriter(
+            spec,
+            rank_info.rank,
+            rank_info.world_size,
+            self.reporter,
+            self._checkpoints,
+            self._own_state,
+        )
+        self._state = RankState(self)
+        self._stored: UserStateReader | None = None
+        self._saved_at: tuple[int, int] | None = None
+        self.is_to_compare = False
+        self._has_warned = False
+        self._num_loaders = 0
+        self._gate = ReportGate(spec, rank_info) if spec.is_stepwise else None
+        self._preemption: PreemptionCheck | None = None
+        self._is_script = on_report is not None
+        seed_everything(spec.seed, rank_info.rank)
+        self.is_seed_given, self.seeded_as = spec.is_seed_given, torch.initial_seed()
+
+    def _make_decision(self) -> core.SearchDecision:
+        run = RunDirectory(Path(self._spec.run_dir))
+        # On a node that does not see the run directory, nobody tells of decisions.
+        judged = self._spec.judged_metrics if run.control_path.parent.exists() else None
+        return core.SearchDecision(
+            control=core.ControlFile(run), generation=self._spec.generation, metrics=judged
+        )
+
+    def _make_reporter(
+        self, on_report: Callable[[], None] | None, *, is_parent_told: bool
+    ) -> RankReporter:
+        spec, rank_info = self._spec, self.rank_info
+        return RankReporter(
+            JournalKey(spec.attempt, spec.generation, rank_info.rank),
+            rank_info.world_size,
+            self._access.journal_path,
+            groups=(METRICS_GROUP, TIMINGS_GROUP),
+            first_report=spec.first_report,
+            decision=self._decision,
+            searched_metrics=spec.searched_metrics,
+            on_report=on_report,
+            restart_causes=spec.restart_causes,
+            is_parent_told=is_parent_told,
+        )
+
+    def _make_checkpoints(self, storage: CheckpointStorage) -> RankCheckpoints:
+        spec, rank_info = self._spec, self.rank_info
+        is_scored = spec.score_attribute is not None
+        return RankCheckpoints(
+            self._access.run,
+            storage,
+            self.reporter,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            local_size=rank_info.local_world_size,
+            existing=spec.kept,
+            rules=RetentionRules(
+                latest=1 if is_scored and spec.num_to_keep else spec.num_to_keep,
+                best=spec.num_to_keep if is_scored else None,
+            ),
+            is_score_minimized=spec.is_score_minimized,
+            comparison=self._comparison,
+        )
+
+    # ---- reports and checkpoints ---------------------------------------------------------
+
+    def report(
+        self,
+        metrics: dict[str, Any],
+        validation: Mapping[str, Any] | bool = True,
+        step: int | None = None,
+    ) -> None:
+        """Record metrics; see `train.report`.
+
+        Args:
+            metrics: The metrics.
+            validation: What of them a search judges, see `RankReporter.report`.
+            step: The steps that a library has counted.
+
+        Raises:
+            StoppedError: The driver of a stepwise run ends it at this report.
+        """
+        if self._gate is not None and self.rank_info.rank == 0:
+            # Whoever stops the run at this report goes on from what was saved before it.
+            self._checkpoints.settle()
+            self._checkpoints.await_commits(self.num_saves, _COMMIT_S)
+        number = self.reporter.report(metrics, validation, step)
+        if self._gate is not None:
+            self._gate.wait(number)
+
+    def save(self, state: Any, *, files: Files, allow_pickle: bool) -> None:
+        """Save a checkpoint; see `train.save_checkpoint`."""
+        with self.reporter.storing():
+            self._writer.save(
+                state,
+                files=files,
+                allow_pickle=allow_pickle,
+                is_sharded=self.gradients.has_sharded,
+            )
+        self._saved_at = self._place
+
+    def _own_state(self) -> dict[str, Any]:
+        return self._state.capture() | self.reporter.state()
+
+    def load(self, files_to: Path | None) -> Any:
+        """Return the state to go on from; see `train.load_checkpoint`."""
+        if self._spec.checkpoint is None:
+            return self.job.state
+        if self._stored is None:
+            self._stored = UserStateReader(self._spec.checkpoint)
+            own = self._state.take_up(self._stored)
+            self.reporter.begin(own, self._stored.uuid)
+        if files_to is not None:
+            self._stored.copy_files(files_to)
+        # A rank with a sharded model needs its pieces only.
+        return self._stored.state(is_lazy=self.gradients.has_sharded)
+
+    def restore_random_state(self) -> None:
+        """Put back the generators of the checkpoint that was loaded, unless they are."""
+        self._state.restore_random_state()
+
+    def settle_own_parts(self) -> None:
+        """Wait until this rank's parts of checkpoints are stored."""
+        self._checkpoints.settle()
+
+    def await_commits(self, num_expected: int, timeout_s: float) -> None:
+        """Wait for the checkpoints that all ranks have saved."""
+        self._checkpoints.await_commits(num_expected, timeout_s)
+
+    def settle(self, num_expected: int, timeout_s: float) -> None:
+        """Wait for the checkpoints that all ranks have saved, compare the ranks, and end.
+
+        Raises:
+            RanksDifferError: They have drifted apart since the last checkpoint.
+        """
+        self.await_commits(num_expected, timeout_s)
+        try:
+            if self.is_to_compare:
+                self._comparison.compare_end()
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._close(None)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """How far training is."""
+        return self.num_backwards, self.reporter.steps_completed
+
+    def finish(self, error: BaseException | None) -> None:
+        """End the run's work in this process, unless it is yet to `settle`.
+
+        Raises:
+            CheckpointWriteError: A checkpoint could not be written.
+        """
+        if self._preemption is not None:
+            self._preemption.close()
+        self._comparison.end()
+        try:
+            self._checkpoints.finish(error)
+            if error is None and self._saved_at != self._place:
+                self.is_to_compare = self._comparison.leave_end(self.device)
+        except BaseException as second:
+            self._close(error or second)
+            raise
+        if error is not None or not self.is_to_settle:
+            self._close(error)
+
+    @property
+    def is_to_settle(self) -> bool:
+        """Whether other ranks have to end before this one can."""
+        return self.is_to_compare or self.num_pending > 0
+
+    @property
+    def num_saves(self) -> int:
+        """How often this rank has saved a checkpoint."""
+        return self._checkpoints.num_saves
+
+    @property
+    def num_pending(self) -> int:
+        """How many of these wait for parts of other ranks."""
+        return self._checkpoints.num_pending
+
+    def _close(self, error: BaseException | None) -> None:
+        self._checkpoints.close()
+        if self._stored is not None:
+            self._stored.close()
+        if error is None and self.is_preempted:
+            error = core.PreemptedError()
+        self.reporter.finish(error)
+        self._access.close()
+
+    def should_preempt(self) -> bool:
+        """Tell whether the run is to make room; see `train.should_preempt`."""
+        if self._preemption is None:
+            self._preemption = PreemptionCheck(
+                self._spec,
+                self.rank_info,
+                self.device,
+                is_script=self._is_script,
+                decision=self._decision,
+            )
+        return self._preemption.is_due()
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the function was told to make room."""
+        return self._preemption is not None and self._preemption.is_preempted
+
+    # ---- data ----------------------------------------------------------------------------
+
+    def prepare_loader(self, loader: Any, *, is_moved: bool = True) -> PreparedLoader:
+        """Return this worker's part of a loader, in the place where a loaded checkpoint has it."""
+        prepared = super().prepare_loader(loader, is_moved=is_moved)
+        self._state.add_loader(prepared)
+        return prepared
+
+    def agreed_seed(self, seed: int, loader: Any) -> int:
+        """Return the chief's seed for this loader, which must have the same data on all ranks.
+
+        Raises:
+            ValueError: They differ.
+        """
+        self._num_loaders += 1
+        return self._comparison.of_chief(f"data of loader {self._num_loaders}", seed, loader)
+
+    def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
+        """Return a new iterator over data, with the generators as the checkpoint has them."""
+        return self._state.open_data(make, was_open=was_open)
+
+    def begin_batch(self, num_own: int, num_all: int, *, is_last: bool, wait_s: float) -> None:
+        """Note that the function gets a batch."""
+        self._state.begin_batch()
+        self._warn_if_unweighted()
+        super().begin_batch(num_own, num_all, is_last=is_last, wait_s=wait_s)
+        self.reporter.count_batch(num_own, wait_s, is_trained=torch.is_grad_enabled())
+
+    def end_batch(self, seconds: float) -> None:
+        """Note for how long the function has used a batch."""
+        self.reporter.count_step(seconds)
+
+    def _warn_if_unweighted(self) -> None:
+        """Say once that ranks with more shards than others count no more than these."""
+        is_even = self.num_shards % self.rank_info.world_size == 0
+        if is_even or self._has_warned or self.gradients.models or not torch.is_grad_enabled():
+            return
+        self._has_warned = True
+        if self.rank_info.rank > 0:
+            return
+        logger.warning(
+            "A global batch has %d shards, which %d workers cannot share equally, and no model was"
+            " prepared whose gradients are weighted by samples. Hint: train.prepare_model(model).",
+            self.num_shards,
+            self.rank_info.world_size,
+        )

@@ -1,0 +1,343 @@
+"""What a rank alone knows, in checkpoints; comparison of ranks without waiting (torch)."""
+
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline._training.engine.checkpoints.models_and_optimizers import (
+    ModelsAndOptimizers,
+    restore_generators,
+)
+from paceline._training.engine.gradient_accumulation import has_stored_tensors
+from paceline._training.engine.gradient_sync import GradientSync
+from paceline._training.engine.rank_differences import (
+    RankCheck,
+    RankDigest,
+    check_digests,
+    check_same_as_chief,
+    data_digest,
+)
+from paceline._training.engine.tensors import parameters_of
+from paceline.data._order_and_random_generators import capture_random_state, restore_random_state
+from paceline.train._prepared_loader_and_steps import PreparedLoader, UserLoop
+
+T = TypeVar("T")
+
+
+class StoredRanks(Protocol):
+    """A checkpoint with what each rank alone knew."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The checkpoint's metadata."""
+
+    def of_rank(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank alone knew, or None if there was no such rank."""
+
+
+class RankState:
+    """The generators, gradients, scale and place in the data of a rank.
+
+    Models and optimizers are not in here: the loop stores them, and puts them back before it goes
+    on. So this is put back as late as possible: when the loop asks for data, or for it.
+
+    Args:
+        own_loop: The loop.
+    """
+
+    def __init__(self, own_loop: UserLoop) -> None:
+        self._loop = own_loop
+        self._loaders: list[PreparedLoader] = []
+        self._loader_states: list[dict[str, Any]] = []
+        self._stored: StoredRanks | None = None
+        self._own: dict[str, Any] | None = None
+        self._is_random_due = False
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state."""
+        return {
+            **self._objects().own_state(),
+            "loaders": [loader.state() for loader in self._loaders],
+            "gradients": self._loop.gradients.state(),
+            "scaler": self._loop.steps.state(),
+        }
+
+    def take_up(self, stored: StoredRanks) -> Mapping[str, Any]:
+        """Go on from a checkpoint, and return the state that this rank takes up."""
+        rank_info = self._loop.rank_info
+        own, chief = stored.of_rank(rank_info.rank), stored.of_rank(0)
+        # Who was not there goes on where the chief was.
+        some = own or chief or {}
+        self._stored = stored
+        # The place in the data is the same for all ranks, and for any number of them.
+        self._loader_states = some.get("loaders", [])
+        for index, loader in enumerate(self._loaders):
+            self._place_loader(loader, index)
+        sizes = (rank_info.world_size, self._loop.num_busy_ranks)
+        if own is not None and stored.metadata["world_size"] in sizes:
+            self._own = own
+        elif chief is not None:
+            self._own = {**chief, "random": None}
+        self._is_random_due = True
+        return some
+
+    def add_loader(self, loader: PreparedLoader) -> None:
+        """Put a loader in the place where a checkpoint has it, and capture it from now on."""
+        self._place_loader(loader, len(self._loaders))
+        self._loaders.append(loader)
+
+    def open_data(self, make: Callable[[], T], *, was_open: bool) -> T:
+        """Return a new iterator over data, with the generators as the checkpoint has them.
+
+        Making one draws random numbers: where the checkpoint was saved within the iteration, that
+        was before it, and else it is yet to come.
+        """
+        if was_open:
+            before = None if self._is_random_due else capture_random_state()
+            iterator = make()
+            if before is None:
+                self._put_back()
+            else:
+                # They were put back by `restore_random_state()`.
+                restore_random_state(before)
+            return iterator
+        self.restore_random_state()
+        return make()
+
+    def restore_random_state(self) -> None:
+        """Put back the generators of the checkpoint that was loaded, unless they are."""
+        if self._is_random_due:
+            self._put_back()
+            self._is_random_due = False
+
+    def begin_batch(self) -> None:
+        """Note that the loop has gone on."""
+        self._is_random_due = False
+
+    def _objects(self) -> ModelsAndOptimizers:
+        # Prepared gradients have weights besides.
+        loop = self._loop
+        return ModelsAndOptimizers(rank=loop.rank_info.rank, models=loop.gradients.models)
+
+    def _open_gradients(self, own: Mapping[str, Any], stored: StoredRanks) -> Any:
+        """Return this rank's gradients within an accumulated step, which others may have begun."""
+        loop, gradients = self._loop, self._loop.gradients
+        state, stored_size = own["gradients"], stored.metadata["world_size"]
+        sizes = (loop.rank_info.world_size, loop.num_busy_ranks)
+        # An idle rank has stored none.
+        has_own = loop.rank_info.rank < stored_size
+        is_same = has_own and stored_size in sizes and not gradients.has_sharded
+        if state is None or (is_same and not has_stored_tensors(state)):
+            return state
+        states = [(stored.of_rank(rank) or own)["gradients"] for rank in range(stored_size)]
+        return gradients.shared_out(states, loop.rank_info.rank)
+
+    def _place_loader(self, loader: PreparedLoader, index: int) -> None:
+        if index < len(self._loader_states):
+            loader.load_state(self._loader_states[index])
+
+    def _put_back(self) -> None:
+        """Put back what this rank alone knew; the generators last."""
+        own, loop = self._own, self._loop
+        assert self._stored is not None
+        if own is not None:
+            self._objects().load_own_state(own)
+            loop.gradients.load_state(self._open_gradients(own, self._stored))
+            loop.steps.load_state(own["scaler"])
+        restore_generators(
+            own and own["random"],
+            seed=loop.seed,
+            num_steps=self._stored.metadata["steps_completed"],
+            rank=loop.rank_info.rank,
+        )
+
+
+# Of more optimizers of the user's own, none is looked at.
+_MAX_STRANGERS = 4
+
+_START, _END = "start", "end"
+
+
+class RankComparison:
+    """Each rank leaves digests of its prepared models in torch's store; the chief compares them.
+
+    It does so at the first backward pass, also of models that are prepared later, with each
+    checkpoint, and at the end of a function that trains after its last checkpoint.
+
+    Args:
+        check: What is compared.
+        gradients: The prepared models and optimizers.
+        run: What tells this generation of a run from others.
+        rank: The rank.
+        world_size: The number of ranks.
+        num_busy_ranks: The first ranks, which have samples of their own.
+    """
+
+    def __init__(
+        self,
+        check: RankCheck,
+        gradients: GradientSync,
+        run: str,
+        *,
+        rank: int,
+        world_size: int,
+        num_busy_ranks: int,
+    ) -> None:
+        self._check = check
+        self._gradients = gradients
+        self._run = run
+        self._rank = rank
+        self._world_size = world_size
+        self._num_busy_ranks = num_busy_ranks
+        self._is_idle = rank >= num_busy_ranks
+        self._num_known = 0
+        # What the chief has not compared yet, besides checkpoints.
+        self._begun: list[str] = []
+        self._is_on = check.is_on and world_size > 1 and dist.is_initialized()
+        # Optimizers that step what is not prepared, and the hook that notices them.
+        self._strangers: list[torch.optim.Optimizer] = []
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hook: Any = None
+        if self._is_on:
+            gradients.before_sums = self._note_backward
+            self._hook = register_optimizer_step_pre_hook(self._note_step)
+
+    def leave(self, name: str) -> None:
+        """Leave a digest of this rank, under a name that is the same on all ranks."""
+        if self._is_on:
+            self._set(name, self._digest())
+
+    def compare(self, name: str, num_ranks: int) -> None:
+        """Compare, on the chief, what the first ranks have left.
+
+        Raises:
+            RanksDifferError: They differ.
+        """
+        if self._is_on:
+            check_digests(self._taken(name, num_ranks))
+
+    def compare_start(self) -> None:
+        """Compare, on the chief, the ranks at their first backward pass, unless that was done.
+
+        Raises:
+            RanksDifferError: They differ.
+        """
+        for name in list(self._begun):
+            keys = [self._key(name, rank) for rank in range(self._world_size)]
+            # The next call comes soon.
+            if _store().check(keys):
+                self._begun.remove(name)
+                self.compare(name, self._world_size)
+
+    def leave_end(self, device: torch.device) -> bool:
+        """Leave what is compared at the end; tell, on the chief, whether there is anything.
+
+        Args:
+            device: Where this rank trains.
+        """
+        gradients = self._gradients
+        is_known = bool(gradients.models or gradients.optimizers)
+        if not (self._is_on and dist.is_initialized() and is_known):
+            return False
+        # The function of one rank may have moved or rebuilt its model, to store it.
+        tensors = [p for model in gradients.models for p in model.parameters()]
+        is_moved = any(tensor.device.type != device.type for tensor in tensors)
+        self._set(_END, self._digest().of_present(is_absent=is_moved))
+        return self._rank == 0
+
+    def end(self) -> None:
+        """Notice no more steps."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def compare_end(self) -> None:
+        """Compare, on the chief, the ranks as their functions have ended, which they all have.
+
+        Raises:
+            RanksDifferError: They differ in what they all have.
+        """
+        keys = [self._key(_END, rank) for rank in range(self._num_busy_ranks)]
+        # A rank has none if its function has left the process group.
+        if dist.is_initialized() and _store().check(keys):
+            self.compare(_END, self._num_busy_ranks)
+
+    def of_chief(self, name: str, value: int, data: Any) -> int:
+        """Return the chief's value; the others wait until it has called this by the same name.
+
+        Args:
+            name: The name.
+            value: The value.
+            data: A data set or loader that must be the same on all ranks.
+
+        Raises:
+            ValueError: It is another one than the chief's.
+        """
+        if self._world_size == 1 or not dist.is_initialized():
+            return value
+        key, digest = self._key(name, 0), data_digest(data) if self._is_on else ""
+        if self._rank == 0:
+            _store().set(key, pickle.dumps((value, digest)))
+            return value
+        of_chief, digest_of_chief = pickle.loads(_store().get(key))  # noqa: S301 - our own rank's
+        check_same_as_chief(name, digest, digest_of_chief, self._rank)
+        return int(of_chief)
+
+    def _digest(self) -> RankDigest:
+        gradients = self._gradients
+        return self._check.digest(
+            gradients.models,
+            gradients.optimizers,
+            is_idle=self._is_idle,
+            others=self._parameters_of_strangers(),
+        )
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Note an optimizer beside a prepared model whose gradients nobody may sum."""
+        if self._gradients.models and optimizer not in self._known:
+            self._known.add(optimizer)
+            if any(id(p) not in self._gradients.watched for p in parameters_of(optimizer)):
+                self._strangers.append(optimizer)
+        if len(self._strangers) > _MAX_STRANGERS:
+            # They come and go, such as those of copies that are trained for a few steps.
+            self._strangers.clear()
+            self.end()
+
+    def _parameters_of_strangers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, optimizer in enumerate(self._strangers):
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                if id(parameter) not in self._gradients.watched:
+                    kind = type(optimizer).__name__
+                    yield f"parameter {index} of {kind} {number}, not prepared", parameter
+
+    def _set(self, name: str, digest: RankDigest) -> None:
+        _store().set(self._key(name, self._rank), pickle.dumps(digest))
+
+    def _note_backward(self) -> None:
+        num_known = len(self._gradients.models) + len(self._gradients.optimizers)
+        if num_known != self._num_known:
+            self._num_known = num_known
+            name = f"{_START} {num_known}"
+            self.leave(name)
+            self._begun += [name] if self._rank == 0 else []
+        elif self._begun:
+            self.compare_start()
+
+    def _taken(self, name: str, num_ranks: int) -> Sequence[RankDigest]:
+        store, keys = _store(), [self._key(name, rank) for rank in range(num_ranks)]
+        digests = [pickle.loads(store.get(key)) for key in keys]  # noqa: S301 - our own ranks'
+        for key in keys:
+            store.delete_key(key)
+        return digests
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"paceline/{self._run}/{name}/{rank}"
+
+
+def _store() -> Any:
+    # The group has one of its own, whoever has made it.
+    return torch.distributed.distributed_c10d._get_default_store()

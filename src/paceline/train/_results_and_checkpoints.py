@@ -1,0 +1,391 @@
+"""Results of a run, comparison of outcomes, checkpoints as the driver sees them, errors."""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from paceline import core
+from paceline._base.journal_records import AttemptStarted, MetricsReported, decode_value
+from paceline._base.notebook_tables import html_table
+from paceline._base.run_directory import JournalKey, RunDirectory
+from paceline._training.workers.failures_and_restarts import TrainingFailedError
+from paceline.storage._checkpoint_storage import CheckpointStorage
+from paceline.storage._storage_by_url import checkpoint_at, storage_from
+from paceline.train._run_protocol import (
+    METRICS_GROUP,
+    TIMINGS_GROUP,
+    RankOutcome,
+    StoredAt,
+    checked_metadata,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A committed checkpoint of a train function.
+
+    Attributes:
+        uuid: Its name.
+        storage: Where it is.
+        metadata: What is known of it without reading it.
+        tune_file: The file in a checkpoint of Ray Tune that says which one it has, or where.
+    """
+
+    tune_file: ClassVar[str] = "paceline.json"
+
+    uuid: str
+    storage: str
+    metadata: dict[str, Any]
+
+    @classmethod
+    def from_path(cls, path: str | os.PathLike[str]) -> "Checkpoint":
+        """Return the checkpoint in a directory, or the newest whole one of a run directory.
+
+        Args:
+            path: The directory; that of a checkpoint of Ray Tune; or the `url` of a checkpoint in
+                an object store.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointCorruptError: All checkpoints of the run are damaged.
+            StorageNotInstalledError: The store's package is not installed.
+            ValueError: It is no checkpoint of a train function, or no URL of one.
+        """
+        location = Path(os.path.abspath(path))
+        if (location / cls.tune_file).exists():
+            facts = json.loads((location / cls.tune_file).read_text())
+            if facts["uuid"] is None:
+                raise FileNotFoundError(
+                    f"The checkpoint of Ray Tune in {str(location)!r} must have one of the train"
+                    " function, but that had saved none before."
+                )
+            path = facts["url"] or location / facts["uuid"]
+        if (location / "run.json").exists():
+            storage, uuid = core.restorable_checkpoint(location)
+            if uuid is None:
+                raise FileNotFoundError(
+                    f"The run {str(location)!r} must have a checkpoint to load."
+                )
+        else:
+            storage, uuid = checkpoint_at(path)
+        return cls.stored(storage, uuid)
+
+    @classmethod
+    def stored(cls, storage: CheckpointStorage, uuid: str) -> "Checkpoint":
+        """Return a checkpoint of a storage.
+
+        Raises:
+            CheckpointNotFoundError: There is none of this name.
+            ValueError: It is no checkpoint of a train function.
+        """
+        metadata = checked_metadata(uuid, storage.manifest(uuid).metadata)
+        return cls(uuid=uuid, storage=storage.url, metadata=metadata)
+
+    @property
+    def number(self) -> int:
+        """Which one it is of those that the run saved, from 1; counted anew after a restart."""
+        return int(self.metadata["number"])
+
+    @property
+    def score(self) -> float | None:
+        """The value by which the best is chosen, or None without one."""
+        score: float | None = self.metadata["score"]
+        return score
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the chief had reported last."""
+        metrics: dict[str, Any] = decode_value(self.metadata["metrics"])
+        return metrics
+
+    @property
+    def url(self) -> str:
+        """The place of its files, as `from_path` takes it: a path, or the URL of a store."""
+        return f"{self.storage}/{self.uuid}"
+
+    @property
+    def path(self) -> Path:
+        """The directory of its files.
+
+        Raises:
+            ValueError: Its storage is no directory; `load` and `copy_files` work for any.
+        """
+        root = storage_from(self.storage).local_root
+        if root is None:
+            raise ValueError(
+                f"Checkpoints in {self.storage!r} have no path on this machine. Hint: `load()`"
+                " returns the state, and `copy_files` copies the files."
+            )
+        return root / self.uuid
+
+    def load(self) -> Any:
+        """Return the saved state, with tensors on the CPU.
+
+        Raises:
+            CheckpointNotFoundError: It was deleted.
+            CheckpointCorruptError: Files are missing or altered.
+        """
+        from paceline.train._rank_checkpoints import UserStateReader
+
+        with UserStateReader(self._stored) as stored:
+            return stored.state()
+
+    def copy_files(self, target: str | os.PathLike[str]) -> None:
+        """Copy what was saved with `files` into a directory.
+
+        Raises:
+            CheckpointNotFoundError: It was deleted.
+            CheckpointCorruptError: Files are missing or altered.
+        """
+        from paceline.train._rank_checkpoints import UserStateReader
+
+        with UserStateReader(self._stored) as stored:
+            stored.copy_files(Path(target))
+
+    @property
+    def _stored(self) -> StoredAt:
+        return StoredAt(self.storage, self.uuid)
+
+
+class Report(dict[str, Any]):
+    """The metrics of one report.
+
+    Args:
+        metrics: Names to values.
+        rank: Who reported.
+        number: Which report of this rank it is, from 1; a function that went on from a checkpoint
+            goes on from there.
+        time: When, in seconds since the epoch.
+        generation: How often the workers had been replaced.
+        lag_s: How long it took to the driver, in seconds.
+        validation: What of it a search judges: all, nothing, or these metrics.
+        step: The steps that training had completed; the number, if nothing has counted them.
+    """
+
+    def __init__(
+        self,
+        metrics: dict[str, Any],
+        *,
+        rank: int = 0,
+        number: int = 0,
+        time: float = 0.0,
+        generation: int = 0,
+        lag_s: float = 0.0,
+        validation: dict[str, Any] | bool = True,
+        step: int = 0,
+    ) -> None:
+        super().__init__(metrics)
+        self.rank = rank
+        self.number = number
+        self.time = time
+        self.generation = generation
+        self.lag_s = lag_s
+        self.validation = validation
+        self.step = step
+
+    def __repr__(self) -> str:
+        return f"Report({super().__repr__()}, rank={self.rank}, number={self.number})"
+
+
+class Results(list[Any]):
+    """Values that the functions returned, in rank order, and the results of the run.
+
+    Args:
+        values: What they returned.
+        run_dir: The run directory.
+        attempt: The attempt there.
+        generations: Its generations.
+        checkpoints: The checkpoints that exist, oldest first.
+        best: The best of them.
+        num_restarts: How often workers were lost.
+        report_lags_s: For each rank the longest time from a report to the driver, in seconds.
+    """
+
+    def __init__(
+        self,
+        values: Iterable[Any],
+        *,
+        run_dir: Path,
+        attempt: int,
+        generations: range,
+        checkpoints: Sequence[Checkpoint],
+        best: Checkpoint | None,
+        num_restarts: int,
+        report_lags_s: dict[int, float],
+    ) -> None:
+        super().__init__(values)
+        self.run_dir = run_dir
+        self.checkpoints = list(checkpoints)
+        self.best_checkpoint = best
+        self.num_restarts = num_restarts
+        self.report_lags_s = report_lags_s
+        self._attempt = attempt
+        self._generations = generations
+
+    def _repr_html_(self) -> str:
+        facts: list[tuple[str, Any]] = [
+            ("run directory", self.run_dir),
+            ("checkpoints", len(self.checkpoints)),
+            ("restarts of workers", self.num_restarts),
+        ]
+        if self.best_checkpoint is not None:
+            facts.append(("best checkpoint", self.best_checkpoint.url))
+        try:
+            reports = self.metrics
+        except OSError:
+            # The run directory is gone.
+            reports = []
+        names = list(dict.fromkeys(name for report in reports for name in report))
+        rows = [(each.number, *(each.get(name, "") for name in names)) for each in reports]
+        return "\n".join(
+            (
+                html_table(f"Results of {len(self)} worker(s)", (), facts),
+                html_table(f"{len(reports)} report(s) of rank 0", ("report", *names), rows),
+            )
+        )
+
+    @property
+    def metrics(self) -> list[Report]:
+        """What the chief reported, without what was trained again after a restart."""
+        return self.metrics_of(0)
+
+    def metrics_of(self, rank: int) -> list[Report]:
+        """Return what a rank reported, without what was trained again after a restart."""
+        return self._read(rank, METRICS_GROUP)
+
+    @property
+    def fold_metrics(self) -> dict[int, Report]:
+        """What the chief reported last of each fold of a cross validation, by `report(cv=...)`."""
+        return {report["cv"]: report for report in self.metrics if "cv" in report}
+
+    @property
+    def mean_metrics(self) -> dict[str, float]:
+        """The mean over all folds of each number that was reported last of each of them."""
+        folds = list(self.fold_metrics.values())
+        means = {}
+        for name in dict.fromkeys(name for fold in folds for name in fold if name != "cv"):
+            values = [fold.get(name) for fold in folds]
+            numbers = [value for value in values if isinstance(value, (int, float))]
+            if len(numbers) == len(folds):
+                means[name] = sum(numbers) / len(numbers)
+        return means
+
+    def timings_of(self, rank: int) -> list[Report]:
+        """Return how fast a rank was, about once a second.
+
+        `samples_per_second` and `batches_per_second` are its own, `data_wait_fraction` is its wait
+        for data as a part of the time. `data_wait_s` and `train_batch_s` are the mean seconds per
+        batch of that wait, and of what the function does with a batch.
+        """
+        return self._read(rank, TIMINGS_GROUP)
+
+    def _read(self, rank: int, group: str) -> list[Report]:
+        run = RunDirectory(self.run_dir)
+        wanted = core.group_of_rank(group, rank)
+        keys = set(run.journal_keys())
+        reports: list[Report] = []
+        for generation in self._generations:
+            key = JournalKey(self._attempt, generation, rank)
+            if key not in keys:
+                # Without this rank, the chief tells where a generation began.
+                key = JournalKey(self._attempt, generation, 0)
+            for entry in run.reader(key) if key in keys else ():
+                record = entry.decode()
+                if isinstance(record, AttemptStarted):
+                    reports = [r for r in reports if r.step <= record.steps_completed]
+                    if key.rank != rank:
+                        break
+                elif isinstance(record, MetricsReported) and record.group == wanted:
+                    report = report_of(key, record)
+                    while reports and reports[-1].number >= report.number:
+                        # It repeats one that was made after the checkpoint.
+                        reports.pop()
+                    reports.append(report)
+        return reports
+
+
+def report_of(key: JournalKey, record: MetricsReported, lag_s: float = 0.0) -> Report:
+    """Return what a journal's record tells."""
+    judged = record.validation
+    return Report(
+        decode_value(record.metrics),
+        rank=key.rank,
+        number=record.steps_completed if record.number is None else record.number,
+        step=record.steps_completed,
+        time=record.time,
+        generation=key.generation,
+        lag_s=lag_s,
+        validation=judged if isinstance(judged, bool) else decode_value(judged),
+    )
+
+
+class IncompleteCheckpointError(TrainingFailedError):
+    """Raised at the end of a run when ranks have saved unequally many checkpoints.
+
+    `results` is what the run would have returned.
+    """
+
+    def __init__(self, message: str, results: Any) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+logger = logging.getLogger(__name__)
+
+
+def check_saves(outcomes: Sequence[RankOutcome], num_lacking: int, results: Results) -> None:
+    """Require that all ranks have saved equally many checkpoints, and stored them.
+
+    Args:
+        outcomes: What came of the run on each rank.
+        num_lacking: How many checkpoints lack parts, though all ranks have saved them.
+        results: What the run would have returned.
+
+    Raises:
+        IncompleteCheckpointError: They have not.
+    """
+    counts = [outcome.num_saves for outcome in outcomes]
+    most, least = max(counts), min(counts)
+    if num_lacking > 0:
+        raise IncompleteCheckpointError(
+            "All ranks must store their parts of each checkpoint in one storage, but"
+            f" {num_lacking} checkpoint(s) lack parts, or one before does. Hint: see the output"
+            " of the ranks: an error of `save_checkpoint` must not be passed over, and all machines"
+            " must see the storage. The values that were returned are in this error's `results`.",
+            results,
+        )
+    if most == least:
+        return
+    few = ", ".join(
+        f"rank {rank} has made {count}" for rank, count in enumerate(counts) if count < most
+    )
+    raise IncompleteCheckpointError(
+        f"All ranks must call `save_checkpoint` equally often, but {few} of {most} calls:"
+        f" {most - least} checkpoint(s) do not exist. Hint: call it on every rank; only the"
+        " chief's state is stored. The values that were returned are in this error's"
+        " `results`.",
+        results,
+    )
+
+
+def warn_of_reports(outcomes: Sequence[RankOutcome]) -> None:
+    """Log a warning if the ranks that reported did so unequally often."""
+    counts = {rank: o.num_reports for rank, o in enumerate(outcomes) if o.num_reports}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"rank {rank} {count}" for rank, count in counts.items())
+        logger.warning("The ranks have reported unequally often: %s.", told)
+
+
+def warn_of_tuples(values: Sequence[object]) -> None:
+    """Log a hint if the values of all ranks can be mistaken for those of one tuple."""
+    if len(values) > 1 and all(isinstance(v, tuple) and len(v) == len(values) for v in values):
+        logger.warning(
+            "`run` returns one value per rank: here %d tuples of %d values each. Hint:"
+            " `trainer.run(...)[0]` is the tuple of rank 0.",
+            len(values),
+            len(values),
+        )

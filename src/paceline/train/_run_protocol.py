@@ -1,0 +1,495 @@
+"""Exchange between the driver and the workers of a run: description, outcome, files.
+
+Also: preemption, steps, the run this process works for (no torch).
+"""
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import NAMESPACE_OID, uuid5
+
+import msgspec
+
+from paceline import core
+from paceline._base.run_directory import Control, JournalKey, NotARunDirectoryError, RunDirectory
+from paceline._training.workers.channels import DriverLink, driver_link
+from paceline._training.workers.failures_and_restarts import RunDirectoryError, signal_name
+from paceline._training.workers.processes.rank_environment import RankInfo
+from paceline._training.workers.processes.signals_and_leftovers import noted_signals
+from paceline._training.workers.ray.forwarded_storage import ForwardedRun, ForwardedStorage
+from paceline.core._arguments import PreemptedError
+from paceline.core._preemption_and_search import ControlFile
+from paceline.storage._checkpoint_storage import CheckpointStorage, Kept
+from paceline.storage._storage_by_url import storage_from
+
+METRICS_GROUP = "training"
+# Their times differ from run to run, so they stay apart from the metrics of training.
+TIMINGS_GROUP = "profiling"
+FILES_FOLDER = "files"
+
+STATE_VERSION = 2
+"""The version of what a checkpoint holds, raised by changes that earlier readers would misread.
+
+Version 2 has sharded tensors; a checkpoint without any stays of version 1, for earlier readers.
+"""
+UNSHARDED_VERSION = 1
+
+
+def checked_metadata(uuid: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a train function's checkpoint.
+
+    Raises:
+        ValueError: It is none, or one of a later version.
+    """
+    version = metadata.get("version")
+    if "num_shards" not in metadata or not isinstance(version, int):
+        raise ValueError(
+            f"Checkpoint {uuid} must be one that a train function has saved, but has the metadata"
+            f" {sorted(metadata)}."
+        )
+    if version > STATE_VERSION:
+        raise ValueError(
+            f"Checkpoint {uuid} must have version {STATE_VERSION} or an earlier one, but has"
+            f" {version}. Hint: use the Paceline version that stored it or a later one."
+        )
+    return metadata
+
+
+def checkpoint_uuid(run_id: str, attempt: int, generation: int, number: Any) -> str:
+    """Return the name of a checkpoint, which every rank knows without asking the others."""
+    return str(uuid5(NAMESPACE_OID, f"{run_id}/{attempt}/{generation}/{number}"))
+
+
+class StoredAt(NamedTuple):
+    """A checkpoint and the storage that holds it."""
+
+    storage: str
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One generation of a run.
+
+    Attributes:
+        run_id: The run's identity.
+        run_dir: The run directory.
+        storage: Where checkpoints go.
+        attempt: The attempt.
+        generation: The generation of it.
+        seed: The seed of data order and of the workers' generators.
+        is_seed_given: Whether the user has asked for this seed.
+        num_shards: The shards of a global batch; 0 until the first workers are there.
+        first_report: The number after which reports begin.
+        checkpoint: What `load_checkpoint()` returns, if it is a stored state.
+        num_to_keep: How many checkpoints to keep, or None for all.
+        score_attribute: The metric by which the best are kept, or None to keep the newest.
+        is_score_minimized: Whether a smaller one is better.
+        kept: The checkpoints that earlier generations have left.
+        is_stepwise: Whether the function waits at each report until its driver lets it go on.
+        storage_per_node: Whether `storage` is a directory of this node alone.
+        check_ranks: Whether workers are compared, see `RankCheck`.
+        restart_causes: What ended the workers of earlier starts, see `AttemptStarted`.
+        judged_metrics: The metrics that a master's search needs to judge a report; None without
+            such a search.
+        searched_metrics: The metrics that must be numbers in what a master's search judges.
+    """
+
+    run_id: str
+    run_dir: str
+    storage: str
+    attempt: int
+    generation: int
+    seed: int
+    num_shards: int
+    first_report: int = 0
+    checkpoint: StoredAt | None = None
+    num_to_keep: int | None = None
+    score_attribute: str | None = None
+    is_score_minimized: bool = False
+    kept: tuple[Kept, ...] = ()
+    is_stepwise: bool = False
+    storage_per_node: bool = False
+    check_ranks: bool | tuple[str, ...] = True
+    is_seed_given: bool = False
+    restart_causes: tuple[str, ...] = ()
+    judged_metrics: tuple[str, ...] | None = None
+    searched_metrics: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Job of a worker in a run: the user's function and its arguments."""
+
+    function: Any
+    spec: RunSpec
+    config: dict[str, Any] | None = None
+    dataset: Any = None
+    has_dataset: bool = False
+    state: Any = None
+
+
+class Instance(NamedTuple):
+    """Instance that each worker makes once, for the class API."""
+
+    kind: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def make(self) -> Any:
+        """Return the instance."""
+        return self.kind(*self.args, **self.kwargs)
+
+
+class WorkerFacts(NamedTuple):
+    """Facts about a worker, for the driver's table."""
+
+    node: str
+    pid: int
+    device: str
+    node_rank: int = 0
+
+
+class RankOutcome(NamedTuple):
+    """Outcome of the function on one rank.
+
+    Attributes:
+        value: What it returned.
+        num_reports: How often it reported.
+        num_saves: How often it saved a checkpoint.
+        num_pending: Of these, how many wait for parts of other ranks.
+        is_stopped: Whether the driver of a stepwise run has stopped it at a report.
+        is_preempted: Whether it has ended because it was told to make room.
+        is_to_compare: Whether the ranks are compared yet, as they were trained since the last
+            checkpoint.
+    """
+
+    value: Any
+    num_reports: int
+    num_saves: int
+    num_pending: int
+    is_stopped: bool = False
+    is_preempted: bool = False
+    is_to_compare: bool = False
+
+
+logger = logging.getLogger(__name__)
+
+
+class RunAccess:
+    """Access of a worker to its journal and its checkpoints.
+
+    That is the run directory, if this node sees it. Else it is a directory of this node, from where
+    all is forwarded to the run directory. Checkpoints go to their storage directly, if this node
+    reaches it, and else through the driver.
+
+    Args:
+        spec: The run.
+        rank_info: The rank.
+
+    Attributes:
+        run: Where the checkpoints are noted that are being written.
+        journal_path: The directory for the rank's journal.
+        storage: Where checkpoints go.
+
+    Raises:
+        RunDirectoryError: This node does not see the run directory, and nothing is forwarded.
+    """
+
+    def __init__(self, spec: RunSpec, rank_info: RankInfo) -> None:
+        self.run = run = RunDirectory(Path(spec.run_dir))
+        key = JournalKey(spec.attempt, spec.generation, rank_info.rank)
+        self.journal_path = run.journal_path(key)
+        self.storage: CheckpointStorage = storage_from(spec.storage)
+        self._link = None
+        sees_run = _is_seen(run, spec)
+        link = driver_link()
+        if link is None and not sees_run:
+            raise RunDirectoryError(
+                f"The nodes of a launcher's workers must see the run directory {spec.run_dir!r},"
+                f" but node {os.uname().nodename} (rank {rank_info.rank}) does not. Hint:"
+                " Trainer(run_dir=...) on a file system that the nodes share."
+            )
+        if link is None:
+            return
+        sees_storage = _is_storage_seen(self.storage, run, link, sees_run)
+        if sees_run and sees_storage:
+            return
+        self._link = link
+        self._root = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        journal_path = RunDirectory(self._root).journal_path(key)
+        # What a killed worker leaves there is removed, too.
+        link.forward(self._root, journal_path, self.journal_path)
+        if not sees_run:
+            self.run, self.journal_path = ForwardedRun(run.path, link), journal_path
+        elif not sees_storage:
+            logger.warning(
+                "Node %s (rank %d) sees the run directory, but not the checkpoint storage %r of the"
+                " driver: its parts of checkpoints are sent to the driver. Hint: mount the same"
+                " directory there, if it is large.",
+                os.uname().nodename,
+                rank_info.rank,
+                spec.storage,
+            )
+        if not sees_storage:
+            self.storage = ForwardedStorage(spec.storage, link, self._root)
+
+    def close(self) -> None:
+        """Wait until the driver has all that was written here, and remove it."""
+        if self._link is not None:
+            self._link.ask("sync")
+            shutil.rmtree(self._root, ignore_errors=True)
+
+
+def storage_holding(stored: StoredAt) -> CheckpointStorage:
+    """Return the storage of a checkpoint, by way of the driver if this node does not see it."""
+    storage = storage_from(stored.storage)
+    link = driver_link()
+    if link is None or storage.is_remote or storage.exists(stored.uuid):
+        return storage
+    return ForwardedStorage(stored.storage, link)
+
+
+def _is_seen(run: RunDirectory, spec: RunSpec) -> bool:
+    try:
+        return run.read_info().run_id == spec.run_id
+    except NotARunDirectoryError:
+        return False
+
+
+def _is_storage_seen(
+    storage: CheckpointStorage, run: RunDirectory, link: DriverLink, sees_run: bool
+) -> bool:
+    """Tell whether this node reaches the driver's storage by itself."""
+    root = storage.local_root
+    if storage.is_remote or root is None:
+        return storage.is_remote
+    if Path(os.path.realpath(root)).is_relative_to(os.path.realpath(run.path)):
+        return sees_run
+    mark = link.ask("mark", storage.url)
+    try:
+        # Without the right to write there, the driver could not store what it is sent.
+        return mark is None or os.path.exists(mark)
+    finally:
+        link.ask("unmark")
+
+
+# How long a signal lets a run go on to its next checkpoint, in seconds; what Slurm gives a job.
+_GRACE_S = 30.0
+
+
+class PreemptionWatch:
+    """Tell when a run is to end for another one.
+
+    A train function stores its state by itself, so the run ends with its next checkpoint. After a
+    signal that may take 30 s; a run that has stored none and does not ask `should_preempt()` ends
+    by the signal at once, and so does any run at the second one.
+
+    Args:
+        run: The run directory, in which a master says that the run is to make room.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._control = core.ControlFile(run)
+        self._signum: int | None = None
+        self._deadline: float | None = None
+        self._num_commits: int | None = None
+        self._is_moving = False
+        # A driver that was killed may have left it.
+        _move_path(run).unlink(missing_ok=True)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the function is to make room for workers on other nodes, and nothing else."""
+        return self._is_moving and self._signum is None and self._num_commits is None
+
+    def ask_to_move(self) -> None:
+        """Have a function that asks store a checkpoint now, from which other workers go on."""
+        if self._is_moving or not _listener_path(self._run).exists():
+            return
+        with suppress(OSError):
+            _move_path(self._run).touch()
+            self._is_moving = True
+
+    def end_move(self) -> None:
+        """Note that other workers follow."""
+        if self._is_moving:
+            self._is_moving = False
+            _move_path(self._run).unlink(missing_ok=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take over SIGTERM and SIGUSR1 for a while, if this is the main thread."""
+        with noted_signals(("SIGTERM", "SIGUSR1"), self._note):
+            yield
+
+    def is_due(self, num_commits: int) -> bool:
+        """Tell whether the run is to end now.
+
+        Args:
+            num_commits: How many checkpoints it has stored.
+        """
+        is_wanted = self._signum is not None or self._control.read().should_preempt
+        if is_wanted and self._num_commits is None:
+            self._begin(num_commits)
+        if self._num_commits is None:
+            return False
+        is_over = self._deadline is not None and time.monotonic() >= self._deadline
+        return is_over or num_commits > self._num_commits
+
+    def _note(self, signum: int) -> None:
+        if self._signum is not None:
+            _end_by(signum)
+        self._signum = signum
+
+    def _begin(self, num_commits: int) -> None:
+        self._num_commits = num_commits
+        if self._signum is None:
+            logger.info("The master wants the run to make room: it ends with its next checkpoint.")
+            return
+        if not num_commits and not _listener_path(self._run).exists():
+            _end_by(self._signum)
+        # The function may ask whether it is to store a checkpoint now.
+        self._run.write_control(msgspec.structs.replace(self._control.read(), should_preempt=True))
+        self._deadline = time.monotonic() + _GRACE_S
+        logger.warning(
+            "%s: the run ends with its next checkpoint, after %g s at the latest; the same signal"
+            " again ends it at once.",
+            signal_name(self._signum),
+            _GRACE_S,
+        )
+
+
+def note_listener(run: RunDirectory) -> None:
+    """Note that a function asks whether it is to make room, so that it is given the time to."""
+    with suppress(OSError):
+        # A node that does not see the run directory cannot be told, either.
+        _listener_path(run).touch()
+
+
+def is_to_move(run: RunDirectory) -> bool:
+    """Tell whether a function is to store a checkpoint from which workers on other nodes go on."""
+    return _move_path(run).exists()
+
+
+def _listener_path(run: RunDirectory) -> Path:
+    return run.path / "asks_should_preempt"
+
+
+def _move_path(run: RunDirectory) -> Path:
+    return run.path / "workers_move"
+
+
+def _end_by(signum: int) -> None:
+    """End this process by a signal, and the workers with it."""
+    signal.signal(signum, signal.SIG_DFL)
+    signal.raise_signal(signum)
+
+
+_FIRST_INTERVAL_S = 0.001
+_LONGEST_INTERVAL_S = 0.02
+# How long another rank than the chief waits for the chief to come to the same report, in seconds.
+_LONGEST_LAG_S = 1.0
+
+
+class StoppedError(PreemptedError):
+    """Raised by `report` when the driver of a stepwise run ends the run there."""
+
+
+class ReportGate:
+    """Hold a rank at its reports until the driver of a stepwise run lets it go on.
+
+    The chief waits at each of its reports. Another rank waits beside it only as long as it reports
+    as often as the chief, so that a stop ends all ranks at the same report. A rank that reports
+    more often may be needed by the chief, so it stops to wait after a second.
+
+    Args:
+        spec: The run.
+        rank_info: The rank.
+    """
+
+    def __init__(self, spec: RunSpec, rank_info: RankInfo) -> None:
+        self._read = _control_reader(Path(spec.run_dir))
+        self._is_chief = rank_info.rank == 0
+        self._is_in_step = True
+
+    def wait(self, number: int) -> None:
+        """Wait at a report.
+
+        Args:
+            number: The number of this rank's report.
+
+        Raises:
+            StoppedError: The driver ends the run.
+        """
+        began, interval_s = time.monotonic(), _FIRST_INTERVAL_S
+        while True:
+            control = self._read()
+            if control.is_stopped:
+                raise StoppedError
+            released = control.reports_released or 0
+            if number <= released or not self._is_in_step:
+                return
+            if not self._is_chief and time.monotonic() - began > _LONGEST_LAG_S:
+                # The chief may have come meanwhile, but then it has to be waited for anyway.
+                self._is_in_step = False
+                return
+            time.sleep(interval_s)
+            interval_s = min(2 * interval_s, _LONGEST_INTERVAL_S)
+
+
+def _control_reader(run_dir: Path) -> Callable[[], Control]:
+    run = RunDirectory(run_dir)
+    link = driver_link()
+    if link is None or run.control_path.parent.exists():
+        return ControlFile(run).read
+
+    def ask() -> Control:
+        control: Control = link.ask("control", str(run_dir))
+        return control
+
+    return ask
+
+
+_sessions: list[Any] = []
+_is_pool_worker: list[bool] = []
+
+
+def current_session() -> Any:
+    """Return the run that this process works for, or None outside of one."""
+    return _sessions[-1] if _sessions else None
+
+
+def enter_session(session: Any) -> None:
+    """Make a run this process's.
+
+    Raises:
+        RuntimeError: It works for one already.
+    """
+    if _sessions:
+        raise RuntimeError("A train function must not start another run in its own process.")
+    _sessions.append(session)
+
+
+def leave_session() -> None:
+    """End what `enter_session` began."""
+    _sessions.clear()
+
+
+def become_pool_worker() -> None:
+    """Note that this process is a worker of a trainer in another process."""
+    _is_pool_worker.append(True)
+
+
+def is_pool_worker() -> bool:
+    """Tell whether this process is a worker of a trainer in another process."""
+    return bool(_is_pool_worker)
